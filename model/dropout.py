@@ -1,8 +1,8 @@
 """Dropout: set random elements to zero in training.
 
 The elements are a function of seed, step, layer, place in the layer, row of the global
-batch and position. They are the same on every mesh, in every microbatch and after a
-restart. In evaluation and sampling no keys are given, and nothing is dropped.
+batch and position, on every mesh and after a restart. Without keys, in evaluation and
+sampling, nothing is dropped.
 
 Source: Srivastava et al., Dropout, JMLR 15 (2014), in its inverted form.
 """

@@ -29,11 +29,10 @@ from model.taps import Taps
 class Numerics(NamedTuple):
     """The dtypes of a program.
 
-    activation_dtype: the dtype of activations between layers.
-    compute_dtype: the dtype of the operands of products, and of gathered weights.
-    reduce_dtype: the dtype in which gradients of weights travel between devices.
-    quantization: how linear layers multiply in eight bits. None means that they
-        multiply in the compute dtype.
+    activation_dtype: that of activations between layers.
+    compute_dtype: that of the operands of products, and of gathered weights.
+    reduce_dtype: that in which gradients of weights travel between devices.
+    quantization: how linear layers multiply in eight bits, or None.
     expert_quantization: the same for the matrices of experts, float8 or None.
     """
 

@@ -38,14 +38,11 @@ def rematerialized(
 ) -> Callable:
     """Return a layer whose results are recomputed in the backward pass by a policy.
 
-    Args:
-        layer: a function of arrays.
-        policy: "none" saves all results, "dots" saves those of products with a weight,
-            "full" saves none. Names save the results with these names.
-        offload: names of results that are saved in host memory, whatever the policy.
-        looped: whether a loop of more than one iteration runs the layer.
-        branches: whether the layer chooses between branches. Without a policy, branches
-            would save copies of their arguments, weights included.
+    "none" saves all results, "dots" saves those of products with a weight, "full" saves
+    none. Names save the results with these names. Those of `offload` are saved in host
+    memory, whatever the policy. `looped` says whether a loop of more than one iteration
+    runs the layer, and `branches` whether the layer chooses between branches. Without a
+    policy, branches would save copies of their arguments, weights included.
     """
     # train/cli/rules.py refuses `offload` with this policy.
     if policy == "none" and not branches:

@@ -27,9 +27,8 @@ from model.taps import Noted, Taps
 class LayerKinds(NamedTuple):
     """The kinds of layers with the same parameters, in the order in which layers run.
 
-    local: whether each layer sees only the window.
-    precise: whether each layer multiplies in high precision. In a pipeline, the layers
-        of all stages are listed.
+    A local layer sees only the window. A precise one multiplies in high precision. In a
+    pipeline, `precise` lists the layers of all stages.
     """
 
     local: Sequence[bool]
@@ -39,8 +38,8 @@ class LayerKinds(NamedTuple):
 class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
-    number: the number of the layer, for random keys. None if there are no keys.
-    is_local, is_precise: the kind of the layer, if only the running program knows it.
+    The number is for random keys. The kind is given if only the running program knows
+    it.
     """
 
     number: jax.Array | None
@@ -143,11 +142,10 @@ def run_stacks(
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The body of the scan: one layer in each slot of a group.
+    """The body of the scan: one layer, a block without parameters, in each slot.
 
-    blocks: the layer in each slot, without parameters.
-    sizes: the number of layers of each stack in a group.
-    looped: whether an iteration is one layer.
+    `sizes` are the numbers of layers of each stack in a group. `looped` says whether an
+    iteration is one layer.
     """
 
     blocks: Sequence[Any]

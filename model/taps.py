@@ -21,10 +21,10 @@ Reduce = Callable[[jax.Array], jax.Array]
 
 
 class Noted(NamedTuple):
-    """Figures of a layer, or of L layers, by name.
+    """Float32 figures of a layer, or of L layers, by name.
 
-    largest: float32, the largest absolute value; infinite if a value is not finite.
-    shares: float32, the fraction of values with a property.
+    largest: the largest absolute value; infinite if a value is not finite.
+    shares: the fraction of values with a property.
     """
 
     largest: Named

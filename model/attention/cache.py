@@ -17,11 +17,9 @@ from model.attention.masks import Local
 
 
 class KeysValues(NamedTuple):
-    """The keys and values of earlier positions.
+    """The keys and values of earlier positions, of S of which `length` are filled.
 
-    keys, values: room for S positions.
-    length: the number of positions that are filled.
-    first_B: the position at which each row begins. None means position 0.
+    Each row begins at position first_B, or at 0 if this is None.
     """
 
     keys: Float[Array, "*L B S K H"]

@@ -73,11 +73,8 @@ class Documents(NamedTuple):
         """Return lengths and offsets of queries and of keys in the form for cuDNN.
 
         An array of offsets holds D starts, counted in elements over all rows, and then
-        ends. Its shape is [B, C + 1], from which jax reads the number of documents.
-
-        Args:
-            T: positions of a row.
-            elements: the number of elements of a position's queries, and of its keys.
+        ends. Its shape is [B, C + 1], from which jax reads the number of documents. A
+        row has T positions, each with these numbers of elements of queries and keys.
         """
         B, C = self.starts_BC.shape
         starts = (self.starts_BC + T * jnp.arange(B, dtype=jnp.int32)[:, None]).ravel()

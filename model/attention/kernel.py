@@ -28,11 +28,8 @@ from model.choices import Attention, ContextAttention
 from model.placement import ONE_DEVICE, Placement
 from model.scopes import in_branch
 
-_PLATFORM_KERNELS = {
-    "tpu": Attention.splash,
-    "cuda": Attention.cudnn,
-    "gpu": Attention.cudnn,
-}
+_CUDNN = Attention.cudnn
+_PLATFORM_KERNELS = {"tpu": Attention.splash, "cuda": _CUDNN, "gpu": _CUDNN}
 
 
 def choose_kernel(

@@ -9,9 +9,8 @@ rounded in the same way on every mesh. The scale of a weight is that of the whol
 weight, however it is sharded. The local rows of activations and cotangents have a scale
 on each device.
 
-Weights are gathered in float8. The backward pass keeps the same arrays as products in
-the compute dtype do: rounding them again is cheap, and gives them the layout that the
-product needs.
+Weights are gathered in float8. The backward pass rounds again, which is cheap and gives
+arrays the layout that the product needs.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """

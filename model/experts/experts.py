@@ -1,11 +1,8 @@
 """An MLP of many experts, of which each token takes a few.
 
-A router scores the experts for each token; the k best each make an MLP of it, and their
-results are added up by the router's weights. Nothing is dropped and nothing is
-padded to a capacity: rows are sorted by expert, and multiplied by
-`model.experts.grouped.grouped_product`, however many each expert gets.
-
-What devices exchange where experts lie apart is in model/experts/exchange.py.
+A router scores the experts for each token, and sums the outputs of the k best by its
+weights. Nothing is dropped or padded to a capacity: rows are sorted by expert, and
+multiplied by `model.experts.grouped.grouped_product`.
 
 Shapes: B batch, T time, k experts of each token, D embed, F an expert's hidden dim, E
 experts.
@@ -102,15 +99,9 @@ class Experts(nnx.Module):
         def run_device(
             tokens: Tokens, matrices: list[jax.Array], biases: list[jax.Array]
         ) -> Output:
-            experts = LocalExperts(
-                matrices=matrices,
-                biases=biases,
-                config=self.config,
-                execution=execution,
-                call=call,
-                expert_axes=expert_axes,
-                shared_axes=mesh_axes(hidden),
-            )
+            experts = LocalExperts(matrices, biases, self.config, execution, call)
+            shared_axes = mesh_axes(hidden)
+            experts = experts._replace(expert_axes=expert_axes, shared_axes=shared_axes)
             return on_device(tokens, experts)
 
         if placement.automatic_axes:  # XLA cannot partition a kernel by itself
@@ -138,12 +129,8 @@ class Experts(nnx.Module):
 
         if expert_axes or any(place.sharded_dims for place in placements):
             run = jax.checkpoint(run)
-        y_BTD, counts = run(
-            x_BTD,
-            choice.weights,
-            [weight[...] for weight in weights],
-            [bias[...] for bias in biases],
-        )
+        matrices, vectors = ([p[...] for p in params] for params in (weights, biases))
+        y_BTD, counts = run(x_BTD, choice.weights, matrices, vectors)
         if call.taps is not None and counts is not None:
             call.taps.note_rounding(counts)
         return y_BTD

@@ -1,18 +1,16 @@
 """The one way to multiply rows by a matrix of their own group: `grouped_product`.
 
-Rows x[M, D] lie sorted by expert, sizes[E] of them each; every expert has its matrix of
-w[E, D, F]. Each row is multiplied once, whatever the sizes are: XLA's own `ragged_dot`
-multiplies all rows by all experts' matrices on a CPU and on NVIDIA's GPUs, and for the
-gradient of w on TPUs too (docs/log). So each platform has a body of its own:
+XLA's own `ragged_dot` multiplies all rows by all experts' matrices on a CPU and on
+NVIDIA's GPUs, and for the gradient of w on TPUs too (docs/log). Therefore each platform
+has its kernel, which multiplies each row once:
 
 scan: any platform; a loop over blocks of rows (model/experts/grouped_scan.py).
-megablox: TPU; jax's own Pallas kernels.
+megablox: TPU; jax's own Pallas kernels, which have no products of eight bits.
 triton: NVIDIA; a Pallas kernel that Triton compiles (model/experts/grouped_triton.py).
 ragged: XLA's own, for a plan to trace and for tests to compare with.
 
-Operands and cotangents are rounded as `model.linear.product` rounds them; to float8, if
-asked for, all of them to e4m3, since Triton multiplies operands of one type; not by
-megablox, which has no products of eight bits.
+Operands and cotangents are rounded as `model.linear.product` rounds them. In float8 all
+of them are e4m3, because Triton multiplies operands of one type.
 
 Shapes: M rows, D inputs, F outputs, E experts.
 """

@@ -46,9 +46,6 @@ class LocalExperts(NamedTuple):
 
     matrices: those of the local experts: up, gate if there is one, down.
     biases: those of all experts, in the same order; or none.
-    config: the model's config.
-    execution: how the program runs.
-    call: the context of this call.
     expert_axes: mesh axes along which devices have different tokens and experts.
     shared_axes: mesh axes along which devices share each expert.
     """

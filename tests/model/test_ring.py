@@ -16,6 +16,7 @@ from model.attention.across import attend_shared_rows
 from model.attention.inputs import Inputs
 from model.attention.ring import in_ring_order
 from model.choices import ContextAttention
+from tests.model.reference import attend, mask
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("context",)
@@ -44,25 +45,7 @@ def documents(T, chunks):
     return np.stack([inside, np.ones(T)]).astype(np.int32)
 
 
-def plain(q, k, v, sinks, ids, window, soft_cap):
-    """Attend by the formula, in float64."""
-    T, G, H = q.shape[1], q.shape[2] // k.shape[2], q.shape[3]
-    k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    behind = np.arange(T)[:, None] - np.arange(T)
-    seen = (behind >= 0) & (behind < (window or T))
-    seen = seen[None] & (ids[:, :, None] == ids[:, None])
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    if sinks is not None:
-        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, column], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :T]
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
-def around(attend, c, q, k, v, sinks, ids, do):
+def around(kernel, c, q, k, v, sinks, ids, do):
     """Attend on c devices in a ring's order; take and give arrays of whole rows.
 
     Returns:
@@ -72,7 +55,7 @@ def around(attend, c, q, k, v, sinks, ids, do):
     def on_device(ids, q, k, v, do):
         *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
         o, transpose = jax.vjp(
-            lambda q, k, v, sinks: attend(Inputs(q, k, v, ids, sinks)),
+            lambda q, k, v, sinks: kernel(Inputs(q, k, v, ids, sinks)),
             *operands,
             sinks,
         )
@@ -99,8 +82,13 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
     ids = documents(T, 2 * c)
     with jax.enable_x64(True):
         wide = [None if x is None else jnp.asarray(x) for x in (q, k, v, sinks)]
-        formula = partial(plain, ids=ids, window=window, soft_cap=soft_cap)
-        o, transpose = jax.vjp(formula, *wide)
+        seen = mask(T, window)[None] & (ids[:, :, None] == ids[:, None])
+        o, transpose = jax.vjp(
+            lambda q, k, v, sinks: attend(
+                q, k, v, seen[:, None], soft_cap=soft_cap, sinks=sinks
+            ),
+            *wide,
+        )
         grads = transpose(jnp.asarray(do))
         expected = [np.asarray(x) for x in (o, *grads) if x is not None]
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
