@@ -23,9 +23,8 @@ def partition_spec(
 ) -> PartitionSpec:
     """Return the PartitionSpec of an array with these logical axes.
 
-    Raises:
-        ValueError: if a name is missing from the table, or if two dims would be sharded
-            over one mesh axis.
+    Raises ValueError if a name is missing from the table, or if two dims would be
+    sharded over one mesh axis.
     """
     missing = [axis for axis in axes if axis is not None and axis not in table]
     if missing:
@@ -48,11 +47,7 @@ Pairs = tuple[tuple[str, MeshAxes], ...]
 
 
 class AxisRules(NamedTuple):
-    """The two rule tables, as pairs (logical axis, mesh axes).
-
-    activations: the rules of activations and of the batch.
-    params: the rules of parameters.
-    """
+    """The rules of activations, the batch included, and of parameters."""
 
     activations: Pairs = ()
     params: Pairs = ()

@@ -85,10 +85,7 @@ class ModelConfig:
     ] = 10000.0
     rope_theta_local: Annotated[
         Positive | None,
-        Doc(
-            "The same for local layers, which then ignore rope_scaling. null: "
-            "rope_theta."
-        ),
+        Doc("The same for local layers, which ignore rope_scaling. null: rope_theta."),
     ] = None
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     rotary_fraction: Annotated[

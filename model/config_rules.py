@@ -9,12 +9,9 @@ from model.config import ModelConfig
 
 
 class BrokenRule(NamedTuple):
-    """A setting that does not go together with others.
+    """A setting, by its dotted name, that does not go together with others.
 
-    field: the dotted name of the setting.
-    value: its value.
-    text: the rule and the remedy.
-    reads: the other fields that the rule reads.
+    The text states the rule, which also reads these other fields, and the remedy.
     """
 
     field: str

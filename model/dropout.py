@@ -1,8 +1,8 @@
 """Dropout: set random elements to zero in training.
 
 The elements are a function of seed, step, layer, place in the layer, row of the global
-batch and position. They are the same on every mesh, in every microbatch and after a
-restart. In evaluation and sampling no keys are given, and nothing is dropped.
+batch and position, on every mesh and after a restart. Without keys, in evaluation and
+sampling, nothing is dropped.
 
 Source: Srivastava et al., Dropout, JMLR 15 (2014), in its inverted form.
 """
@@ -22,11 +22,7 @@ def drop(
 ) -> Float[Array, "B T *dims"]:
     """Set a fraction of the elements to zero, and scale the others to the same mean.
 
-    Args:
-        x: rows of positions.
-        rate: the fraction, below 1.
-        site: the name of the place in the layer. Different sites drop independently.
-        call: the context, with keys of positions or without.
+    Different sites, which are places in a layer, drop independently.
     """
     if not rate:
         return x

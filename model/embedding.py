@@ -29,15 +29,9 @@ class Table(nnx.Module):
         rngs: nnx.Rngs,
         padding: int = 0,
     ):
-        """Draw the table from N(0, std²). Padding rows are zero.
+        """Draw rows of `size` ids from N(0, std²). The padding rows after are zero.
 
-        Args:
-            config: the model's config.
-            size: the number of ids.
-            axis: the logical axis of the ids.
-            std: standard deviation of the initial values.
-            rngs: random numbers.
-            padding: the number of padding rows after those of the ids.
+        The logical axis of the ids is `axis`.
         """
         shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
@@ -74,7 +68,7 @@ def look_up(
     for table, ids_BT in lookups:
         placement = execution.weight_placement(table.axes)
         if column_axes:
-            placement = placement.without_dims(1)
+            placement = placement.without_dims([1])
             ids_BT = jax.lax.all_gather(ids_BT, column_axes, axis=0, tiled=True)
         x_BTD = x_BTD + table(ids_BT, placement)
     x_BTD = x_BTD.astype(execution.numerics.activation_dtype)

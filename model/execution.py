@@ -29,11 +29,10 @@ from model.taps import Taps
 class Numerics(NamedTuple):
     """The dtypes of a program.
 
-    activation_dtype: the dtype of activations between layers.
-    compute_dtype: the dtype of the operands of products, and of gathered weights.
-    reduce_dtype: the dtype in which gradients of weights travel between devices.
-    quantization: how linear layers multiply in eight bits. None means that they
-        multiply in the compute dtype.
+    activation_dtype: that of activations between layers.
+    compute_dtype: that of the operands of products, and of gathered weights.
+    reduce_dtype: that in which gradients of weights travel between devices.
+    quantization: how linear layers multiply in eight bits, or None.
     expert_quantization: the same for the matrices of experts, float8 or None.
     """
 
@@ -53,9 +52,6 @@ class Numerics(NamedTuple):
 class Execution(NamedTuple):
     """How a program runs the model. None of its choices is `auto`.
 
-    numerics: the dtypes.
-    placement: the mesh, and how arrays are sharded over it.
-    attention: the attention kernel.
     context_attention: how devices that share rows attend to each other's keys.
     expert_exchange: how tokens reach experts on other devices.
     grouped: the kernel of products of rows that are grouped by expert.

@@ -9,7 +9,7 @@ their form, and with it the bytes sent, would depend on the number of devices
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -33,10 +33,7 @@ class AxisSteps(NamedTuple):
     number is the number of slices that the axis crosses, with neighbours in different
     slices (train/mesh.py).
 
-    axis: the mesh axis.
-    gather: the steps of gathering a weight.
-    small: the steps of gathering a small weight.
-    scatter: the steps of reduce-scattering a gradient.
+    `small` are the steps of gathering a small weight.
     """
 
     axis: str
@@ -80,7 +77,7 @@ class WeightPlacement(NamedTuple):
         """The manual mesh axes over which the weight is sharded."""
         return tuple(axis for _, axes in self.sharded_dims for axis in axes)
 
-    def without_dims(self, *dims: int) -> "WeightPlacement":
+    def without_dims(self, dims: Collection[int]) -> "WeightPlacement":
         """Return a placement that leaves these dims sharded."""
         gathered = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
         return self._replace(sharded_dims=gathered)
@@ -117,13 +114,8 @@ class WeightPlacement(NamedTuple):
                 sums = _scatter_rows(sums, [*steps])
                 continue
             for _, axis, groups in steps:
-                sums = jax.lax.psum_scatter(
-                    sums,
-                    axis,
-                    scatter_dimension=dim,
-                    axis_index_groups=groups,
-                    tiled=True,
-                )
+                scatter = partial(jax.lax.psum_scatter, axis_index_groups=groups)
+                sums = scatter(sums, axis, scatter_dimension=dim, tiled=True)
             sums = self._in_order(sums, dim)
         return jax.lax.psum(sums, self.replica_axes) if self.replica_axes else sums
 
@@ -157,12 +149,9 @@ def on_shards(
 ) -> Callable[[jax.Array], jax.Array]:
     """Return a function that runs on each shard over the automatic axes.
 
-    Otherwise XLA's partitioner gathers an array over its automatic axes before a
-    collective over manual ones.
-
-    Args:
-        function: a collective over manual axes.
-        automatic_spec: the sharding of array and result over the automatic axes.
+    Array and result are sharded over these axes by `automatic_spec`. Otherwise XLA's
+    partitioner gathers an array over its automatic axes before a collective over manual
+    ones.
     """
     if not any(automatic_spec):
         return function
@@ -209,12 +198,8 @@ def nested(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
 
     The first steps are between devices that are far apart, then between neighbours, and
     device i ends with part i. Slices come last, when each chip has the least left.
-
-    Args:
-        sizes: the number of devices in a group of each step. () means one step.
-
-    Returns:
-        The groups of each step. None means one group of all devices.
+    The sizes are the numbers of devices in a group of each step. () means one step, and
+    groups of None mean one group of all devices.
     """
     steps = [n for n in sizes if n > 1]
     if len(steps) < 2:

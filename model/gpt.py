@@ -76,8 +76,7 @@ class GPT(nnx.Module):
         """Return the features, in the activation dtype, of all layers.
 
         Also return the longer cache if one is given, and the routing of the layers that
-        have experts. Positions count from 0 in each document. Without segment ids, each
-        row is one document.
+        have experts. Positions count from 0 in each document.
         """
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
@@ -131,13 +130,7 @@ class GPT(nnx.Module):
         """Run stacks whose layers are sharded over the stages of a pipeline."""
         graphs, params = zip(*map(nnx.split, stacks), strict=True)
 
-        def run(
-            params: Any,
-            x_BTD: jax.Array,
-            positions_BT: jax.Array,
-            group: jax.Array,
-            call: CallContext,
-        ) -> tuple[jax.Array, Routing | None]:
+        def run(params, x_BTD, positions_BT, group, call: CallContext):
             stage_stacks = list(map(nnx.merge, graphs, params))
             depth = sum(map(depth_of, stage_stacks))
             x_BTD, _, routing = run_stacks(

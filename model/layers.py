@@ -39,14 +39,8 @@ class Normalize(nnx.Module):
         self.offset = 1.0 if config.norm_unit_offset else 0.0
         scale = jnp.full(shape, 1.0 - self.offset, dtype)
         self.scale = nnx.Param(scale, info=info)
-        match kind:
-            case Norm.layernorm:
-                self.centred, biased = True, config.bias
-            case Norm.rmsnorm:
-                self.centred, biased = False, False
-            case _:
-                assert_never(kind)
-        zeros = jnp.zeros(shape, dtype)
+        self.centred, zeros = kind is Norm.layernorm, jnp.zeros(shape, dtype)
+        biased = self.centred and config.bias
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
@@ -95,8 +89,7 @@ class SelfAttention(nnx.Module):
         bias = config.bias or config.qkv_bias
         inward = partial(Linear, std=std, bias=bias, dtype=dtype, rngs=rngs)
         axes, kv_axes = (
-            ("embed", "heads", "head_dim"),
-            ("embed", "kv_heads", "head_dim"),
+            ("embed", heads, "head_dim") for heads in ("heads", "kv_heads")
         )
         self.query = inward("query", "btd,dnh->btnh", (D, N, H), axes)
         self.key = inward("key", "btd,dkh->btkh", (D, K, H), kv_axes)

@@ -11,7 +11,6 @@ flattened nor transposed: XLA's CPU backend is fast on einsums with the weight's
 import re
 import zlib
 from functools import partial
-from typing import assert_never
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,12 @@ from jaxtyping import Array, Float, Key
 from model.choices import ComputeDtype
 from model.eight_bits.float8 import FORWARD, float8_product, float8_scale, to_float8
 from model.eight_bits.int8 import contracted, int8_product, to_int8
-from model.eight_bits.quantization import Quantization, Quantized, transposed
+from model.eight_bits.quantization import (
+    ProductOptions,
+    Quantization,
+    Quantized,
+    transposed,
+)
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gather import UNSHARDED, WeightPlacement
 from model.params import Kind, ParamInfo
@@ -44,61 +48,35 @@ def product(
     Every letter of an operand must also be in the other operand or in the result. With
     quantization, no letter may be in all three.
 
-    Args:
-        spec: the einsum.
-        a: left operand.
-        b: right operand.
-        compute: the dtype to which operands are rounded.
-        placement: where b lies if it is a weight. The product gathers it, and
-            reduce-scatters its gradient.
-        quantization: how to multiply in eight bits. None multiplies in `compute`.
-        keys_BT: random keys of the positions of a, with which int8 rounds the cotangent
-            stochastically. None rounds to the nearest.
-
-    Returns:
-        An array in a's dtype. Each gradient has the dtype of its operand.
+    Operands are rounded to the dtype `compute`, or to eight bits with `quantization`.
+    If b is a weight, `placement` says how it is sharded: the product gathers it, and
+    reduce-scatters its gradient. int8 rounds the cotangent stochastically with random
+    keys of the positions of a, and to the nearest without. The result has a's dtype,
+    and each gradient that of its operand.
     """
-    if quantization is not None:
-        emulated = quantization.emulated
-        match quantization.dtype:
-            case ComputeDtype.float8:
-                return float8_product(  # pyright: ignore[reportReturnType]
-                    spec, a, b, compute, placement, emulated
-                )
-            case ComputeDtype.int8:
-                return int8_product(  # pyright: ignore[reportReturnType]
-                    spec, a, b, compute, placement, emulated, keys_BT
-                )
-            case ComputeDtype.auto | ComputeDtype.float32 | ComputeDtype.bfloat16:
-                raise AssertionError(f"{quantization.dtype} has no eight bits")
-            case _:
-                assert_never(quantization.dtype)
-    return _product(spec, a, b, compute, placement)  # pyright: ignore[reportReturnType]
+    options = ProductOptions(spec, compute, placement)
+    if quantization is None:
+        return _product(options, a, b)  # pyright: ignore[reportReturnType]
+    options = options._replace(emulated=quantization.emulated)
+    if quantization.dtype is ComputeDtype.float8:
+        return float8_product(options, a, b)  # pyright: ignore[reportReturnType]
+    assert quantization.dtype is ComputeDtype.int8
+    return int8_product(options, a, b, keys_BT)  # pyright: ignore[reportReturnType]
 
 
 def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
     """Return a left operand as `product` quantizes it."""
-    match dtype:
-        case ComputeDtype.float8:
-            return to_float8(a, FORWARD, float8_scale(a, FORWARD))
-        case ComputeDtype.int8:
-            dims, _, result = re.split(",|->", spec)
-            return to_int8(a, contracted(dims, result))
-        case ComputeDtype.auto | ComputeDtype.float32 | ComputeDtype.bfloat16:
-            raise AssertionError(f"{dtype} has no eight bits")
-        case _:
-            assert_never(dtype)
+    if dtype is ComputeDtype.float8:
+        return to_float8(a, FORWARD, float8_scale(a, FORWARD))
+    assert dtype is ComputeDtype.int8
+    dims, _, result = re.split(",|->", spec)
+    return to_int8(a, contracted(dims, result))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _product(
-    spec: str,
-    a: jax.Array,
-    b: jax.Array,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-) -> jax.Array:
-    return einsum(spec, a, placement.gather(b.astype(compute)), compute, a.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(options: ProductOptions, a: jax.Array, b: jax.Array) -> jax.Array:
+    gathered = options.placement.gather(b.astype(options.compute))
+    return einsum(options.spec, a, gathered, options.compute, a.dtype)
 
 
 def einsum(
@@ -110,16 +88,11 @@ def einsum(
     )
 
 
-def _forward(
-    spec: str,
-    a: jax.Array,
-    b: jax.Array,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-):
+def _forward(options: ProductOptions, a: jax.Array, b: jax.Array):
     # The backward pass needs only the rounded a. Parameters such as b are alive anyway,
     # and rounding them again is cheaper than saving both. A gathered b is saved if the
     # layer is recomputed, because then it does not live longer than the layer.
+    spec, compute, placement, _ = options
     a_rounded = a.astype(compute)
     gathered = placement.gather(b.astype(compute)) if placement.sharded_dims else b
     y = einsum(spec, a_rounded, gathered, compute, a.dtype)
@@ -127,13 +100,8 @@ def _forward(
     return y, (a_rounded, saved_b, jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
 
 
-def _backward(
-    spec: str,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    residuals,
-    dy: jax.Array,
-):
+def _backward(options: ProductOptions, residuals, dy: jax.Array):
+    spec, compute, placement, _ = options
     a, b, like_a, like_b = residuals
     if placement.gather_again:
         b = placement.gather(b.astype(compute))
@@ -168,12 +136,7 @@ def gather_weight(
     return (placement.gather(values).astype(jnp.float32) * scale).astype(local.dtype)
 
 
-def _gather_forward(
-    local: jax.Array,
-    placement: WeightPlacement,
-    compute: DTypeLike,
-    float8: Quantization | None,
-):
+def _gather_forward(local, placement: WeightPlacement, compute, float8):
     return gather_weight(local, placement, compute, float8), None
 
 
@@ -208,17 +171,9 @@ class Linear(nnx.Module):
     ):
         """Draw the weight from N(0, std²). The bias starts at zero.
 
-        Args:
-            name: the name of its scope in traced programs.
-            spec: the einsum, as `product` takes it.
-            shape: the shape of the weight, without padding.
-            axes: the logical axes of the weight.
-            std: the standard deviation of the initial values.
-            bias: whether there is a bias.
-            dtype: the dtype of the parameters.
-            rngs: random numbers.
-            kind: how optimizers see the weight.
-            padding: the number of zeros after the last entry of the last dim.
+        `name` is that of its scope in traced programs, and `spec` the einsum of
+        `product`. The weight has a shape, without padding, and logical axes. `padding`
+        zeros follow the last entry of the last dim.
         """
         operands, result = spec.split("->")
         inputs = sum(letter not in result for letter in operands.split(",")[1])

@@ -39,8 +39,6 @@ class Kind(StrEnum):
 class ParamInfo(NamedTuple):
     """Metadata of a parameter.
 
-    axes: the logical axis of each dim.
-    kind: how optimizers see it.
     inputs: the number of contracted dims of a matrix. They come first, after `stack`.
     padding: the number of last entries along `vocab` that only pad the vocabulary.
     """

@@ -59,14 +59,9 @@ def run_pipeline(
 ) -> tuple[Float[Array, "B T D"], Routing | None]:
     """Run layers that are sharded over the stages of a pipeline.
 
-    Args:
-        run: runs a group of layers on one microbatch. Groups are numbered over all
-            stages.
-        params: tree of the local layers, [L/S, ...] each.
-        x_BTD: the input of the first layer, for local rows.
-        rows: tree of int32 [B, T] that `run` reads for each row.
-        execution: how the program runs the model, with an axis of stages.
-        call: the context of this call, for local rows.
+    `run` runs a group of layers on one microbatch; groups are numbered over all stages.
+    `params` is a tree of the local layers, [L/S, ...] each. x_BTD, `rows`, which is a
+    tree of int32 [B, T], and `call` are those of local rows.
 
     Returns:
         The output of the last layer for local rows, and the routing of all L layers:
@@ -190,11 +185,7 @@ def _local_layers(
 ) -> jax.Array:
     """Convert [iterations, L/(R S), ...] to [L, ...]; zero for layers of other stages.
 
-    Args:
-        values: the local layers' values in each iteration.
-        reduce: reduces over microbatches.
-        stage: this device's stage.
-        sizes: R, S and M.
+    `reduce` reduces over microbatches, and `sizes` are R, S and M.
     """
     R, S, M = sizes
     values = jax.lax.dynamic_slice_in_dim(values, stage, R * M)
@@ -210,11 +201,6 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
     layout for any number of repeats. The step converts W[L/S, ...] to the order in
     which layers run, and its gradient back. The R groups of each device are exchanged
     in R permutes, in each of which every device sends one group and receives one.
-
-    Args:
-        params: tree of [L/S, ...], neighbouring layers.
-        axis: the mesh axis of the stages.
-        repeats: R.
     """
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)

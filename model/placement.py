@@ -21,8 +21,6 @@ from model.gather import AxisSteps
 class Placement:
     """The placement of a program's arrays. Without a mesh, there is one device.
 
-    mesh: the device mesh.
-    rules: how logical axes map to mesh axes.
     platform: the platform that XLA compiles for: cpu, gpu or tpu.
     axis_steps: the mesh axes along which collectives take several steps.
     reduce_in_layers: whether gradients of matrices are summed over replicas in each

@@ -13,12 +13,10 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jaxtyping import Array, Float
 
 from model.choices import Intermediate, OffloadName
+from model.compat import CUDNN_FORWARD
 
 Policy = str | tuple[str, ...]  # "none", "dots", "full", or names of Intermediate.
 _INPUT: OffloadName = "residual"
-# cuDNN's forward pass does not name its output and log-sum-exp. The primitive of
-# jax.nn.dot_product_attention stands for both.
-_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -40,14 +38,11 @@ def rematerialized(
 ) -> Callable:
     """Return a layer whose results are recomputed in the backward pass by a policy.
 
-    Args:
-        layer: a function of arrays.
-        policy: "none" saves all results, "dots" saves those of products with a weight,
-            "full" saves none. Names save the results with these names.
-        offload: names of results that are saved in host memory, whatever the policy.
-        looped: whether a loop of more than one iteration runs the layer.
-        branches: whether the layer chooses between branches. Without a policy, branches
-            would save copies of their arguments, weights included.
+    "none" saves all results, "dots" saves those of products with a weight, "full" saves
+    none. Names save the results with these names. Those of `offload` are saved in host
+    memory, whatever the policy. `looped` says whether a loop of more than one iteration
+    runs the layer, and `branches` whether the layer chooses between branches. Without a
+    policy, branches would save copies of their arguments, weights included.
     """
     # train/cli/rules.py refuses `offload` with this policy.
     if policy == "none" and not branches:
@@ -62,10 +57,6 @@ def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
     """Return a pipeline's stage that saves what its layers save, but no weights.
 
     Otherwise it would save the slice of the parameters that each iteration takes.
-
-    Args:
-        stage: a function of arrays that slices parameters.
-        policy: the policy of its layers.
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
     keep = _keep_all_but_slices if policy == "none" else _keep(policy)
@@ -105,4 +96,4 @@ def _offloading(names: Sequence[OffloadName], keep: Callable) -> Callable[..., A
 
 
 def _is_cudnn_forward(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name == _CUDNN_FORWARD
+    return primitive.name == CUDNN_FORWARD

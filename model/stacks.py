@@ -27,9 +27,8 @@ from model.taps import Noted, Taps
 class LayerKinds(NamedTuple):
     """The kinds of layers with the same parameters, in the order in which layers run.
 
-    local: whether each layer sees only the window.
-    precise: whether each layer multiplies in high precision. In a pipeline, the layers
-        of all stages are listed.
+    A local layer sees only the window. A precise one multiplies in high precision. In a
+    pipeline, `precise` lists the layers of all stages.
     """
 
     local: Sequence[bool]
@@ -39,8 +38,8 @@ class LayerKinds(NamedTuple):
 class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
-    number: the number of the layer, for random keys. None if there are no keys.
-    is_local, is_precise: the kind of the layer, if only the running program knows it.
+    The number is for random keys. The kind is given if only the running program knows
+    it.
     """
 
     number: jax.Array | None
@@ -51,8 +50,6 @@ class _Layer(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The outputs of one layer besides x."""
-
     cache: KeysValues | None
     routing: Routing | None
     noted: Noted | None
@@ -96,17 +93,10 @@ def run_stacks(
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
     """Run stacked layers by one scan over groups of layers.
 
-    Args:
-        stacks: the stacks. Each group has layers of all of them.
-        x_BTD: the input.
-        execution: how the program runs the model.
-        call: the context of this call.
-        kinds: the kinds of the layers. If the layers in one slot of all groups have
-            the same kind, it is static.
-        unroll: layers in each iteration, rounded to whole groups; -1 means all of
-            them, without a loop.
-        caches: the caches of the layers in each slot of a group.
-        first: the number of the first of these layers.
+    Each group has layers of all stacks. If the layers in one slot of all groups have
+    the same kind, it is static. `unroll` is the number of layers in each iteration,
+    rounded to whole groups; -1 means all of them, without a loop. There is a cache for
+    the layers in each slot of a group. The layers are numbered from `first`.
 
     Returns:
         x_BTD, the longer caches if there were any, and the routing of the last stack.
@@ -152,11 +142,10 @@ def run_stacks(
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The body of the scan: one layer in each slot of a group.
+    """The body of the scan: one layer, a block without parameters, in each slot.
 
-    blocks: the layer in each slot, without parameters.
-    sizes: the number of layers of each stack in a group.
-    looped: whether an iteration is one layer.
+    `sizes` are the numbers of layers of each stack in a group. `looped` says whether an
+    iteration is one layer.
     """
 
     blocks: Sequence[Any]

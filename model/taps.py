@@ -21,10 +21,10 @@ Reduce = Callable[[jax.Array], jax.Array]
 
 
 class Noted(NamedTuple):
-    """Figures of a layer, or of L layers, by name.
+    """Float32 figures of a layer, or of L layers, by name.
 
-    largest: float32, the largest absolute value; infinite if a value is not finite.
-    shares: float32, the fraction of values with a property.
+    largest: the largest absolute value; infinite if a value is not finite.
+    shares: the fraction of values with a property.
     """
 
     largest: Named
@@ -42,11 +42,7 @@ def count_rounding(
     x: Float[Array, "..."], rounded: Quantized, used: Bool[Array, "..."] | None = None
 ) -> Float[Array, "3"]:
     """Return three counts of an operand: flushed to zero, saturated, and all values.
-
-    Args:
-        x: the operand.
-        rounded: the operand in eight bits.
-        used: whether each value takes part in a product. None means that all do.
+    `used` says whether each value takes part in a product. None means that all do.
     """
     x, values = jax.lax.stop_gradient((x, rounded.values))
     flushed = (values == 0) & (x != 0)

@@ -21,56 +21,21 @@ from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from model.attention import cudnn, cudnn_packed, masks, splash, xla
-from model.attention.ring import Kernel, ring
+from model.attention import cudnn, cudnn_packed, splash, xla
+from model.attention.inputs import Inputs
+from model.attention.ring import Kernel, Travelling, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 
-Attend = Callable[[Array, Array, Array, Array | None, Array | None], Array]
+Attend = Callable[[Inputs], Array]
 KERNELS = {
     Attention.xla: xla,
     Attention.cudnn: cudnn,
     Attention.cudnn_packed: cudnn_packed,
     Attention.splash: splash,
 }
-
-
-def why_cannot_share(
-    way: ContextAttention,
-    kernel: Attention,
-    devices: int,
-    sequence_length: int,
-    kv_heads: int,
-) -> str | None:
-    """Return why devices cannot attend this way, or None if they can.
-
-    Args:
-        way: not `auto`.
-        kernel: the kernel on each device.
-        devices: the number of devices that share a row.
-        sequence_length: positions of a row.
-        kv_heads: key and value heads on a device, after `tensor` shards them.
-    """
-    if way is ContextAttention.ulysses and kv_heads % devices:
-        return (
-            f"ulysses needs the {kv_heads} key and value heads of a device to be "
-            f"divisible by mesh.context={devices}"
-        )
-    if way is ContextAttention.ring and kernel is Attention.cudnn_packed:
-        return "ring needs model.attention=cudnn, whose masks are of two chunks of rows"
-    if way is ContextAttention.all_gather and kernel is not Attention.xla:
-        return f"all_gather needs model.attention=xla, not {kernel}"
-    multiple = devices
-    if way is ContextAttention.ring:
-        multiple = 2 * devices * KERNELS[kernel].MULTIPLE
-    if sequence_length % multiple:
-        return (
-            f"{way} over {devices} devices with {kernel} attention needs a "
-            f"data.sequence_length divisible by {multiple}, not {sequence_length}"
-        )
-    return None
 
 
 def choose_context_attention(
@@ -82,21 +47,45 @@ def choose_context_attention(
 ) -> ContextAttention:
     """Return how devices attend; `auto` means the first way that is possible.
 
-    The other arguments are those of `why_cannot_share`.
+    A number of devices share each row of `sequence_length` positions. A device has
+    `kv_heads` key and value heads, after `tensor` shards them.
 
     Raises:
         ValueError: if this way is impossible; with `auto`, if every way is.
     """
+
+    def why_not(way: ContextAttention) -> str | None:
+        multiple = devices
+        match way:
+            case ContextAttention.ulysses if kv_heads % devices:
+                return (
+                    f"ulysses needs the {kv_heads} key and value heads of a device to "
+                    f"be divisible by mesh.context={devices}"
+                )
+            case ContextAttention.ring if kernel is Attention.cudnn_packed:
+                return (
+                    "ring needs model.attention=cudnn, whose masks are of two chunks "
+                    "of rows"
+                )
+            case ContextAttention.ring:
+                multiple = 2 * devices * KERNELS[kernel].MULTIPLE
+            case ContextAttention.all_gather if kernel is not Attention.xla:
+                return f"all_gather needs model.attention=xla, not {kernel}"
+        if sequence_length % multiple:
+            return (
+                f"{way} over {devices} devices with {kernel} attention needs a "
+                f"data.sequence_length divisible by {multiple}, not {sequence_length}"
+            )
+        return None
+
     ways = [setting]
     if setting is ContextAttention.auto:
         ways = [way for way in ContextAttention if way is not ContextAttention.auto]
-    reasons = []
-    for way in ways:
-        reason = why_cannot_share(way, kernel, devices, sequence_length, kv_heads)
+    reasons = {way: why_not(way) for way in ways}
+    for way, reason in reasons.items():
         if reason is None:
             return way
-        reasons.append(reason)
-    raise ValueError("; ".join(reasons))
+    raise ValueError("; ".join(map(str, reasons.values())))
 
 
 def attend_shared_rows(
@@ -112,8 +101,7 @@ def attend_shared_rows(
     Devices share rows over the manual mesh axes `axes`. The way is not `auto`, and the
     window is shorter than a row.
     """
-    attend_rows = _attend_with_xla if kernel is xla else kernel.attend
-    attend_rows = partial(attend_rows, window=window, soft_cap=soft_cap)
+    attend_rows = partial(kernel.attend, window=window, soft_cap=soft_cap)
     match way:
         case ContextAttention.ring if window is not None:
             return partial(attend_in_window, attend_rows, window, kernel.MULTIPLE, axes)
@@ -135,44 +123,33 @@ def attend_shared_rows(
             assert_never(way)
 
 
-def _ring(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks) -> Array:
+def _ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Array:
+    q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5
     q_BNTH, k_BKTH, v_BKTH = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
-    o_BNTH: Any = ring(kernel, axes, q_BNTH, k_BKTH, v_BKTH, ids, sinks)
+    o_BNTH: Any = ring(kernel, axes, q_BNTH, Travelling(k_BKTH, v_BKTH, ids), sinks)
     return o_BNTH.swapaxes(1, 2)
 
 
-def _ulysses(
-    attend_rows: Attend,
-    axes: tuple[str, ...],
-    q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
-    sinks_N: Float[Array, "N"] | None,
-) -> Float[Array, "B T N H"]:
+def _ulysses(attend_rows: Attend, axes: tuple[str, ...], inputs: Inputs) -> Array:
     def exchange(x: Array, split: int, joined: int) -> Array:
         return jax.lax.all_to_all(x, axes, split, joined, tiled=True)
 
-    q, k, v = (exchange(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-    ids = None if segment_ids_BT is None else _gather_rows(segment_ids_BT, axes)
+    q, k, v = (exchange(x, 2, 1) for x in inputs[:3])
+    ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N
+    if ids is not None:
+        ids = _gather_rows(ids, axes)
     if sinks_N is not None:
         heads = q.shape[2]
         first_head = heads * jax.lax.axis_index(axes)
         sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first_head, heads)
-    return exchange(attend_rows(q, k, v, ids, sinks_N), 1, 2)
+    return exchange(attend_rows(Inputs(q, k, v, ids, sinks_N)), 1, 2)
 
 
 def _all_gather(
-    axes: tuple[str, ...],
-    window: int | None,
-    soft_cap: float | None,
-    q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
-    sinks_N: Float[Array, "N"] | None,
-) -> Float[Array, "B T N H"]:
+    axes: tuple[str, ...], window: int | None, soft_cap: float | None, inputs: Inputs
+) -> Array:
+    q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, _ = inputs
     T = q_BTNH.shape[1]
     k_BSKH, v_BSKH = _gather_rows(k_BTKH, axes), _gather_rows(v_BTKH, axes)
     positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
@@ -183,38 +160,8 @@ def _all_gather(
     if segment_ids_BT is not None:
         key_ids_BS = _gather_rows(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == key_ids_BS[:, None]
-    return xla.attend(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask_BTS,
-        q_BTNH.dtype,
-        soft_cap=soft_cap,
-        sinks_N=sinks_N,
-    )
-
-
-def _attend_with_xla(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: Array | None,
-    sinks: Array | None,
-    *,
-    window: int | None,
-    soft_cap: float | None,
-) -> Array:
-    """Run the `xla` kernel with the signature of the other kernels."""
-    return xla.attend(
-        q,
-        k,
-        v,
-        masks.causal(q.shape[1], segment_ids, window),
-        q.dtype,
-        soft_cap=soft_cap,
-        sinks_N=sinks,
-        causal=True,
-    )
+    gathered = inputs._replace(k_BSKH=k_BSKH, v_BSKH=v_BSKH)
+    return xla.attend_masked(gathered, mask_BTS, q_BTNH.dtype, soft_cap=soft_cap)
 
 
 def _gather_rows(x_BT: Array, axes: tuple[str, ...]) -> Array:

@@ -12,15 +12,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from model.attention import masks, xla
+from model.attention.inputs import Inputs
 from model.attention.masks import Local
 
 
 class KeysValues(NamedTuple):
-    """The keys and values of earlier positions.
+    """The keys and values of earlier positions, of S of which `length` are filled.
 
-    keys, values: room for S positions.
-    length: the number of positions that are filled.
-    first_B: the position at which each row begins. None means position 0.
+    Each row begins at position first_B, or at 0 if this is None.
     """
 
     keys: Float[Array, "*L B S K H"]
@@ -68,12 +67,5 @@ def cached_attention(
     visible_BTS = visible_TS[None]
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]
-    return xla.attend(
-        q_BTNH,
-        cache.keys,
-        cache.values,
-        visible_BTS,
-        compute,
-        soft_cap=soft_cap,
-        sinks_N=sinks_N,
-    )
+    inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)
+    return xla.attend_masked(inputs, visible_BTS, compute, soft_cap=soft_cap)

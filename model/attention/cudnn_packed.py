@@ -10,42 +10,31 @@ queries' size for each document of a call.
 The kernel needs Hopper or later. A document is a run of positions: if an id returns
 later in the row, it is another document.
 
-Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands) and
-NVIDIA/cudnn-frontend, include/cudnn_frontend/node/scaled_dot_product_flash_attention.h
-(the workspace). The public function of jax 0.10.2 multiplies the offsets of grouped
-keys by the number of query heads, and later versions do not. Therefore the primitives
-below it are called.
+Source: NVIDIA/cudnn-frontend,
+include/cudnn_frontend/node/scaled_dot_product_flash_attention.h (the workspace).
 
 Shapes: B batch, T time, N query heads, K key/value heads, H head dim, C documents of a
 row in one call, D = B C documents.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import cudnn
-from model.attention.cudnn import PARAMETERS
+from model.attention.inputs import Inputs
+from model.compat import PackedCall
 from model.remat import saveable
 
 MULTIPLE = cudnn.MULTIPLE
-why_not = cudnn.why_not
 _DOCUMENTS_PER_CALL = 2  # The least number for which cuDNN takes offsets.
 
 
 def attend(
-    q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
-    sinks_N: Float[Array, "N"] | None = None,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
 ) -> Float[Array, "B T N H"]:
     """Run the kernel on local rows and heads; without documents, run `cudnn`.
 
@@ -53,18 +42,21 @@ def attend(
         ValueError: if the local queries have more elements than an int32 offset can
             count.
     """
-    if segment_ids_BT is None:
-        return cudnn.attend(
-            q_BTNH, k_BTKH, v_BTKH, None, sinks_N, window=window, soft_cap=soft_cap
-        )
-    assert (sinks_N, soft_cap) == (None, None), "why_not refuses these"
+    q_BTNH, ids_BT = inputs.q_BTNH, inputs.segment_ids_BS
+    if ids_BT is None:
+        return cudnn.attend(inputs, window=window, soft_cap=soft_cap)
+    assert (inputs.sinks_N, soft_cap) == (None, None), "choose_kernel refuses these"
     if q_BTNH.size >= 2**31:
         raise ValueError(
             f"cudnn_packed attention reaches 2^31 elements of queries, not the "
             f"{q_BTNH.size:,} of these {len(q_BTNH)} rows; take more microbatches "
             f"(train.accumulation_steps) or model.attention=cudnn"
         )
-    return _attend(window, q_BTNH, k_BTKH, v_BTKH, _document_numbers(segment_ids_BT))
+    begins = ids_BT[:, 1:] != ids_BT[:, :-1]
+    numbers_BT = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    return _attend(
+        inputs._replace(segment_ids_BS=jnp.pad(numbers_BT, ((0, 0), (1, 0)))), window
+    )
 
 
 class Documents(NamedTuple):
@@ -81,11 +73,8 @@ class Documents(NamedTuple):
         """Return lengths and offsets of queries and of keys in the form for cuDNN.
 
         An array of offsets holds D starts, counted in elements over all rows, and then
-        ends. Its shape is [B, C + 1], from which jax reads the number of documents.
-
-        Args:
-            T: positions of a row.
-            elements: the number of elements of a position's queries, and of its keys.
+        ends. Its shape is [B, C + 1], from which jax reads the number of documents. A
+        row has T positions, each with these numbers of elements of queries and keys.
         """
         B, C = self.starts_BC.shape
         starts = (self.starts_BC + T * jnp.arange(B, dtype=jnp.int32)[:, None]).ravel()
@@ -122,14 +111,11 @@ class Documents(NamedTuple):
         return self.starts_BC + self.lengths_BC
 
 
-def _document_numbers(segment_ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return each position's document, numbered from 0 within its row."""
-    begins = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
-    return jnp.pad(jnp.cumsum(begins, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-
-
 def documents(numbers_BT: Int[Array, "B T"], call: Array | int) -> Documents:
-    """Return the documents of one call of the kernel; calls count from 0."""
+    """Return the documents of one call of the kernel.
+
+    Calls are numbered from 0, and documents from 0 within their row.
+    """
     in_call_B1T = numbers_BT[:, None] - _DOCUMENTS_PER_CALL * call
     document_1C1 = jnp.arange(_DOCUMENTS_PER_CALL)[None, :, None]
     return Documents(
@@ -138,39 +124,40 @@ def documents(numbers_BT: Int[Array, "B T"], call: Array | int) -> Documents:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(window: int | None, q, k, v, numbers_BT) -> Array:
-    return _forward(window, q, k, v, numbers_BT)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(numbered: Inputs, window: int | None) -> Array:
+    """Attend within documents that are numbered from 0 within their row."""
+    return _forward(numbered, window)[0]
 
 
-def _forward(window: int | None, q, k, v, numbers_BT):
-    B, T, N, _ = q.shape
+def _forward(numbered: Inputs, window: int | None):
+    (B, T, N, _), numbers_BT = numbered.q_BTNH.shape, numbered.segment_ids_BS
+    assert numbers_BT is not None
 
     def call_kernel(call, outputs):
         packed = documents(numbers_BT, call)
-        o, stats_DNT = _run_forward(q, k, v, packed, window)
-        inside_BT, lse = packed.contain(T), packed.to_rows(stats_DNT)
+        o_BTNH, lse_DNT = _call(numbered, packed, window).forward()
+        inside_BT = packed.contain(T)
         return (
-            jnp.where(inside_BT[..., None, None], o, outputs[0]),
-            jnp.where(inside_BT[:, None], lse, outputs[1]),
+            jnp.where(inside_BT[..., None, None], o_BTNH, outputs[0]),
+            jnp.where(inside_BT[:, None], packed.to_rows(lse_DNT), outputs[1]),
         )
 
-    zeros = jnp.zeros_like(q), jnp.zeros((B, N, T), jnp.float32)
+    zeros = jnp.zeros_like(numbered.q_BTNH), jnp.zeros((B, N, T), jnp.float32)
     o, lse_BNT = jax.lax.fori_loop(0, _num_calls(numbers_BT), call_kernel, zeros)
     o, lse_BNT = saveable(o, "attention"), saveable(lse_BNT, "attention")
-    return o, (q, k, v, numbers_BT, o, lse_BNT)
+    return o, (numbered, o, lse_BNT)
 
 
-def _backward(window: int | None, residuals, do):
-    q, k, v, numbers_BT, o, lse_BNT = residuals
-    T = q.shape[1]
+def _backward(window: int | None, residuals, do_BTNH):
+    numbered, o_BTNH, lse_BNT = residuals
+    q, k, v, numbers_BT, _ = numbered
 
     def call_kernel(call, grads):
         packed = documents(numbers_BT, call)
-        new_grads = _run_backward(
-            q, k, v, o, lse_BNT, do_BTNH=do, packed=packed, window=window
-        )
-        inside = packed.contain(T)[..., None, None]
+        lse_DNT = packed.to_documents(lse_BNT)
+        new_grads = _call(numbered, packed, window).backward(lse_DNT, o_BTNH, do_BTNH)
+        inside = packed.contain(q.shape[1])[..., None, None]
         return [
             jnp.where(inside, new, old)
             for new, old in zip(new_grads, grads, strict=True)
@@ -178,7 +165,7 @@ def _backward(window: int | None, residuals, do):
 
     zeros = [jnp.zeros_like(x) for x in (q, k, v)]
     dq, dk, dv = jax.lax.fori_loop(0, _num_calls(numbers_BT), call_kernel, zeros)
-    return dq, dk, dv, None
+    return (Inputs(dq, dk, dv),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -189,50 +176,7 @@ def _num_calls(numbers_BT: Int[Array, "B T"]) -> Int[Array, ""]:
     return jnp.max(numbers_BT) // _DOCUMENTS_PER_CALL + 1
 
 
-def _run_forward(
-    q: Array, k: Array, v: Array, packed: Documents, window: int | None
-) -> tuple[Float[Array, "B T N H"], Float[Array, "D N T"]]:
-    """Return outputs, and the log-sum-exps of each document from its start.
-
-    Values at positions outside these documents are arbitrary.
-    """
-    operands, parameters = _arguments(q, k, v, packed, window)
-    bind = fused._dot_product_attention_fwd_p.bind
-    o, stats_DNT = bind(*operands, **parameters, is_training=True)
-    return o, stats_DNT
-
-
-def _run_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    o: Array,
-    lse_BNT: Array,
-    *,
-    do_BTNH: Array,
-    packed: Documents,
-    window: int | None,
-) -> list[Array]:
-    """Return the gradients of q, k and v, which are arbitrary outside the documents."""
-    operands, parameters = _arguments(q, k, v, packed, window)
-    return fused._dot_product_attention_bwd_p.bind(
-        *operands, packed.to_documents(lse_BNT), o, do_BTNH, **parameters
-    )
-
-
-def _arguments(
-    q: Array, k: Array, v: Array, packed: Documents, window: int | None
-) -> tuple[list[Array], dict[str, Any]]:
-    """Return the operands and parameters that both primitives share."""
-    T, (K, H) = q.shape[1], k.shape[2:]
-    lengths_and_offsets = packed.operands(T, (q.shape[2] * H, K * H))
-    layout, none = fused.AttentionLayout.BTNH, jnp.zeros(0, q.dtype)
-    fused.check_layout(q, k, v, None, None, None, None, None, None, None, layout)
-    parameters = PARAMETERS | {
-        "scale": H**-0.5,
-        "variadic_args": (False, False),  # No bias and no gradient of one.
-        "mask_type": fused.MaskType.PADDING_CAUSAL,
-        "layout": layout.value,
-        "sliding_window_length": window,
-    }
-    return [q, k, v, none, *lengths_and_offsets, none, none], parameters
+def _call(inputs: Inputs, packed: Documents, window: int | None) -> PackedCall:
+    """Return a call, whose results at positions of other documents are arbitrary."""
+    (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
+    return PackedCall(inputs, packed.operands(T, (N * H, K * H)), window)

@@ -22,81 +22,64 @@ from model.row_max import row_max
 _MASKED = -1e30
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attend_grouped(
-    q_BKMH: Float[Array, "B K M H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
-    mask_BMS: Bool[Array, "_ M S"],
-    factors_BKMS: Float[Array, "B K M S"] | None,
-    compute: DTypeLike,
-    soft_cap: float | None,
-) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
-    """Return the output for scaled queries in their dtype, and float32 log-sum-exps.
+class Operands(NamedTuple):
+    """Scaled queries, keys and values.
 
-    Weights are multiplied by the factors, which get no gradient.
+    mask_BMS: true where a query sees a key. Gradients for given weights need no mask.
+    factors_BKMS: the weights are multiplied by them; they get no gradient.
     """
-    inputs = q_BKMH, k_BSKH, v_BSKH, mask_BMS, factors_BKMS
-    return _forward(*inputs, compute=compute, soft_cap=soft_cap)[0]
+
+    q_BKMH: Float[Array, "B K M H"]
+    k_BSKH: Float[Array, "B S K H"]
+    v_BSKH: Float[Array, "B S K H"]
+    mask_BMS: Bool[Array, "_ M S"] | None
+    factors_BKMS: Float[Array, "B K M S"] | None = None
 
 
-class _Residuals(NamedTuple):
-    """Values that the backward pass of `attend_grouped` needs of the forward pass."""
-
-    q_BKMH: Array
-    k_BSKH: Array
-    v_BSKH: Array
-    weights_BKMS: Array
-    o_BKMH: Array
-    factors_BKMS: Array | None
-    slope_BKMS: Array | None
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def attend_grouped(
+    x: Operands, compute: DTypeLike, soft_cap: float | None
+) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
+    """Return the output in the dtype of the queries, and float32 log-sum-exps."""
+    return _forward(x, compute, soft_cap)[0]
 
 
-def _forward(q_BKMH, k_BSKH, v_BSKH, mask_BMS, factors_BKMS, compute, soft_cap):
-    scores_BKMS = scores(q_BKMH, k_BSKH, compute, soft_cap)
-    weights_BKMS, lse_BKM = softmax(masked(scores_BKMS, mask_BMS))
+def _forward(x: Operands, compute: DTypeLike, soft_cap: float | None):
+    scores_BKMS = scores(x, compute, soft_cap)
+    weights_BKMS, lse_BKM = softmax(masked(scores_BKMS, x))
     weights_BKMS = weights_BKMS.astype(compute)
-    used_BKMS = _times(weights_BKMS, factors_BKMS)
-    o_BKMH = einsum("bkms,bskh->bkmh", used_BKMS, v_BSKH, compute, q_BKMH.dtype)
+    used_BKMS = _times(weights_BKMS, x.factors_BKMS)
+    o_BKMH = einsum("bkms,bskh->bkmh", used_BKMS, x.v_BSKH, compute, x.q_BKMH.dtype)
     slope_BKMS = slope(scores_BKMS, soft_cap)
     o_BKMH, lse_BKM = saveable(o_BKMH, "attention"), saveable(lse_BKM, "attention")
-    return (o_BKMH, lse_BKM), _Residuals(
-        q_BKMH=q_BKMH,
-        k_BSKH=k_BSKH,
-        v_BSKH=v_BSKH,
-        weights_BKMS=weights_BKMS,
-        o_BKMH=o_BKMH,
-        factors_BKMS=factors_BKMS,
-        slope_BKMS=slope_BKMS,
-    )
+    residuals = x._replace(mask_BMS=None), weights_BKMS, o_BKMH, slope_BKMS
+    return (o_BKMH, lse_BKM), residuals
 
 
-def _backward(compute, soft_cap, residuals: _Residuals, cotangents):
-    q, k, v, weights_BKMS, o_BKMH, factors_BKMS, slope_BKMS = residuals
+def _backward(compute: DTypeLike, soft_cap: float | None, residuals, cotangents):
+    x, weights_BKMS, o_BKMH, slope_BKMS = residuals
     do_BKMH, dlse_BKM = cotangents
     dq, dk, dv = gradients(
-        q,
-        k,
-        v,
+        x,
         weights_BKMS=weights_BKMS,
         o_BKMH=o_BKMH,
         do_BKMH=do_BKMH,
         dlse_BKM=dlse_BKM,
         compute=compute,
-        factors_BKMS=factors_BKMS,
         slope_BKMS=slope_BKMS,
     )
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    dk, dv = dk.astype(x.k_BSKH.dtype), dv.astype(x.v_BSKH.dtype)
+    return (Operands(dq.astype(x.q_BKMH.dtype), dk, dv, None, None),)
 
 
 attend_grouped.defvjp(_forward, _backward)
 
 
 def scores(
-    q_BKMH: Array, k_BSKH: Array, compute: DTypeLike, soft_cap: float | None
+    x: Operands, compute: DTypeLike, soft_cap: float | None
 ) -> Float[Array, "B K M S"]:
     """Return scores in float32, capped if there is a cap."""
-    scores_BKMS = einsum("bkmh,bskh->bkms", q_BKMH, k_BSKH, compute, jnp.float32)
+    scores_BKMS = einsum("bkmh,bskh->bkms", x.q_BKMH, x.k_BSKH, compute, jnp.float32)
     if soft_cap is None:
         return scores_BKMS
     return soft_cap * jnp.tanh(scores_BKMS / soft_cap)
@@ -107,9 +90,10 @@ def slope(capped_BKMS: Array, soft_cap: float | None) -> Array | None:
     return None if soft_cap is None else 1 - jnp.square(capped_BKMS / soft_cap)
 
 
-def masked(scores_BKMS: Array, mask_BMS: Array) -> Array:
+def masked(scores_BKMS: Array, x: Operands) -> Array:
     """Return scores that give no weight to the keys that a query does not see."""
-    return jnp.where(mask_BMS[:, None], scores_BKMS, _MASKED)
+    assert x.mask_BMS is not None
+    return jnp.where(x.mask_BMS[:, None], scores_BKMS, _MASKED)
 
 
 def softmax(scores_BKMS: Array) -> tuple[Array, Array]:
@@ -125,21 +109,14 @@ def _times(x: Array, factors: Array | None) -> Array:
     return x if factors is None else x * factors.astype(x.dtype)
 
 
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32), axis=-1)
-
-
 def gradients(
-    q_BKMH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
+    x: Operands,
     *,
     weights_BKMS: Array,
     o_BKMH: Array,
     do_BKMH: Array,
     compute: DTypeLike,
     dlse_BKM: Array | None = None,
-    factors_BKMS: Array | None = None,
     slope_BKMS: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the float32 gradients of scaled queries, keys and values.
@@ -147,17 +124,17 @@ def gradients(
     The weights are P = exp(scores - lse) and the output is o = sum(P v) over all keys.
     The gradient of the scores is P (do v - do o + dlse), times the slope of a soft cap.
     """
-    dot_BKM = _dot(do_BKMH, o_BKMH)
+    product = partial(einsum, compute=compute, out=jnp.float32)
+    dot_BKM = jnp.sum(do_BKMH.astype(jnp.float32) * o_BKMH.astype(jnp.float32), axis=-1)
     if dlse_BKM is not None:
         dot_BKM -= dlse_BKM
-    dscores_BKMS = einsum("bkmh,bskh->bkms", do_BKMH, v_BSKH, compute, jnp.float32)
-    dscores_BKMS = _times(dscores_BKMS, factors_BKMS) - dot_BKM[..., None]
+    dscores_BKMS = product("bkmh,bskh->bkms", do_BKMH, x.v_BSKH)
+    dscores_BKMS = _times(dscores_BKMS, x.factors_BKMS) - dot_BKM[..., None]
     dscores_BKMS = _times(weights_BKMS.astype(jnp.float32) * dscores_BKMS, slope_BKMS)
-    product = partial(einsum, compute=compute, out=jnp.float32)
-    dq_BKMH = product("bkms,bskh->bkmh", dscores_BKMS, k_BSKH)
+    dq_BKMH = product("bkms,bskh->bkmh", dscores_BKMS, x.k_BSKH)
     # The narrow operand is transposed, because XLA's CPU backend passes products of
     # this form to its library.
-    dk_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(q_BKMH, 2, 3), dscores_BKMS)
-    used_BKMS = _times(weights_BKMS, factors_BKMS)
+    dk_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(x.q_BKMH, 2, 3), dscores_BKMS)
+    used_BKMS = _times(weights_BKMS, x.factors_BKMS)
     dv_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(do_BKMH, 2, 3), used_BKMS)
     return dq_BKMH, jnp.moveaxis(dk_BKHS, 3, 1), jnp.moveaxis(dv_BKHS, 3, 1)

@@ -20,18 +20,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from model.attention import across, masks, xla
+from model.attention import across, cudnn, masks, splash, xla
 from model.attention.across import KERNELS
+from model.attention.inputs import Inputs
 from model.attention.masks import Local
 from model.choices import Attention, ContextAttention
 from model.placement import ONE_DEVICE, Placement
 from model.scopes import in_branch
 
-_PLATFORM_KERNELS = {
-    "tpu": Attention.splash,
-    "cuda": Attention.cudnn,
-    "gpu": Attention.cudnn,
-}
+_CUDNN = Attention.cudnn
+_PLATFORM_KERNELS = {"tpu": Attention.splash, "cuda": _CUDNN, "gpu": _CUDNN}
 
 
 def choose_kernel(
@@ -55,17 +53,28 @@ def choose_kernel(
         kernel = _PLATFORM_KERNELS.get(platform, Attention.xla)
     if kernel is Attention.xla:
         return kernel
-    reason = KERNELS[kernel].why_not(
-        platform=platform,
-        sequence_length=sequence_length,
-        head_dim=head_dim,
-        soft_cap=soft_cap,
-        sinks=sinks,
-    )
-    if dropout:
-        reason = f"{kernel} attention drops no weights (model.dropout.attention)"
-    if reason:
-        raise ValueError(f"{reason}; change it, or take model.attention=xla (slower)")
+    rules = [(not dropout, "drops no weights (model.dropout.attention)")]
+    if kernel is Attention.splash:
+        fits = sequence_length % splash.MULTIPLE == 0
+        rules += [
+            (platform == "tpu", "needs a TPU"),
+            (fits, f"needs a sequence length divisible by {splash.MULTIPLE}"),
+        ]
+    else:
+        fits = head_dim % 8 == 0 and head_dim <= 256
+        rules += [
+            (platform in ("cuda", "gpu"), "needs an NVIDIA GPU"),
+            (fits, "needs a head dim that is a multiple of 8, up to 256"),
+            (sequence_length % cudnn.MULTIPLE == 0, "needs an even sequence length"),
+            (not soft_cap, "does not cap scores (model.attention_soft_cap)"),
+            (not sinks, "has no sinks (model.attention_sinks)"),
+        ]
+    for holds, text in rules:
+        if not holds:
+            raise ValueError(
+                f"{kernel} attention {text}; change it, or take model.attention=xla "
+                "(slower)"
+            )
     return kernel
 
 
@@ -88,32 +97,24 @@ def attention(
     """Attend from each position to itself and to earlier positions of its document.
 
     The number of keys S is T, and the result has the dtype of the queries. Choices are
-    not `auto`. Kernels run on each shard by itself.
+    not `auto`. Kernels run on each shard by themselves.
 
     A query sees at most `window` keys, itself included. `local` says whether the window
     applies to this layer, if only the running program knows that. A soft cap c turns
-    scores into c tanh(score / c). `sinks_N` has one more score for each head, of a key
-    whose value is zero. `drop` drops weights at random: only `xla` takes it, and only
-    if no two devices share a row. None switches each of these off. Without segment ids,
-    each row is one document.
+    scores into c tanh(score / c). `drop` drops weights at random: only `xla` takes it,
+    and only if no two devices share a row. Segment ids and sinks are those of `Inputs`.
+    None switches each of these off.
     """
     T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
     if window is not None and window >= T * jax.lax.psum(1, placement.sequence_axes):
         window = None
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
     if implementation is Attention.xla and not shares_rows:
-        return xla.attend(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            masks.causal(T, segment_ids_BT, masks.reach(window, local, T)),
-            compute,
-            soft_cap=soft_cap,
-            sinks_N=sinks_N,
-            drop=drop,
-            causal=True,
+        mask_BTS = masks.causal(T, segment_ids_BT, masks.reach(window, local, T))
+        return xla.attend_masked(
+            inputs, mask_BTS, compute, soft_cap=soft_cap, drop=drop, causal=True
         )
     assert drop is None, "train/execution.py refuses dropout here"
-    kernel = KERNELS[implementation]
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kv_axis = "kv_heads"
     if placement.spec("heads") != placement.spec("kv_heads"):
@@ -121,19 +122,24 @@ def attention(
         # every query that shares it, and shard the copies like the queries.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
-    options = {"placement": placement, "context": context, "soft_cap": soft_cap}
-    attend = partial(_attend_on_shards, kernel, kv_axis=kv_axis, **options)
+    attend = partial(
+        _attend_on_shards,
+        KERNELS[implementation],
+        placement=placement,
+        context=context,
+        kv_axis=kv_axis,
+        soft_cap=soft_cap,
+    )
     if window is None or local is None:
         run = attend(window=window)
     else:
         # The mask of a kernel is fixed when it is compiled. Therefore local layers take
         # one branch, and the others take another one.
-        in_window = in_branch(attend(window=window), local.times, local.total)
-        everywhere = in_branch(
-            attend(window=None), local.total - local.times, local.total
-        )
+        times, total = local.times, local.total
+        in_window = in_branch(attend(window=window), times, total)
+        everywhere = in_branch(attend(window=None), total - times, total)
         run = partial(jax.lax.cond, local.flag, in_window, everywhere)
-    return run(q, k, v, segment_ids_BT, sinks_N).astype(q_BTNH.dtype)
+    return run(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
 
 
 def _attend_on_shards(
@@ -144,23 +150,21 @@ def _attend_on_shards(
     placement: Placement,
     context: ContextAttention,
     kv_axis: str,
-) -> Callable[..., Array]:
+) -> Callable[[Inputs], Array]:
     """Return a kernel that runs on each shard by itself: XLA cannot partition it.
 
-    The arguments are those of `attention`; `kv_axis` is the logical axis of the heads
-    of keys and values.
+    `kv_axis` is the logical axis of the heads of keys and values.
     """
     if placement.sequence_axes:
         attend = across.attend_shared_rows(
             context, kernel, placement.sequence_axes, window=window, soft_cap=soft_cap
         )
     else:
-        assert kernel is not xla
         attend = partial(kernel.attend, window=window, soft_cap=soft_cap)
     if not placement.automatic_axes:
         return attend
     q_spec = placement.spec("batch", None, "heads", None)
     kv_spec = placement.spec("batch", None, kv_axis, None)
     ids_spec, sinks_spec = placement.spec("batch", None), placement.spec("heads")
-    in_specs = (q_spec, kv_spec, kv_spec, ids_spec, sinks_spec)
-    return placement.map_shards(attend, in_specs, q_spec)
+    specs = Inputs._make([q_spec, kv_spec, kv_spec, ids_spec, sinks_spec])
+    return placement.map_shards(attend, in_specs=(specs,), out_specs=q_spec)

@@ -12,9 +12,7 @@ from jaxtyping import Array, Bool, Int
 class Local(NamedTuple):
     """Whether a layer attends in a window, if only the running program knows that.
 
-    flag: true in a local layer.
-    times: the number of local layers among the layers of the scan.
-    total: the number of layers of the scan.
+    The flag is true in a local layer: in `times` of the `total` layers of the scan.
     """
 
     flag: Bool[Array, ""]
@@ -38,11 +36,8 @@ def causal(
 ) -> Bool[Array, "_ T S"]:
     """Return true for each pair of a query and a key that the query sees.
 
-    Args:
-        T: the number of queries. They are the last T of S positions.
-        segment_ids_BS: document of each position. None means one document of T
-            positions.
-        window: the number of keys that a query sees at most, itself included.
+    Queries are the last T of S positions. Without segment ids, S is T, and each row is
+    one document. A query sees at most `window` keys, itself included.
     """
     S = T if segment_ids_BS is None else segment_ids_BS.shape[1]
     causal_BTS = jnp.tril(jnp.ones((T, S), bool), S - T)[None]

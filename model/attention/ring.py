@@ -21,18 +21,17 @@ Shapes: B batch, T local query time, S local key time, N query heads, K key/valu
 H head dim, c devices.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
+from model.attention.inputs import Chunks, Result
 from model.remat import saveable
 
-# The documents of queries and of keys.
-Documents = tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
 Start = Array | int  # The first position of half of a device's positions.
 
 
@@ -43,13 +42,13 @@ class Kernel(NamedTuple):
     like this, so that no step has to move them. A query whose keys are all masked gets
     a log-sum-exp so low that its result has no weight.
 
-    forward: (q, k, v, documents, causal) -> (output, float32 log-sum-exp).
-    backward: (q, k, v, documents, causal, Result, cotangent) -> the gradients of q, k
-        and v from these keys, for a result over more keys.
+    forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
+    backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v from
+        these keys, for a result over more keys.
     """
 
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
+    forward: Callable[..., Result]
+    backward: Callable[..., Sequence[Array]]
 
 
 class Travelling(NamedTuple):
@@ -60,28 +59,26 @@ class Travelling(NamedTuple):
     segment_ids_BT: Array | None
 
 
-class Result(NamedTuple):
-    """The output over the keys seen so far, and the log-sum-exp of their scores."""
-
-    o_BNTH: Float[Array, "B N T H"]
-    lse_BNT: Float[Array, "B N T"]
-
-    def merged(self, o_BNTH: Array, lse_BNT: Array, start: Start) -> "Result":
-        """Merge in the output of half of the queries, from `start`, over other keys."""
-        old = self.half(start)
-        lse = jnp.logaddexp(old.lse_BNT, lse_BNT)
-        o_BNTH = _weigh(old.o_BNTH, old.lse_BNT - lse) + _weigh(o_BNTH, lse_BNT - lse)
-        return Result(
-            _with_half(self.o_BNTH, o_BNTH, start), _with_half(self.lse_BNT, lse, start)
-        )
-
-    def half(self, start: Start) -> "Result":
-        """Return the result of half of the queries."""
-        return Result(_half(self.o_BNTH, start), _half(self.lse_BNT, start))
+def _half_of(result: Result, start: Start) -> Result:
+    """Return the result of half of the queries."""
+    return Result(_half(result.o_BNTH, start), _half(result.lse_BNT, start))
 
 
-def _weigh(o_BNTH: Array, log_BNT: Array) -> Array:
-    return o_BNTH.astype(jnp.float32) * jnp.exp(log_BNT)[..., None]
+def _merge(result: Result, other: Result, start: Start) -> Result:
+    """Merge in the result of half of the queries, from `start`, over other keys."""
+    old = _half_of(result, start)
+    lse_BNT = jnp.logaddexp(old.lse_BNT, other.lse_BNT)
+    o_BNTH = _weigh(old, lse_BNT) + _weigh(other, lse_BNT)
+    return Result(
+        _with_half(result.o_BNTH, o_BNTH, start),
+        _with_half(result.lse_BNT, lse_BNT, start),
+    )
+
+
+def _weigh(result: Result, lse_BNT: Array) -> Array:
+    """Return the share of a result in one whose log-sum-exp is `lse_BNT`."""
+    share_BNT = jnp.exp(result.lse_BNT - lse_BNT)
+    return result.o_BNTH.astype(jnp.float32) * share_BNT[..., None]
 
 
 def _half(x: Array, start: Start, axis: int = 2) -> Array:
@@ -101,41 +98,24 @@ def ring(
     kernel: Kernel,
     axes: tuple[str, ...],
     q_BNTH: Float[Array, "B N T H"],
-    k_BKTH: Float[Array, "B K T H"],
-    v_BKTH: Float[Array, "B K T H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
+    local: Travelling,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
     Queries are scaled, T is even, and operands have the dtype of the products'
-    operands. Devices share rows over the manual mesh axes `axes`. Without segment ids,
-    each row is one document. `sinks_N` has one more score for each head, of a key whose
-    value is zero.
+    operands. Devices share rows over the manual mesh axes `axes`. `local` has the keys
+    and values of the device's own chunks.
     """
-    inputs = q_BNTH, k_BKTH, v_BKTH, segment_ids_BT
-    return _forward(kernel, axes, *inputs, sinks=sinks_N)[0]
+    return _forward(kernel, axes, q_BNTH, local, sinks_N)[0]
 
 
-class _Residuals(NamedTuple):
-    """Values that the backward pass needs of the forward pass."""
-
-    q_BNTH: Array
-    k_BKTH: Array
-    v_BKTH: Array
-    segment_ids_BT: Array | None
-    sinks_N: Array | None
-    result: Result
-
-
-def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
+def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: Travelling, sinks):
     c = jax.lax.psum(1, axes)
 
     def attend_step(result: Result, travelling: Travelling, n: Array | int) -> Result:
-        for pair in _pairs(n, q, ids, travelling, axes):
-            q_chunk, k_chunk, v_chunk, documents = pair.operands
-            o, lse = kernel.forward(q_chunk, k_chunk, v_chunk, documents, causal=False)
-            result = result.merged(o, lse, pair.query_start)
+        for query_start, _, chunks in _pairs(n, q, local, travelling, axes):
+            result = _merge(result, kernel.forward(chunks, False), query_start)
         return result
 
     def step(carry, n):
@@ -143,39 +123,35 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, k, v, ids, sinks):
         following = _send(travelling, axes)
         return (attend_step(result, travelling, n), following), None
 
-    o, lse = kernel.forward(q, k, v, None if ids is None else (ids, ids), causal=True)
-    start = Result(o.astype(jnp.float32), lse), _send(Travelling(k, v, ids), axes)
+    result = kernel.forward(_own_chunks(q, local), True)
+    result = result._replace(o_BNTH=result.o_BNTH.astype(jnp.float32))
+    start = result, _send(local, axes)
     (result, travelling), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
-    o, lse = attend_step(result, travelling, c - 1)
+    result = attend_step(result, travelling, c - 1)
+    o, lse = result
     if sinks is not None:  # One more key, which all queries see.
-        with_sink = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
-        o, lse = _weigh(o, lse - with_sink), with_sink
+        lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
+        o = _weigh(result, lse)
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
-    return o, _Residuals(q, k, v, ids, sinks, result=Result(o, lse))
+    return o, (q, local, sinks, Result(o, lse))
 
 
-def _backward(kernel: Kernel, axes: tuple[str, ...], residuals: _Residuals, do):
-    q, k, v, ids, sinks, result = residuals
+def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
+    q, local, sinks, result = residuals
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(
         dq: Array, travelling: Travelling, kv_grads: list[Array], n: Array | int
     ):
         dk, dv = _send(kv_grads, axes)
-        for pair in _pairs(n, q, ids, travelling, axes):
-            q_chunk, k_chunk, v_chunk, documents = pair.operands
+        pairs = _pairs(n, q, local, travelling, axes)
+        for query_start, key_start, chunks in pairs:
             more_dq, more_dk, more_dv = kernel.backward(
-                q_chunk,
-                k_chunk,
-                v_chunk,
-                documents,
-                causal=False,
-                result=result.half(pair.query_start),
-                do_BNTH=_half(do, pair.query_start),
+                chunks, False, _half_of(result, query_start), _half(do, query_start)
             )
-            dq = _add_half(dq, more_dq, pair.query_start)
-            dk = _add_half(dk, more_dk, pair.key_start)
-            dv = _add_half(dv, more_dv, pair.key_start)
+            dq = _add_half(dq, more_dq, query_start)
+            dk = _add_half(dk, more_dk, key_start)
+            dv = _add_half(dv, more_dv, key_start)
         return dq, [dk, dv]
 
     def step(carry, n):
@@ -184,15 +160,15 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals: _Residuals, do):
         dq, kv_grads = differentiate_step(dq, travelling, kv_grads, n)
         return (dq, following, kv_grads), None
 
-    documents = None if ids is None else (ids, ids)
-    grads = kernel.backward(q, k, v, documents, causal=True, result=result, do_BNTH=do)
+    grads = kernel.backward(_own_chunks(q, local), True, result, do)
     dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
-    start = dq, _send(Travelling(k, v, ids), axes), kv_grads
+    start = dq, _send(local, axes), kv_grads
     (dq, travelling, kv_grads), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
     dq, kv_grads = differentiate_step(dq, travelling, kv_grads, c - 1)
     dk, dv = _send(kv_grads, axes)
+    dk, dv = dk.astype(local.keys_BKTH.dtype), dv.astype(local.values_BKTH.dtype)
     dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, dsinks
+    return dq.astype(q.dtype), Travelling(dk, dv, None), dsinks
 
 
 def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
@@ -206,40 +182,34 @@ def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
 ring.defvjp(_forward, _backward)
 
 
-class _Pair(NamedTuple):
-    """A chunk of queries and a chunk of keys that it sees.
-
-    query_start, key_start: the first local position of each.
-    operands: q, k, v and documents of these chunks.
-    """
-
-    query_start: Start
-    key_start: Start
-    operands: tuple
+def _own_chunks(q: Array, local: Travelling) -> Chunks:
+    k, v, ids = local
+    return Chunks(q, k, v, None if ids is None else (ids, ids))
 
 
 def _pairs(
     n: Array | int,
     q: Array,
-    ids: Array | None,
+    local: Travelling,
     travelling: Travelling,
     axes: tuple[str, ...],
-) -> Iterator[_Pair]:
-    """Yield the pairs of chunks of step n, with the keys that are here then."""
-    half = q.shape[2] // 2
+) -> Iterator[tuple[Start, Start, Chunks]]:
+    """Yield the pairs of chunks of step n, with the keys that are here then.
+
+    The first local positions of queries and of keys come before the chunks.
+    """
+    half, documents = q.shape[2] // 2, None
     from_earlier_device = jax.lax.axis_index(axes) >= n
     first_or_second = jnp.where(from_earlier_device, 0, half)
     for queries, keys in ((half, 0), (first_or_second, first_or_second)):
-        documents = None
-        if ids is not None and travelling.segment_ids_BT is not None:
+        if local.segment_ids_BT is not None and travelling.segment_ids_BT is not None:
             documents = (
-                _half(ids, queries, 1),
+                _half(local.segment_ids_BT, queries, 1),
                 _half(travelling.segment_ids_BT, keys, 1),
             )
-        q_chunk = _half(q, queries)
         k_chunk = _half(travelling.keys_BKTH, keys)
         v_chunk = _half(travelling.values_BKTH, keys)
-        yield _Pair(queries, keys, (q_chunk, k_chunk, v_chunk, documents))
+        yield queries, keys, Chunks(_half(q, queries), k_chunk, v_chunk, documents)
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:

@@ -16,7 +16,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
+
+from model.attention.inputs import Inputs
 
 
 def attend_in_window(
@@ -24,20 +26,16 @@ def attend_in_window(
     window: int,
     multiple: int,
     axes: tuple[str, ...],
-    q_BTNH: Float[Array, "B T N H"],
-    k_BTKH: Float[Array, "B T K H"],
-    v_BTKH: Float[Array, "B T K H"],
-    segment_ids_BT: Int[Array, "B T"] | None,
-    sinks_N: Float[Array, "N"] | None,
+    inputs: Inputs,
 ) -> Float[Array, "B T N H"]:
     """Attend from a device's two chunks to the keys in the window.
 
-    The function `attend(q, k, v, segment ids, sinks)` takes queries that are the last
-    of some positions. The window is shorter than a row. The number of positions that a
-    kernel takes, and with it that of a chunk, is a multiple of `multiple`. Devices
-    share rows over the manual mesh axes `axes`. Segment ids are at least 0; without
-    them, each row is one document.
+    The function `attend` takes inputs whose queries are the last of some positions. The
+    window is shorter than a row. The number of positions that a kernel takes, and with
+    it that of a chunk, is a multiple of `multiple`. Devices share rows over the manual
+    mesh axes `axes`. Segment ids are at least 0.
     """
+    q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N = inputs
     B, T = q_BTNH.shape[:2]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros((B, T), jnp.int32)
@@ -52,11 +50,13 @@ def attend_in_window(
     # Positions before the start of a row are filled with zeros, so that 0 must not be
     # the id of a document.
     output = attend(
-        q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
-        with_earlier_keys(k_BTKH),
-        with_earlier_keys(v_BTKH),
-        with_earlier_keys(segment_ids_BT + 1),
-        sinks_N,
+        Inputs(
+            q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
+            with_earlier_keys(k_BTKH),
+            with_earlier_keys(v_BTKH),
+            with_earlier_keys(segment_ids_BT + 1),
+            sinks_N,
+        )
     )
     return output.reshape(q_BTNH.shape)
 
@@ -96,12 +96,12 @@ def _from_all(
     chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
 ) -> Shaped[Array, "B 2 reach *rest"]:
     """Gather whole rows and return the positions before each local chunk."""
-    (B, _, C), dims = chunks.shape[:3], chunks.shape[3:]
+    B, _, C = chunks.shape[:3]
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     gathered = jax.lax.all_gather(chunks[None], axes, tiled=True)  # [c, B, 2, C, ...]
     ordered = jnp.concatenate([gathered[:, :, 0], gathered[::-1, :, 1]])
-    row = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *dims)
-    row = jnp.pad(row, ((0, 0), (reach, 0), *[(0, 0)] * len(dims)))
+    row = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *chunks.shape[3:])
+    row = jnp.pad(row, ((0, 0), (reach, 0), *[(0, 0)] * (chunks.ndim - 3)))
     earlier = [
         jax.lax.dynamic_slice_in_dim(row, chunk * C, reach, axis=1)
         for chunk in (i, 2 * c - 1 - i)

@@ -9,9 +9,8 @@ rounded in the same way on every mesh. The scale of a weight is that of the whol
 weight, however it is sharded. The local rows of activations and cotangents have a scale
 on each device.
 
-Weights are gathered in float8. The backward pass keeps the same arrays as products in
-the compute dtype do: rounding them again is cheap, and gives them the layout that the
-product needs.
+Weights are gathered in float8. The backward pass rounds again, which is cheap and gives
+arrays the layout that the product needs.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -22,7 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from model.eight_bits.quantization import Quantized, contract, largest, transposed
+from model.eight_bits.quantization import (
+    ProductOptions,
+    Quantized,
+    contract,
+    largest,
+    transposed,
+)
 from model.gather import WeightPlacement
 
 FORWARD, COTANGENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -33,12 +38,8 @@ def float8_scale(
 ) -> jax.Array:
     """Return the smallest power of two s so that x / s is in the range of a dtype.
 
-    It is 1 if all values are zero or if a value is not finite.
-
-    Args:
-        x: the local part of an array.
-        dtype: e4m3 or e5m2.
-        axes: manual mesh axes over which the array is sharded.
+    It is 1 if all values are zero or if a value is not finite. The array may be sharded
+    over the manual mesh axes `axes`.
     """
     ratio = largest(x, None, axes) / float(jnp.finfo(dtype).max)
     mantissa, exponent = jnp.frexp(ratio)
@@ -59,51 +60,35 @@ def multiply(
     return (y * (a.scale * b.scale).astype(y.dtype)).astype(out)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
-def float8_product(
-    spec: str,
-    a: jax.Array,
-    b: jax.Array,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def float8_product(options: ProductOptions, a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiply like `model.linear.product`, with all three products in float8."""
-    return _float8_forward(spec, a, b, compute, placement, emulated)[0]
+    return _float8_forward(options, a, b)[0]
 
 
-def _float8_forward(
-    spec: str,
-    a: jax.Array,
-    b: jax.Array,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
-):
+def _gathered(b: jax.Array, scale: jax.Array, placement: WeightPlacement) -> Quantized:
+    b_8 = to_float8(b, FORWARD, scale)
+    return b_8._replace(values=placement.gather(b_8.values))
+
+
+def _float8_forward(options: ProductOptions, a: jax.Array, b: jax.Array):
+    spec, compute, placement, emulated = options
     like_a, like_b = jnp.zeros((), a.dtype), jnp.zeros((), b.dtype)
     out, a = a.dtype, a.astype(compute)
     scale_a = float8_scale(a, FORWARD)
     scale_b = float8_scale(b, FORWARD, placement.sharded_axes)
-    b_8 = to_float8(b, FORWARD, scale_b)
-    b_8 = b_8._replace(values=placement.gather(b_8.values))
+    b_8 = _gathered(b, scale_b, placement)
     y = multiply(spec, to_float8(a, FORWARD, scale_a), b_8, out, emulated)
     saved_b = b if placement.gather_again or not placement.sharded_dims else b_8.values
     return y, (a, scale_a, saved_b, scale_b, like_a, like_b)
 
 
-def _float8_backward(
-    spec: str,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
-    residuals,
-    dy,
-):
+def _float8_backward(options: ProductOptions, residuals, dy: jax.Array):
+    spec, _, placement, emulated = options
     a, scale_a, b, scale_b, like_a, like_b = residuals
     b_8 = Quantized(b, scale_b)
     if placement.gather_again or not placement.sharded_dims:
-        b_8 = to_float8(b, FORWARD, scale_b)
-        b_8 = b_8._replace(values=placement.gather(b_8.values))
+        b_8 = _gathered(b, scale_b, placement)
     a_8 = to_float8(a, FORWARD, scale_a)
     dy_8 = to_float8(dy, COTANGENT, float8_scale(dy, COTANGENT))
     spec_da, spec_db = transposed(spec)

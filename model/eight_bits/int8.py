@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from model.eight_bits.quantization import Quantized, contract, largest, transposed
+from model.eight_bits.quantization import (
+    ProductOptions,
+    Quantized,
+    contract,
+    largest,
+    transposed,
+)
 from model.gather import UNSHARDED, WeightPlacement
 
 _LARGEST = 127.0
@@ -35,12 +41,9 @@ def to_int8(
 ) -> Quantized:
     """Round x to -127 .. 127 times a scale, and gather both.
 
-    Args:
-        x: the local part of an array.
-        dims: the dims that the product contracts. They share one scale.
-        placement: how x is sharded, if it is a weight.
-        keys_BT: a random key for each position of x[B, T, ...]. With None, values are
-            rounded to the nearest.
+    The dims that the product contracts share one scale. If x is a weight, `placement`
+    says how it is sharded. Values of x[B, T, ...] are rounded to the nearest, or
+    stochastically with a key for each position.
     """
     contracted_axes = tuple(
         axis for dim, axes in placement.sharded_dims if dim in dims for axis in axes
@@ -54,47 +57,35 @@ def to_int8(
         x = jnp.floor(x + jax.vmap(jax.vmap(draw))(keys_BT))
     # Values outside the range have no defined conversion to int8.
     x = jnp.clip(x, -_LARGEST, _LARGEST)
-    scale_placement = placement.without_dims(*dims)
+    scale_placement = placement.without_dims(dims)
     scale_placement = scale_placement._replace(automatic_spec=PartitionSpec())
     return Quantized(
         placement.gather(x.astype(jnp.int8)), scale_placement.gather(scale)
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def int8_product(
-    spec: str,
-    a: jax.Array,
-    b: jax.Array,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
-    keys_BT: jax.Array | None,
+    options: ProductOptions, a: jax.Array, b: jax.Array, keys_BT: jax.Array | None
 ) -> jax.Array:
-    """Multiply like `model.linear.product`, in int8 except for the gradient of b.
-
-    `keys_BT` are keys for the positions of a. With None, the cotangent is rounded to
-    the nearest.
-    """
-    return _int8_forward(spec, a, b, compute, placement, emulated, keys_BT)[0]
+    """Multiply like `model.linear.product`, in int8 except for the gradient of b."""
+    return _int8_forward(options, a, b, keys_BT)[0]
 
 
 def _multiply(
-    spec: str,
+    options: ProductOptions,
     a: jax.Array,
     b: jax.Array,
     out: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
     keys_BT: jax.Array | None = None,
 ) -> jax.Array:
-    operands, result = spec.split("->")
+    operands, result = options.spec.split("->")
     a_dims, b_dims = operands.split(",")
     a_8 = to_int8(a, contracted(a_dims, result), keys_BT=keys_BT)
-    b_8 = to_int8(b, contracted(b_dims, result), placement)
-    y = contract(spec, a_8, b_8, jnp.int32, emulated).astype(jnp.float32)
+    b_8 = to_int8(b, contracted(b_dims, result), options.placement)
+    y = contract(options.spec, a_8, b_8, jnp.int32, options.emulated)
     scale = _expand(a_8.scale, a_dims, result) * _expand(b_8.scale, b_dims, result)
-    return (y * scale).astype(out)
+    return (y.astype(jnp.float32) * scale).astype(out)
 
 
 def contracted(dims: str, result: str) -> list[int]:
@@ -112,32 +103,20 @@ def _expand(scale: jax.Array, dims: str, result: str) -> jax.Array:
 
 
 def _int8_forward(
-    spec: str,
-    a: jax.Array,
-    b: jax.Array,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
-    keys_BT: jax.Array | None,
+    options: ProductOptions, a: jax.Array, b: jax.Array, keys_BT: jax.Array | None
 ):
-    out, a_rounded = a.dtype, a.astype(compute)
-    y = _multiply(spec, a_rounded, b, out, placement, emulated)
-    return y, (a_rounded, b, keys_BT, jnp.zeros((), out))
+    a_rounded = a.astype(options.compute)
+    y = _multiply(options, a_rounded, b, a.dtype)
+    return y, (a_rounded, b, keys_BT, jnp.zeros((), a.dtype))
 
 
-def _int8_backward(
-    spec: str,
-    compute: DTypeLike,
-    placement: WeightPlacement,
-    emulated: bool,
-    residuals,
-    dy,
-):
+def _int8_backward(options: ProductOptions, residuals, dy: jax.Array):
     a, b, keys_BT, like_a = residuals
-    spec_da, spec_db = transposed(spec)
-    da = _multiply(spec_da, dy, b, like_a.dtype, placement, emulated, keys_BT)
-    db = jnp.einsum(spec_db, a, dy.astype(compute), preferred_element_type=b.dtype)
-    return da, placement.reduce_scatter(db), None
+    spec_da, spec_db = transposed(options.spec)
+    da = _multiply(options._replace(spec=spec_da), dy, b, like_a.dtype, keys_BT)
+    dy = dy.astype(options.compute)
+    db = jnp.einsum(spec_db, a, dy, preferred_element_type=b.dtype)
+    return da, options.placement.reduce_scatter(db), None
 
 
 int8_product.defvjp(_int8_forward, _int8_backward)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from model.choices import ComputeDtype
+from model.gather import WeightPlacement
 
 
 class Quantization(NamedTuple):
@@ -24,6 +25,15 @@ class Quantization(NamedTuple):
     """
 
     dtype: ComputeDtype
+    emulated: bool = False
+
+
+class ProductOptions(NamedTuple):
+    """The static arguments of a product (model/linear.py)."""
+
+    spec: str
+    compute: DTypeLike
+    placement: WeightPlacement
     emulated: bool = False
 
 
@@ -38,11 +48,8 @@ def largest(
     x: jax.Array, dims: tuple[int, ...] | None = None, axes: tuple[str, ...] = ()
 ) -> jax.Array:
     """Return the largest absolute value in float32.
-
-    Args:
-        x: the local part of an array.
-        dims: the dims to reduce, which stay with size 1. None reduces all to a scalar.
-        axes: manual mesh axes over which the reduced dims are sharded.
+    The dims to reduce stay with size 1; None reduces all to a scalar. The manual mesh
+    axes are those over which the reduced dims are sharded.
     """
     largest_local = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None)
     largest_local = largest_local.astype(jnp.float32)

@@ -1,17 +1,12 @@
 """An MLP of many experts, of which each token takes a few.
 
-A router scores the experts for each token; the k best each make an MLP of it, and their
-results are added up by the router's weights. Nothing is dropped and nothing is
-padded to a capacity: rows are sorted by expert, and multiplied by
-`model.experts.grouped.grouped_product`, however many each expert gets.
-
-What devices exchange where experts lie apart is in model/experts/exchange.py.
+A router scores the experts for each token, and sums the outputs of the k best by its
+weights. Nothing is dropped or padded to a capacity: rows are sorted by expert, and
+multiplied by `model.experts.grouped.grouped_product`.
 
 Shapes: B batch, T time, k experts of each token, D embed, F an expert's hidden dim, E
 experts.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +18,7 @@ from model.axes import mesh_axes
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.experts.exchange import on_device
+from model.experts.local_experts import LocalExperts, Output, Tokens
 from model.experts.router import Choice, Router, Routing
 from model.layers import MLP, stds
 from model.linear import gather_weight
@@ -94,45 +90,47 @@ class Experts(nnx.Module):
         biases = [self.up_bias, self.gate_bias, self.down_bias]
         biases = [bias for bias in biases if bias is not None]
         placements = [execution.weight_placement(_axes(weight)) for weight in weights]
-        apart = dict(placements[0].sharded_dims).get(0, ())
-        placements = [placement.without_dims(0) for placement in placements]
+        expert_axes = dict(placements[0].sharded_dims).get(0, ())
+        placements = [placement.without_dims([0]) for placement in placements]
         numerics, placement = execution.numerics, execution.placement
         float8 = None if call.high_precision else numerics.expert_quantization
-        run_own = partial(
-            on_device,
-            config=self.config,
-            execution=execution,
-            call=call,
-            apart=apart,
-            shared=(),
-        )
+        hidden = placement.param_spec(("mlp",))[0] if placement.automatic_axes else None
+
+        def run_device(
+            tokens: Tokens, matrices: list[jax.Array], biases: list[jax.Array]
+        ) -> Output:
+            experts = LocalExperts(matrices, biases, self.config, execution, call)
+            shared_axes = mesh_axes(hidden)
+            experts = experts._replace(expert_axes=expert_axes, shared_axes=shared_axes)
+            return on_device(tokens, experts)
+
         if placement.automatic_axes:  # XLA cannot partition a kernel by itself
             rows = placement.spec("batch", "seq", None)
-            hidden = placement.param_spec(("mlp",))[0]
-            specs = [
+            matrix_specs, bias_specs = (
                 [
                     PartitionSpec(*(hidden if axis == "mlp" else None for axis in axes))
                     for axes in map(_axes, params)
                 ]
                 for params in (weights, biases)
-            ]
-            run_own = placement.map_shards(
-                partial(run_own, shared=mesh_axes(hidden)),
-                in_specs=(rows, rows, rows, *specs),
-                out_specs=(rows, PartitionSpec()),
+            )
+            run_device = placement.map_shards(
+                run_device,
+                in_specs=(rows, matrix_specs, bias_specs),
+                out_specs=Output._make([rows, PartitionSpec()]),
             )
 
-        def run(x_BTD, weights_BTk, weights, biases):
-            whole: list[jax.Array] = [
-                gather_weight(weight, own, numerics.compute_dtype, float8)
-                for weight, own in zip(weights, placements, strict=True)
+        def run(x_BTD, weights_BTk, weights, biases) -> Output:
+            gathered: list[jax.Array] = [
+                gather_weight(weight, place, numerics.compute_dtype, float8)
+                for weight, place in zip(weights, placements, strict=True)
             ]
-            return run_own(x_BTD, choice.experts, weights_BTk, whole, biases)
+            tokens = Tokens(x_BTD, choice.experts, weights_BTk)
+            return run_device(tokens, gathered, biases)
 
-        if apart or any(own.sharded_dims for own in placements):
+        if expert_axes or any(place.sharded_dims for place in placements):
             run = jax.checkpoint(run)
-        params = ([param[...] for param in own] for own in (weights, biases))
-        y_BTD, counts = run(x_BTD, choice.weights, *params)
+        matrices, vectors = ([p[...] for p in params] for params in (weights, biases))
+        y_BTD, counts = run(x_BTD, choice.weights, matrices, vectors)
         if call.taps is not None and counts is not None:
             call.taps.note_rounding(counts)
         return y_BTD

@@ -1,24 +1,23 @@
 """The one way to multiply rows by a matrix of their own group: `grouped_product`.
 
-Rows x[M, D] lie sorted by expert, sizes[E] of them each; every expert has its matrix of
-w[E, D, F]. Each row is multiplied once, whatever the sizes are: XLA's own `ragged_dot`
-multiplies all rows by all experts' matrices on a CPU and on NVIDIA's GPUs, and for the
-gradient of w on TPUs too (docs/log). So each platform has a body of its own:
+XLA's own `ragged_dot` multiplies all rows by all experts' matrices on a CPU and on
+NVIDIA's GPUs, and for the gradient of w on TPUs too (docs/log). Therefore each platform
+has its kernel, which multiplies each row once:
 
 scan: any platform; a loop over blocks of rows (model/experts/grouped_scan.py).
-megablox: TPU; jax's own Pallas kernels.
+megablox: TPU; jax's own Pallas kernels, which have no products of eight bits.
 triton: NVIDIA; a Pallas kernel that Triton compiles (model/experts/grouped_triton.py).
 ragged: XLA's own, for a plan to trace and for tests to compare with.
 
-Operands and cotangents are rounded as `model.linear.product` rounds them; to float8, if
-asked for, all of them to e4m3, since Triton multiplies operands of one type; not by
-megablox, which has no products of eight bits.
+Operands and cotangents are rounded as `model.linear.product` rounds them. In float8 all
+of them are e4m3, because Triton multiplies operands of one type.
 
 Shapes: M rows, D inputs, F outputs, E experts.
 """
 
+import importlib
 from functools import partial
-from typing import assert_never
+from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -50,61 +49,51 @@ def grouped_product(
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
 
-    Args:
-        x_MD: rows, sorted by expert.
-        w_EDF: one matrix for each expert.
-        sizes_E: int32 rows of each expert; their sum is at most M.
-        compute: dtype of the products' operands; sums are float32.
-        body: the kernel of the platform.
-        float8: use it instead of `compute`. Each operand has one scale for all experts.
-
-    Returns:
-        [M, F] in x's dtype. Rows after those of the last expert are zeros, and so is
-        their gradient. Each gradient has its operand's dtype.
+    Rows are sorted by expert, with int32 sizes whose sum is at most M. Operands are
+    rounded to the dtype `compute`, or to float8 with one scale for all experts; sums
+    are float32. The result has x's dtype, and each gradient that of its operand. Rows
+    after those of the last expert are zeros, and so is their gradient.
     """
-    return _product(x_MD, w_EDF, sizes_E, compute, body, float8)  # pyright: ignore[reportReturnType]
+    options = _Options(compute, body, float8)
+    return _product(options, x_MD, w_EDF, sizes_E)  # pyright: ignore[reportReturnType]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _product(
-    x, w, sizes, compute: DTypeLike, body: Grouped, float8: Quantization | None
-):
-    return _forward(x, w, sizes, compute, body, float8)[0]
+class _Options(NamedTuple):
+    """The static arguments of a grouped product."""
+
+    compute: DTypeLike
+    body: Grouped
+    float8: Quantization | None
+
+    def operands(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Round arrays; return pairs with their scales, which only float8 has."""
+        if self.float8 is None:
+            return [(x.astype(self.compute), None) for x in arrays]
+        rounded = [to_float8(x, FORWARD, float8_scale(x, FORWARD)) for x in arrays]
+        wide = jnp.float32 if self.float8.emulated else FORWARD
+        return [(x.values.astype(wide), x.scale) for x in rounded]
 
 
-def _forward(
-    x, w, sizes, compute: DTypeLike, body: Grouped, float8: Quantization | None
-):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(options: _Options, x, w, sizes):
+    return _forward(options, x, w, sizes)[0]
+
+
+def _forward(options: _Options, x, w, sizes):
     # The rounded x is saved, as in `product`; w is alive anyway.
-    rounded = x.astype(compute)
-    (a, of_a), (b, of_b) = _operands(compute, float8, rounded, w)
-    y = grouped_rows(a, b, sizes, False, x.dtype, body)
-    return _scaled(y, of_a, of_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
+    rounded = x.astype(options.compute)
+    (a, scale_a), (b, scale_b) = options.operands(rounded, w)
+    y = grouped_rows(a, b, sizes, transposed=False, dtype=x.dtype, body=options.body)
+    return _scaled(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
 
 
-def _backward(
-    compute: DTypeLike,
-    body: Grouped,
-    float8: Quantization | None,
-    residuals,
-    dy: jax.Array,
-):
+def _backward(options: _Options, residuals, dy: jax.Array):
     x, w, sizes, like_x = residuals
-    (dy, of_dy), (a, of_a), (b, of_b) = _operands(compute, float8, dy, x, w)
-    dx = grouped_rows(dy, b, sizes, True, like_x.dtype, body)
-    dw = grouped_matrices(a, dy, sizes, w.dtype, body)
-    return _scaled(dx, of_dy, of_b), _scaled(dw, of_a, of_dy), None
-
-
-def _operands(
-    compute: DTypeLike, float8: Quantization | None, *arrays: jax.Array
-) -> list[tuple[jax.Array, jax.Array | None]]:
-    """Round arrays; return pairs with their scales, None but for float8."""
-    if float8 is None:
-        return [(x.astype(compute), None) for x in arrays]
-    rounded = [to_float8(x, FORWARD, float8_scale(x, FORWARD)) for x in arrays]
-    wide = jnp.float32 if float8.emulated else FORWARD
-    return [(x.values.astype(wide), x.scale) for x in rounded]
+    (dy, scale_dy), (a, scale_a), (b, scale_b) = options.operands(dy, x, w)
+    dtype, body = like_x.dtype, options.body
+    dx = grouped_rows(dy, b, sizes, transposed=True, dtype=dtype, body=body)
+    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, body=body)
+    return _scaled(dx, scale_dy, scale_b), _scaled(dw, scale_a, scale_dy), None
 
 
 def _scaled(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array:
@@ -115,11 +104,12 @@ _product.defvjp(_forward, _backward)
 
 
 # Jitted for their names: by these a plan finds kernels in a compiled program.
-@partial(jax.jit, static_argnums=(3, 4, 5))
+@partial(jax.jit, static_argnames=("transposed", "dtype", "body"))
 def grouped_rows(
     x: jax.Array,
     w: jax.Array,
     sizes: jax.Array,
+    *,
     transposed: bool,
     dtype: DTypeLike,
     body: Grouped,
@@ -130,32 +120,33 @@ def grouped_rows(
             pairs = (((1,), (2 if transposed else 1,)), ((), ()))
             of_rows = RaggedDotDimensionNumbers(pairs, (0,), (0,))
             y = ragged_dot_general(x, w, sizes, of_rows, preferred_element_type=dtype)
-            return jnp.where(jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes), y, 0)
+            return _only_used(y, sizes)
         case Grouped.scan:
             return grouped_scan.by_rows(x, w, sizes, transposed, dtype)
         case Grouped.triton:
             return grouped_triton.triton_by_rows(x, w, sizes, transposed, dtype)
         case Grouped.megablox:
-            return _megablox_rows(x, w, sizes, transposed, dtype)
+            gmm, tiling = _megablox().gmm, _tiling(x.shape[0])
+            padded = _padded(x, tiling[0])
+            y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
+            # Tiles without a row of an expert are not written.
+            return _only_used(y[: x.shape[0]], sizes)
         case _:
             assert_never(body)
 
 
-def _megablox_rows(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool, dtype: DTypeLike
-) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
-    M, tiling = x.shape[0], _tiling(x.shape[0])
-    padded = _padded(x, tiling[0])
-    y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)[:M]
-    # Tiles without a row of an expert are not written.
-    return jnp.where(jnp.arange(M)[:, None] < jnp.sum(sizes), y, 0)
+def _only_used(y: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jnp.where(jnp.arange(y.shape[0])[:, None] < jnp.sum(sizes), y, 0)
 
 
-@partial(jax.jit, static_argnums=(3, 4))
+def _megablox() -> Any:
+    # The package has a function of the module's name.
+    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+
+
+@partial(jax.jit, static_argnames=("dtype", "body"))
 def grouped_matrices(
-    x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: DTypeLike, body: Grouped
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, *, dtype: DTypeLike, body: Grouped
 ) -> jax.Array:
     """Multiply an expert's rows [M, D], transposed, by its rows [M, F]."""
     match body:
@@ -169,19 +160,11 @@ def grouped_matrices(
         case Grouped.triton:
             return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:
-            return _megablox_matrices(x, dy, sizes, dtype)
+            tgmm, tiling = _megablox().tgmm, _tiling(x.shape[0])
+            x, dy = _padded(x, tiling[0]), _padded(dy, tiling[0])
+            return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling)
         case _:
             assert_never(body)
-
-
-def _megablox_matrices(
-    x: jax.Array, dy: jax.Array, sizes: jax.Array, dtype: DTypeLike
-) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-    tiling = _tiling(x.shape[0])
-    x, dy = _padded(x, tiling[0]), _padded(dy, tiling[0])
-    return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling)
 
 
 def _tiling(M: int) -> tuple[int, int, int]:

@@ -60,15 +60,9 @@ def by_experts(
 def _blocks(
     M: int, sizes_E: jax.Array, e: jax.Array, block: Callable, carry: Any
 ) -> Any:
-    """Run over the rows of expert e in blocks.
+    """Run over the rows of expert e, out of M rows, in blocks.
 
-    Args:
-        M: rows of all experts.
-        sizes_E: rows of each expert.
-        e: the expert.
-        block: (first row, size, which of its rows [size, 1] are still to be done,
-            carry) -> carry.
-        carry: at the start.
+    `block` is (first row, size, which of its rows [size, 1] are left, carry) -> carry.
     """
     first = jnp.sum(jnp.where(jnp.arange(sizes_E.size) < e, sizes_E, 0))
     end = first + sizes_E[e]

@@ -8,6 +8,7 @@ after the last expert's rows store zeros.
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,15 +45,15 @@ def triton_by_rows(
         M,
         (ends - sizes)[own] + _ROWS * (block - (last - blocks)[own]),
     )
-    table = (own, start, ends[own])
-    return _call(
+    run = _make_call(
         partial(_rows_kernel, E=E, K=K, N=N, transposed=transposed),
-        (*(x.astype(jnp.int32) for x in table), x_MK, w),
-        jax.ShapeDtypeStruct((M, N), dtype),
-        (block.size, pl.cdiv(N, _COLUMNS)),
-        interpret,
-        "grouped_rows",
+        out_shape=jax.ShapeDtypeStruct((M, N), dtype),
+        grid=(block.size, pl.cdiv(N, _COLUMNS)),
+        interpret=interpret,
+        name="grouped_rows",
     )
+    expert, first, end = (x.astype(jnp.int32) for x in (own, start, ends[own]))
+    return run(expert, first, end, x_MK, w)
 
 
 def _rows_kernel(
@@ -70,13 +71,11 @@ def _rows_kernel(
         in_depth = step * _DEPTH + jnp.arange(_DEPTH) < K
         x = _load(x_ref.at[rows, depth], in_rows & in_depth[None])
         if transposed:
-            w = _load(
-                w_ref.at[expert, columns, depth], in_columns[:, None] & in_depth[None]
-            )
+            used_w = in_columns[:, None] & in_depth[None]
+            w = _load(w_ref.at[expert, columns, depth], used_w)
         else:
-            w = _load(
-                w_ref.at[expert, depth, columns], in_depth[:, None] & in_columns[None]
-            )
+            used_w = in_depth[:, None] & in_columns[None]
+            w = _load(w_ref.at[expert, depth, columns], used_w)
         return total + _dot(x, w, 1, 1 if transposed else 0)
 
     used = (expert < E) & (start < end)
@@ -97,14 +96,15 @@ def triton_by_experts(
     """Multiply an expert's rows [M, D], transposed, by its rows [M, F]: [E, D, F]."""
     E, D, F = sizes_E.size, x_MD.shape[1], y_MF.shape[1]
     ends = jnp.cumsum(sizes_E)
-    return _call(
+    run = _make_call(
         partial(_experts_kernel, D=D, F=F),
-        ((ends - sizes_E).astype(jnp.int32), ends.astype(jnp.int32), x_MD, y_MF),
-        jax.ShapeDtypeStruct((E, D, F), dtype),
-        (E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
-        interpret,
-        "grouped_experts",
+        out_shape=jax.ShapeDtypeStruct((E, D, F), dtype),
+        grid=(E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
+        interpret=interpret,
+        name="grouped_experts",
     )
+    starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
+    return run(starts_E, ends_E, x_MD, y_MF)
 
 
 def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
@@ -136,14 +136,16 @@ def _dot(a: jax.Array, b: jax.Array, in_a: int, in_b: int) -> jax.Array:
     return jax.lax.dot_general(a, b, pairs, preferred_element_type=jnp.float32)
 
 
-def _call(kernel, operands, out, grid, interpret, name) -> jax.Array:
-    return pl.pallas_call(
-        kernel,
-        out_shape=out,
-        grid=grid,
-        in_specs=[_WHOLE] * len(operands),
-        out_specs=_WHOLE,
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
-        interpret=interpret,
-        name=name,
-    )(*operands)
+def _make_call(kernel: Callable, **options: Any) -> Callable[..., jax.Array]:
+    """Return the call of a kernel that gets its operands as whole arrays."""
+
+    def call(*operands: jax.Array) -> jax.Array:
+        return pl.pallas_call(
+            kernel,
+            in_specs=[_WHOLE] * len(operands),
+            out_specs=_WHOLE,
+            compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+            **options,
+        )(*operands)
+
+    return call

@@ -20,20 +20,34 @@ from model.linear import product
 from model.scopes import expected, part_scope
 from model.taps import count_rounding
 
-# The output, and what float8 loses of the operands if the step is watched.
-Made = tuple[jax.Array, jax.Array | None]
+
+class Tokens(NamedTuple):
+    """Tokens and their experts, each array with the same leading dims.
+
+    x: the tokens, with a last dim of D.
+    experts: int32, the numbers of the k experts of each.
+    weights: the weights of these experts.
+    """
+
+    x: jax.Array
+    experts: jax.Array
+    weights: jax.Array
 
 
-class HeldExperts(NamedTuple):
-    """A device's own experts, and whom it shares them with.
+class Output(NamedTuple):
+    """The output, and what float8 loses of the operands if the step is watched."""
 
-    matrices: of its own experts: up, gate if there is one, down.
-    biases: of all experts, likewise; or none.
-    config: of the model.
-    execution: how the program runs.
-    call: the context of this call.
-    apart: mesh axes along which devices have other tokens and other experts.
-    shared: mesh axes along which devices share each expert.
+    y: jax.Array
+    counts: jax.Array | None
+
+
+class LocalExperts(NamedTuple):
+    """A device's local experts.
+
+    matrices: those of the local experts: up, gate if there is one, down.
+    biases: those of all experts, in the same order; or none.
+    expert_axes: mesh axes along which devices have different tokens and experts.
+    shared_axes: mesh axes along which devices share each expert.
     """
 
     matrices: Sequence[jax.Array]
@@ -41,27 +55,28 @@ class HeldExperts(NamedTuple):
     config: ModelConfig
     execution: Execution
     call: CallContext
-    apart: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
+    shared_axes: tuple[str, ...] = ()
 
     @property
     def number(self) -> int:
-        """How many are its own."""
+        """The number of local experts."""
         return self.matrices[0].shape[0]
 
     @property
-    def own_biases(self) -> list[jax.Array]:
-        """Biases of its own experts."""
-        if not self.apart:
-            return list(self.biases)
-        first, cut = self.number * jax.lax.axis_index(self.apart), self.number
+    def local_biases(self) -> Sequence[jax.Array]:
+        """Biases of the local experts."""
+        if not self.expert_axes:
+            return self.biases
+        first, cut = self.number * jax.lax.axis_index(self.expert_axes), self.number
         return [jax.lax.dynamic_slice_in_dim(b, first, cut) for b in self.biases]
 
-    def added_up(self, y_nD: jax.Array, counts: jax.Array | None) -> Made:
-        """Add up what the devices that share each expert made, and all counted."""
-        y_nD = jax.lax.psum(y_nD, self.shared) if self.shared else y_nD
-        axes = *self.apart, *self.shared
-        return y_nD, None if counts is None else jax.lax.psum(counts, axes)
+    def reduce(self, output: Output) -> Output:
+        """Sum the output over devices that share each expert, and counts over all."""
+        y, counts = output
+        y = jax.lax.psum(y, self.shared_axes) if self.shared_axes else y
+        axes = *self.expert_axes, *self.shared_axes
+        return Output(y, None if counts is None else jax.lax.psum(counts, axes))
 
 
 def sorted_rows(
@@ -79,27 +94,24 @@ def sorted_rows(
     return row_nk, order, jnp.sum(is_of, axis=0, dtype=jnp.int32)
 
 
-def local_experts(
-    x_nD: jax.Array,
-    experts_nk: jax.Array,
-    weights_nk: jax.Array,
-    held: HeldExperts,
-) -> Made:
-    """Add up what a device's own experts, 0 to E, make of tokens.
+def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
+    """Sum the outputs of the local experts, which are numbered 0 to E, for each token.
 
-    Their last biases are left to the caller: devices may share an expert, and what each
-    of them makes is added up.
+    The caller adds their last biases, after it has summed over the devices that share
+    an expert.
     """
-    (n, k), E = experts_nk.shape, held.number
-    own = jnp.where((experts_nk >= 0) & (experts_nk < E), experts_nk, E)
-    row_nk, order, sizes_E = sorted_rows(own, E)
+    (n, k), E = tokens.experts.shape, experts.number
+    is_local = (tokens.experts >= 0) & (tokens.experts < E)
+    row_nk, order, sizes_E = sorted_rows(jnp.where(is_local, tokens.experts, E), E)
     R = n * min(k, E)
     assigned_R = order[:R]
-    x_RD = to_rows(x_nD, assigned_R // k, row_nk)
-    weights_R1 = to_rows(weights_nk.reshape(-1, 1), assigned_R, row_nk.reshape(-1, 1))
-    usual = n * k * E // held.config.num_experts
-    y_RD, counts = mlps(x_RD, weights_R1, sizes_E, usual, held)
-    return from_rows(y_RD, assigned_R // k, row_nk), counts
+    x_RD = to_rows(tokens.x, assigned_R // k, row_nk)
+    weights_R1 = to_rows(
+        tokens.weights.reshape(-1, 1), assigned_R, row_nk.reshape(-1, 1)
+    )
+    usual = n * k * E // experts.config.num_experts
+    output = mlps(x_RD, weights_R1, sizes_E, usual, experts)
+    return output._replace(y=from_rows(output.y, assigned_R // k, row_nk))
 
 
 def mlps(
@@ -107,19 +119,19 @@ def mlps(
     weights_R1: jax.Array,
     sizes_E: jax.Array,
     usual: int,
-    held: HeldExperts,
-) -> Made:
-    """Make of rows what their experts do, by their weights, but for the last bias.
+    experts: LocalExperts,
+) -> Output:
+    """Return the weighted outputs of rows' experts, without the last bias.
 
     Args:
         x_RD: rows, sorted by expert.
-        weights_R1: of each.
-        sizes_E: rows of each expert.
-        usual: how many rows there are where all experts get as many.
-        held: the experts.
+        weights_R1: the weight of each row.
+        sizes_E: the number of rows of each expert.
+        usual: the number of rows if all experts have the same load.
+        experts: the local experts.
     """
-    (up, *gate, down), biases = held.matrices, held.own_biases[:-1]
-    numerics, call = held.execution.numerics, held.call
+    (up, *gate, down), biases = experts.matrices, experts.local_biases[:-1]
+    numerics, call = experts.execution.numerics, experts.call
     float8 = None if call.high_precision else numerics.expert_quantization
     watched = call.taps is not None and float8 is not None
     counts = list[jax.Array]()
@@ -131,47 +143,38 @@ def mlps(
                 in_eight = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
                 used_R1 = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_E)
                 counts.append(count_rounding(rounded, in_eight, used_R1))
-            return grouped_product(
-                x,
-                w,
-                sizes_E,
-                numerics.compute_dtype,
-                body=held.execution.grouped,
-                float8=float8,
-            )
+            body, compute = experts.execution.grouped, numerics.compute_dtype
+            return grouped_product(x, w, sizes_E, compute, body=body, float8=float8)
 
     inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
     if biases:
         ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(x_RD.shape[0])[:, None]
         ends_1E, sizes_1E = ends_E[None], sizes_E[None]
-        is_own_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
-        shares_RE = is_own_RE.astype(x_RD.dtype)
-        added = (_shared_out(shares_RE, bias, held.execution) for bias in biases)
+        is_local_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
+        shares_RE = is_local_RE.astype(x_RD.dtype)
+        added = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, added, strict=True)]
-    h_RF = activate(held.config, inner[0], inner[1] if gate else None)
+    h_RF = activate(experts.config, inner[0], inner[1] if gate else None)
     # Weighted here: the gradient of a weight needs no result of the last product.
     y_RD = multiply("down", (h_RF * weights_R1).astype(x_RD.dtype), down)
-    return y_RD, jnp.sum(jnp.stack(counts), axis=0) if watched else None
+    return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if watched else None)
 
 
 def with_bias(
-    y_nD: jax.Array,
-    experts_nk: jax.Array,
-    weights_nk: jax.Array,
-    biases: Sequence[jax.Array],
-    execution: Execution,
+    y_nD: jax.Array, tokens: Tokens, biases: Sequence[jax.Array], execution: Execution
 ) -> jax.Array:
-    """Add the last biases, if there are some, of experts 0 to E that tokens chose."""
+    """Add the last bias of the experts, 0 to E, of each token, if there are biases."""
     if not biases:
         return y_nD
     (bias_ED,) = biases
-    chosen_nkE = experts_nk[..., None] == jnp.arange(bias_ED.shape[0])[None, None]
-    shares_nE = jnp.sum(jnp.where(chosen_nkE, weights_nk[..., None], 0), axis=1)
-    return y_nD + _shared_out(shares_nE, bias_ED, execution).astype(y_nD.dtype)
+    experts_nk1 = tokens.experts[..., None]
+    chosen_nkE = experts_nk1 == jnp.arange(bias_ED.shape[0])[None, None]
+    shares_nE = jnp.sum(jnp.where(chosen_nkE, tokens.weights[..., None], 0), axis=1)
+    return y_nD + _sum_biases(shares_nE, bias_ED, execution).astype(y_nD.dtype)
 
 
-def _shared_out(shares: jax.Array, bias: jax.Array, execution: Execution) -> jax.Array:
-    """Add up experts' biases [E, F] by shares [M, E].
+def _sum_biases(shares: jax.Array, bias: jax.Array, execution: Execution) -> jax.Array:
+    """Sum experts' biases [E, F] by shares [M, E].
 
     A product, since the gradient of rows that are copied would be a scatter.
     """

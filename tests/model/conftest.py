@@ -1,6 +1,5 @@
 """Tiny models that together use every choice a model has."""
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -79,7 +78,7 @@ TINY = {
         tied_head=True,
     ),
     "moe": ModelConfig(
-        num_layers=5,
+        num_layers=7,
         num_heads=2,
         embed_dim=16,
         vocab_size=32,
@@ -88,9 +87,9 @@ TINY = {
         expert_dim=12,
         shared_experts=1,
         dense_layers=1,
-        experts_every=2,
+        experts_every=3,
         window=4,
-        layer_pattern=("local", "global"),
+        layer_pattern=("local", "global", "global"),
         router=Scores.sigmoid,
         router_bias_rate=0.1,
         activation=Activation.clamped_swiglu,
@@ -98,13 +97,6 @@ TINY = {
         bias=True,
     ),
 }
-TINY["groups"] = replace(
-    TINY["moe"],
-    num_layers=7,
-    experts_every=3,
-    activation=Activation.swiglu,
-    bias=False,
-)
 
 
 class Tiny:
@@ -166,12 +158,7 @@ class Tiny:
 MODELS = {name: Tiny(name) for name in TINY}
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name == "groups"))
-        for name in MODELS
-    ]
-)
+@pytest.fixture(params=list(MODELS))
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     return MODELS[request.param]
 

@@ -57,18 +57,24 @@ def attention(h, part, config: ModelConfig, index: int):
         local = config.windows[index] is not None and config.rope_theta_local
         theta = local or config.rope_theta
         q, k = (turned(y, theta, config.rotary_dim) for y in (q, k))
-    k, v = (jnp.repeat(y, config.num_heads // config.kv_heads, 2) for y in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k)
-    scores = scores / math.sqrt(config.query_scale_dim or config.head_size)
-    if config.attention_soft_cap is not None:
-        cap = config.attention_soft_cap
-        scores = cap * jnp.tanh(scores / cap)
-    seen = mask(h.shape[1], config.windows[index])
-    weights = jnp.where(seen, jnp.exp(scores), 0)
-    nothing = jnp.exp(part["sinks"])[:, None, None] if "sinks" in part else 0
-    weights = weights / (nothing + weights.sum(-1, keepdims=True))
-    heads = jnp.einsum("bnts,bsnh->btnh", weights, v)
+    scale = (config.query_scale_dim or config.head_size) ** -0.5
+    seen = mask(h.shape[1], config.windows[index])[None, None]
+    cap, sinks = config.attention_soft_cap, part.get("sinks")
+    heads = attend(q, k, v, seen, scale=scale, soft_cap=cap, sinks=sinks)
     return linear(heads, part["output"], 2)
+
+
+def attend(q, k, v, seen, *, scale=None, soft_cap=None, sinks=None):
+    """Attend where `seen` [B, 1, T, S] is true."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * (scale or q.shape[-1] ** -0.5)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    weights = jnp.where(seen, jnp.exp(scores), 0)
+    sums = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        sums = sums + jnp.exp(sinks)[None, :, None, None]
+    return jnp.einsum("bnts,bsnh->btnh", weights / sums, v)
 
 
 def turned(x, theta, R):  # each pair of dims (i, i + R/2) as one complex number

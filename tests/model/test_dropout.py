@@ -37,12 +37,3 @@ def test_each_place_layer_and_position_drops_other_elements():
     ]
     for other in others:
         assert jnp.mean(x_BTD == other) == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_position_drops_the_same_wherever_it_lies():
-    """On another device, or in another microbatch."""
-    call = keyed(0)
-    whole = drop(X_BTD, 0.5, "here", call)
-    assert call.keys_BT is not None
-    part = drop(X_BTD[2:, :4], 0.5, "here", CallContext(keys_BT=call.keys_BT[2:, :4]))
-    np.testing.assert_array_equal(whole[2:, :4], part)

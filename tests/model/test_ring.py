@@ -13,8 +13,10 @@ import pytest
 
 from model.attention import splash, xla
 from model.attention.across import attend_shared_rows
+from model.attention.inputs import Inputs
 from model.attention.ring import in_ring_order
 from model.choices import ContextAttention
+from tests.model.reference import attend, mask
 
 B, N, K, H = 2, 4, 2, 8
 AXES = ("context",)
@@ -43,25 +45,7 @@ def documents(T, chunks):
     return np.stack([inside, np.ones(T)]).astype(np.int32)
 
 
-def plain(q, k, v, sinks, ids, window, soft_cap):
-    """Attend by the formula, in float64."""
-    T, G, H = q.shape[1], q.shape[2] // k.shape[2], q.shape[3]
-    k, v = (jnp.repeat(x, G, axis=2) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    behind = np.arange(T)[:, None] - np.arange(T)
-    seen = (behind >= 0) & (behind < (window or T))
-    seen = seen[None] & (ids[:, :, None] == ids[:, None])
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    if sinks is not None:
-        column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, column], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :T]
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-
-def around(attend, c, q, k, v, sinks, ids, do):
+def around(kernel, c, q, k, v, sinks, ids, do):
     """Attend on c devices in a ring's order; take and give arrays of whole rows.
 
     Returns:
@@ -71,7 +55,7 @@ def around(attend, c, q, k, v, sinks, ids, do):
     def on_device(ids, q, k, v, do):
         *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
         o, transpose = jax.vjp(
-            lambda *operands: attend(*operands[:3], ids, operands[3]),
+            lambda q, k, v, sinks: kernel(Inputs(q, k, v, ids, sinks)),
             *operands,
             sinks,
         )
@@ -98,8 +82,13 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
     ids = documents(T, 2 * c)
     with jax.enable_x64(True):
         wide = [None if x is None else jnp.asarray(x) for x in (q, k, v, sinks)]
-        formula = partial(plain, ids=ids, window=window, soft_cap=soft_cap)
-        o, transpose = jax.vjp(formula, *wide)
+        seen = mask(T, window)[None] & (ids[:, :, None] == ids[:, None])
+        o, transpose = jax.vjp(
+            lambda q, k, v, sinks: attend(
+                q, k, v, seen[:, None], soft_cap=soft_cap, sinks=sinks
+            ),
+            *wide,
+        )
         grads = transpose(jnp.asarray(do))
         expected = [np.asarray(x) for x in (o, *grads) if x is not None]
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
@@ -151,35 +140,3 @@ def test_so_is_a_window_in_a_rings_order(c, window, more):
 def test_a_ring_of_splash_kernels_is_too(c, more):
     """With jax's private functions, which are the same in all versions we support."""
     check(INTERPRETED, c, T=2 * c * 128, H=64, **more)
-
-
-@pytest.mark.slow
-def test_no_query_sees_what_comes_after_it_or_another_document():
-    """By gradients: of each query, with respect to all keys and values."""
-    c, T = 4, 32
-    q, k, v, _ = (jnp.float32(x) for x in operands(T))
-    ids = documents(T, 2 * c)
-
-    @jax.jit
-    @jax.vmap
-    def of_query(do):
-        own = attend_shared_rows(RING, xla, AXES, window=None, soft_cap=None)
-        return around(own, c, q, k, v, None, jnp.asarray(ids), do)[2:]
-
-    each = jnp.eye(T)[:, None, :, None, None]  # a cotangent of one query alone
-    for gradient in of_query(jnp.broadcast_to(each, (T, *q.shape))):
-        for row in range(B):
-            found = jnp.abs(gradient[:, row]).sum((2, 3)) > 0
-            same = ids[row][:, None] == ids[row][None]
-            seen = np.tril(np.ones((T, T), bool)) & same
-            # A query alone in its document sees itself with weight 1, whatever its key.
-            several = seen.sum(1) > 1
-            assert not (found & ~seen).any()
-            assert (found | ~seen)[several].all()
-
-
-def test_devices_get_their_two_chunks():
-    rows = jnp.arange(2 * 16).reshape(2, 4, 4).swapaxes(0, 1)  # of four devices
-    found = jax.vmap(partial(in_ring_order, axes=AXES), axis_name="context")(rows)
-    first = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-    assert found[:, 0].tolist() == first

@@ -1,4 +1,4 @@
-"""Rotary positions by their properties; stretched ones against transformers' too."""
+"""Rotary positions by their properties."""
 
 from dataclasses import replace
 
@@ -36,31 +36,12 @@ def test_rotary_scores_depend_on_the_distance_only(fraction):
     assert np.abs(scores(0, 0) - scores(5, 0)).max() > 0.1
 
 
-def test_rotary_keeps_lengths_and_leaves_position_zero():
-    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
-    np.testing.assert_array_equal(turned(x, 0)[:, 0], x[:, 0])
-    pairs = jnp.hypot(x[..., :16], x[..., 16:])
-    after = turned(x, 7)
-    np.testing.assert_allclose(
-        jnp.hypot(after[..., :16], after[..., 16:]), pairs, rtol=1e-5
-    )
-
-
 def test_rotary_turns_the_pairs_at_the_published_rates():
     x = jnp.zeros((1, 1, 1, 32)).at[..., :16].set(1.0)
     after = turned(x, 3)[0, 0, 0]
     rates = 10000.0 ** (-np.arange(16) / 16)
     np.testing.assert_allclose(after[:16], np.cos(3 * rates), atol=1e-6)
     np.testing.assert_allclose(after[16:], np.sin(3 * rates), atol=1e-6)
-
-
-def test_a_rotary_fraction_leaves_the_rest_untouched():
-    config = replace(CONFIG, rotary_fraction=0.3)
-    assert config.rotary_dim == 8
-    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 32))
-    after = turned(x, 1, config)
-    np.testing.assert_array_equal(after[..., 8:], x[..., 8:])
-    assert (after[..., :8] != x[..., :8]).all()
 
 
 def test_rotary_angles_of_late_positions_are_exact_in_bfloat16_too():
@@ -114,35 +95,3 @@ def test_local_layers_may_have_a_base_of_their_own_and_are_not_scaled():
     assert np.abs(both.of(False).cos - alone.cos).max() > 0.1
     told = both.of(Local(jnp.asarray(False), 1, 2))
     jax.tree.map(np.testing.assert_array_equal, told, both.of(False))
-
-
-@pytest.mark.parametrize(
-    ("scaling", "theirs"),
-    [
-        (RopeScaling(Scaling.linear, factor=8.0), {"rope_type": "linear"}),
-        (
-            LLAMA3,
-            {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        ),
-        (YARN, {"rope_type": "yarn"}),
-        (
-            replace(YARN, truncate=False, slow_turns=2.0, fast_turns=20.0),
-            {"rope_type": "yarn", "truncate": False, "beta_slow": 2, "beta_fast": 20},
-        ),
-    ],
-)
-@pytest.mark.parametrize(("size", "theta"), [(128, 500_000.0), (64, 10_000.0)])
-def test_frequencies_are_those_of_transformers(scaling, theirs, size, theta):
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    settings = {"rope_theta": theta, "factor": scaling.factor} | theirs
-    settings["original_max_position_embeddings"] = scaling.original_length
-    config = transformers.LlamaConfig(
-        head_dim=size, rope_parameters=settings, max_position_embeddings=10**6
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu")
-    found = frequencies(size, theta, scaling)
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
-    if scaling.kind is Scaling.yarn:
-        assert factor == pytest.approx(0.1 * np.log(scaling.factor) + 1)

@@ -1,7 +1,5 @@
 """Layers whose products keep their precision among others in eight bits."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ from flax import nnx
 
 from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
-from model.config_rules import broken_rules
 from model.eight_bits.quantization import Quantization
 from model.execution import CallContext, Execution, Numerics
 from model.stacks import LayerKinds, make_stack, run_stacks
@@ -106,30 +103,3 @@ def test_what_precise_layers_round_is_nothing(stack, x_BTD):
     run(*stack, x_BTD, execution, CONFIG.precise, taps)
     saturated = np.asarray(taps.of_stacks().shares["saturated"])
     assert (saturated > 0).tolist() == [not precise for precise in CONFIG.precise]
-
-
-@pytest.mark.parametrize(
-    ("layers", "dtype", "words"),
-    [
-        (("first",), "auto", "must be [] with model.compute_dtype=auto"),
-        ((-1,), "int8", "numbers below model.num_layers=3"),
-        ((3,), "int8", "numbers below model.num_layers=3"),
-        (("first", 1, "last"), "int8", "leave other layers"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(layers, dtype, words):
-    config = replace(
-        CONFIG, high_precision_layers=layers, compute_dtype=ComputeDtype(dtype)
-    )
-    (mistake,) = broken_rules(config)
-    assert mistake[0] == "high_precision_layers"
-    assert words in mistake[2]
-
-
-def test_names_and_numbers_mean_the_same():
-    for layers, precise in (
-        (("first", "last"), (True, False, True)),
-        ((0, 2), (True, False, True)),
-        ((), (False,) * 3),
-    ):
-        assert replace(CONFIG, high_precision_layers=layers).precise == precise

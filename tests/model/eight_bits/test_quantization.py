@@ -22,7 +22,6 @@ SPECS = {
     "btd,dnh->btnh": ((2, 5, 8), (8, 3, 4)),
     "btnh,nhd->btd": ((2, 5, 3, 4), (3, 4, 8)),
 }
-BFLOAT16 = 2**-8  # half of a unit in the last place
 E4M3, E5M2, INT8 = 2**-4, 2**-3, 0.5 / 127  # half of a unit in the last place
 FLOAT8_FLOOR = 2**-10 / 448  # half of e4m3's smallest number, to its largest
 
@@ -38,11 +37,9 @@ def keys(rows: int, step: int = 0, length: int = 5):
 
 def run(spec, a, b, dy, dtype, keys_BT=None, placement=UNSHARDED):
     """Return (y, da, db)."""
-    wide = dtype in ("float32", "bfloat16")
 
     def multiply(a, b):
-        compute, quantization = (dtype, None) if wide else (jnp.float32, eight(dtype))
-        return product(spec, a, b, compute, placement, quantization, keys_BT)
+        return product(spec, a, b, jnp.float32, placement, eight(dtype), keys_BT)
 
     y, back = jax.vjp(multiply, a, b)
     return y, *back(dy)
@@ -108,13 +105,6 @@ def test_products_and_gradients_err_by_the_rounding_of_their_operands(
     a, b, dy = (np.float32(array) for array in arrays)
     pairs = (a, b), (dy, b), (a, dy)
     wide = [[np.float64(x) for x in pair] for pair in pairs]
-
-    for dtype, unit in (("float32", 2**-24), ("bfloat16", BFLOAT16)):
-        found = jitted(spec, a, b, dy, dtype)
-        for y, equation, pair in zip(found, equations(spec), wide, strict=True):
-            error = abs(np.float64(y) - np.einsum(equation, *pair))
-            terms = np.einsum(equation, *map(abs, pair))
-            assert (error <= ((1 + unit) ** 2 - 1 + 1e-6) * terms).all()
 
     found = jitted(spec, a, b, dy, "float8")
     units = (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)

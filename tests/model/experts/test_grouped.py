@@ -12,7 +12,7 @@ from model.choices import ComputeDtype, Grouped
 from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
 from model.eight_bits.quantization import Quantization
 from model.experts import grouped, grouped_triton
-from model.experts.grouped import choose_grouped, grouped_product
+from model.experts.grouped import grouped_product
 
 M, D, F = 200, 24, 40
 SIZES = {  # the last rows may be no one's
@@ -109,13 +109,3 @@ def test_in_float8_all_three_products_have_rounded_operands(body):
     expected = plain(*map(rounded, (x, w, dy)), SIZES["mixed"])
     for a, b in zip((y, *back(dy)), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
-
-
-def test_each_platform_has_its_body():
-    bodies = [choose_grouped(platform) for platform in ("cpu", "tpu", "gpu", "cuda")]
-    assert bodies == [
-        Grouped.scan,
-        Grouped.megablox,
-        Grouped.triton,
-        Grouped.triton,
-    ]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from model.experts.rows import pieces_to_exchange, travel
+from model.experts.rows import Route, travel
 
 S, E, R, ROOM = 4, 8, 12, 48
 COUNTS = np.random.default_rng(0).multinomial(R, [1 / E] * E, S)
@@ -26,12 +26,9 @@ def sent():
     @partial(jax.shard_map, mesh=mesh, in_specs=(rows, rows), out_specs=(rows, rows))
     def sent(x, counts):
         axes = ("expert",)
-        out, back = pieces_to_exchange(jax.lax.all_gather(counts[0], axes), axes)
-        there = travel(x, out, back, (R, ROOM), axes, True)
-        again, of_there = jax.vjp(
-            lambda x: travel(x, out, back, (R, ROOM), axes, True), x
-        )
-        (home,) = of_there(again)
+        route = Route.to_experts(jax.lax.all_gather(counts[0], axes), axes)
+        there, of_there = jax.vjp(lambda x: travel(x, route, (R, ROOM), axes, True), x)
+        (home,) = of_there(there)
         return there, home
 
     return sent

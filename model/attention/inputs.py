@@ -1,0 +1,50 @@
+"""The arrays that kernels of attention take.
+
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Inputs(NamedTuple):
+    """Queries, which are the last T of S positions, and what they attend to.
+
+    segment_ids_BS: int32 document of each position. None means one document in a row.
+    sinks_N: one more score for each head, of a key whose value is zero: it takes its
+        share of the weights from all other keys.
+    """
+
+    q_BTNH: Float[Array, "B T N H"]
+    k_BSKH: Float[Array, "B S K H"]
+    v_BSKH: Float[Array, "B S K H"]
+    segment_ids_BS: Int[Array, "B S"] | None = None
+    sinks_N: Float[Array, "N"] | None = None
+
+
+class Chunks(NamedTuple):
+    """The operands of one step of a ring, with heads before positions.
+
+    Queries are scaled. `documents` are those of queries and of keys.
+    """
+
+    q_BNTH: Float[Array, "B N T H"]
+    k_BKSH: Float[Array, "B K S H"]
+    v_BKSH: Float[Array, "B K S H"]
+    documents: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
+
+    @property
+    def same_document_BTS(self) -> Bool[Array, "B T S"] | None:
+        """Whether a query and a key are of one document; None if rows are whole."""
+        if self.documents is None:
+            return None
+        queries_BT, keys_BS = self.documents
+        return queries_BT[:, :, None] == keys_BS[:, None]
+
+
+class Result(NamedTuple):
+    """The output over the keys seen so far, and the log-sum-exp of their scores."""
+
+    o_BNTH: Float[Array, "B N T H"]
+    lse_BNT: Float[Array, "B N T"]

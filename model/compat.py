@@ -1,0 +1,155 @@
+"""Private functions of JAX for attention, checked with jax 0.10.2 and 0.12.0.
+
+cuDNN's primitives are called below `jax.nn.dot_product_attention`, which rounds the
+log-sum-exp and whose derivative ignores the cotangent of it. Its form for packed
+documents multiplies the offsets of grouped keys by the number of query heads in jax
+0.10.2, and not in later versions. The public derivative of jax's TPU kernel ("splash")
+cannot take the log-sum-exp over other keys either.
+
+Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands).
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from model.attention.inputs import Chunks, Inputs, Result
+
+# The primitive of jax.nn.dot_product_attention, which does not name its results.
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:
+    """Compute one step of a ring; the log-sum-exp is float32."""
+    result: Any = fused.dot_product_attention(
+        chunks.q_BNTH,
+        chunks.k_BKSH,
+        chunks.v_BKSH,
+        mask=_mask(chunks),
+        mask_type=_mask_type(causal),
+        qkv_layout="BNTH",
+        return_residual=True,
+    )
+    return Result._make(result)
+
+
+def cudnn_step_backward(
+    chunks: Chunks, causal: bool, result: Result, do_BNTH: jax.Array
+) -> Sequence[jax.Array]:
+    """Return the gradients of q, k and v from one step of a ring."""
+    none, mask = jnp.zeros(0, chunks.q_BNTH.dtype), _mask(chunks)
+    bias = none if mask is None else fused.combine_bias_and_mask(None, mask, none.dtype)
+    return fused._dot_product_attention_bwd_p.bind(
+        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, bias, *[none] * 6),
+        *(result.lse_BNT, result.o_BNTH, do_BNTH),
+        **_parameters(_mask_type(causal), fused.AttentionLayout.BNTH, 1.0),
+        variadic_args=(mask is not None, False),  # A bias, without its gradient.
+        sliding_window_length=None,
+    )
+
+
+def _mask(chunks: Chunks) -> jax.Array | None:
+    same_BTS = chunks.same_document_BTS
+    return None if same_BTS is None else same_BTS[:, None]
+
+
+def _mask_type(causal: bool) -> fused.MaskType:
+    return fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
+
+
+def _parameters(
+    mask_type: fused.MaskType, layout: fused.AttentionLayout, scale: float
+) -> dict[str, Any]:
+    """Return parameters of both primitives. Those of jax 0.12 can modify scores."""
+    parameters = {"seed": 42, "dropout_rate": 0.0, "scale": scale}
+    if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:
+        parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return parameters | {"mask_type": mask_type, "layout": layout.value}
+
+
+class PackedCall:
+    """Calls of cuDNN's kernel for packed documents, forward and backward.
+
+    Arrays are [B, T, heads, H]. `lengths_and_offsets` are those of queries and keys.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        lengths_and_offsets: Sequence[jax.Array],
+        window: int | None,
+    ):
+        """Check the operands."""
+        q, k, v = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
+        layout, none = fused.AttentionLayout.BTNH, jnp.zeros(0, q.dtype)
+        absent: list[Any] = [None] * 7  # No bias, lengths, offsets and pages.
+        fused.check_layout(*[q, k, v, *absent, layout])
+        self._operands = [q, k, v, none, *lengths_and_offsets, none, none]
+        self._parameters = {
+            **_parameters(fused.MaskType.PADDING_CAUSAL, layout, q.shape[-1] ** -0.5),
+            "variadic_args": (False, False),  # No bias and no gradient of one.
+            "sliding_window_length": window,
+        }
+
+    def forward(self) -> tuple[jax.Array, jax.Array]:
+        """Return outputs [B, T, N, H] and log-sum-exps [documents, N, T]."""
+        bind = fused._dot_product_attention_fwd_p.bind
+        o_BTNH, lse_DNT = bind(*self._operands, **self._parameters, is_training=True)
+        return o_BTNH, lse_DNT
+
+    def backward(
+        self, lse_DNT: jax.Array, o_BTNH: jax.Array, do_BTNH: jax.Array
+    ) -> Sequence[jax.Array]:
+        """Return the gradients of q, k and v."""
+        bind = fused._dot_product_attention_bwd_p.bind
+        return bind(*self._operands, lse_DNT, o_BTNH, do_BTNH, **self._parameters)
+
+
+def splash_library() -> tuple[Any, Any]:
+    """Import jax's TPU kernel and its masks, but only where they are needed."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    return splash_attention_kernel, splash_attention_mask
+
+
+def _splash_ids(chunks: Chunks) -> Any:
+    splash, _ = splash_library()
+    if chunks.documents is None:
+        return None
+    queries_T, keys_S = chunks.documents
+    return splash.SegmentIds(q=queries_T, kv=keys_S)
+
+
+def splash_step_forward(kernel: Any, chunks: Chunks) -> Result:
+    """Compute one step of a ring for one row, whose arrays have no batch dim."""
+    splash, _ = splash_library()
+    o_NTH, (lse_NT,) = splash._splash_attention_forward(
+        kernel.fwd_mask_info,
+        q=chunks.q_BNTH,
+        k=chunks.k_BKSH,
+        v=chunks.v_BKSH,
+        segment_ids=_splash_ids(chunks),
+        sinks=None,
+        **kernel.kwargs,
+    )
+    return Result(o_NTH, lse_NT)
+
+
+def splash_step_backward(
+    kernel: Any, chunks: Chunks, result: Result, do_NTH: jax.Array
+) -> Sequence[jax.Array]:
+    """Return the gradients of q, k and v from one step of a ring for one row."""
+    splash, _ = splash_library()
+    residuals = (
+        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, _splash_ids(chunks), None),
+        *(result.o_BNTH, result.lse_BNT, kernel.dq_mask_info, kernel.dkv_mask_info),
+    )
+    grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=do_NTH)
+    return grads[3:6]
