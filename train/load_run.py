@@ -31,7 +31,7 @@ def load_run(
     """Build a run's program on this machine and restore its weights.
 
     Args:
-        run: names the run, which has model, data and tokenizer.
+        run: names the run.
         runtime: this machine.
         step: the step of the checkpoint; `best` has the lowest validation loss; None is
             the newest.

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
-from data.config import DataConfig
 from model.choices import Position
 from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, num_active_params, num_params, params_of
@@ -41,7 +40,6 @@ from train.optimizer.update import Optimizer, make_optimizer
 from train.runtime import compiler_options
 from train.sharding import (
     axis_rules,
-    batch_sharding,
     moments_of,
     param_specs,
     state_shardings,
@@ -56,7 +54,6 @@ class Program:
 
     model: the abstract model.
     infos: tree of `ParamInfo`, shaped like the parameters.
-    execution: how the program runs the model.
     state, batch: the shapes, dtypes and shardings of both.
     num_tokens: the number of ids that the tokenizer has. None means that it has all ids
         of the vocabulary.
@@ -97,13 +94,12 @@ class Program:
         return self._jit_step(watched=True)
 
     def _jit_step(self, watched: bool):
-        train, seed = self.config.train, self.config.seed
         step = make_train_step(
             self.model,
             self.optimizer,
             self.execution,
-            train,
-            seed,
+            self.config.train,
+            self.config.seed,
             watched=watched,
             num_tokens=self.num_tokens,
         )
@@ -269,6 +265,11 @@ def make_program(
     shardings = state_shardings(
         state, infos, mesh, config.mesh.params, config.optimizer.offload
     )
+    rows = jax.ShapeDtypeStruct(
+        (data.batch_size, data.sequence_length),
+        jnp.int32,
+        sharding=NamedSharding(mesh, placement.rules.spec("batch", "seq")),
+    )
     return Program(
         config=config,
         mesh=mesh,
@@ -279,14 +280,6 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=_abstract_batch(data, batch_sharding(mesh, placement.rules)),
+        batch=Batch(rows, rows, rows if data.document_mask else None, positions=rows),
         num_tokens=num_tokens,
     )
-
-
-def _abstract_batch(data: DataConfig, sharding: NamedSharding) -> Batch:
-    """Return the shapes, dtypes and sharding of a global batch."""
-    shape = data.batch_size, data.sequence_length
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    segment_ids = rows if data.document_mask else None
-    return Batch(rows, rows, segment_ids=segment_ids, positions=rows)

@@ -203,10 +203,9 @@ def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
         return None
     if (done := start.last_step - start.first_step) <= 0:
         return None
-    once = sum(
-        start.buckets.get(n, 0.0) for n in ("start", "init", "prepare", "restore")
-    )
-    return (num_steps - start.last_step) * (start.seconds - once) / done
+    once = ("start", "init", "prepare", "restore")
+    seconds = start.seconds - sum(start.buckets.get(name, 0.0) for name in once)
+    return (num_steps - start.last_step) * seconds / done
 
 
 def _last_save(folder: epath.Path) -> Save | None:
