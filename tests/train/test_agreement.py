@@ -71,33 +71,8 @@ time.sleep(60)
     assert "could not agree: no answer from process 1 within" in said[0]
 
 
-def test_the_end_waits_for_a_request_that_is_being_settled(tmp_path):
-    """A listener that still waited in C++ would abort the interpreter."""
-    code = """
-if first:
-    cluster.set("request/0", SAVE)
-cluster.wait("asked", 30)
-preemption.connect(cluster)
-preemption.close()
-print("listens", preemption._listener.is_alive(), file=sys.stderr)
-"""
-    codes, said = run(tmp_path, JOIN, code)
-    assert codes == [0, 0], said
-    assert all("listens False" in text for text in said), said
 
 
-def test_what_was_gathered_is_not_kept(tmp_path):
-    code = """
-from jax._src.distributed import global_state
-found = [cluster.first_error("wrong" if first else None) for _ in range(3)]
-cluster.wait("said", 30)
-left = [key for key, _ in global_state.client.key_value_dir_get("longhaul")]
-print(found, sorted(left), file=sys.stderr)
-"""
-    codes, said = run(tmp_path, JOIN, code)
-    assert codes == [0, 0], said
-    left = [f"longhaul/broadcast/{number}/0" for number in (1, 3, 5)]
-    assert f"{['wrong'] * 3} {left}" in said[0], said
 
 
 def test_the_others_wait_as_long_as_a_search_makes_progress(tmp_path):

@@ -31,30 +31,6 @@ def batches(programs, store):
     return {"packed": packed, "every chunk": every, "one": one}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [
-        (GROUPED, (RING, "mesh.context=2", "mesh.data=4")),
-        (GROUPED, (RING, "mesh.context=8", "train.remat=full")),
-        (
-            GROUPED,
-            (RING, "mesh.context=4", "mesh.fsdp=2", "train.accumulation_steps=2"),
-        ),
-        (GROUPED, (ULYSSES, "mesh.context=4", "mesh.fsdp=2")),
-        (GROUPED, (ALL_GATHER, "mesh.context=8")),
-        (LOCAL, (RING, "mesh.context=4", "mesh.fsdp=2")),
-        (LOCAL, (ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2")),
-        (LOCAL, (ALL_GATHER, "mesh.context=4", "mesh.tensor=2")),
-    ],
-    ids=str,
-)
-def test_gradients_are_those_of_one_device(gradients, batches, model, mesh):
-    for batch in batches.values():
-        loss, grads, _ = gradients(*model, "mesh=single", batch=batch, devices=1)
-        found = gradients(*model, *mesh, batch=batch)
-        assert found[0] == pytest.approx(loss, rel=1e-5)
-        assert distance(found[1], grads) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,6 @@ CONTEXT = ("mesh.context=2", "mesh.data=1")
 EXPERTS = ("model.mlp=moe", "model.num_experts=4", "model.expert_dim=32")
 
 
-def losses(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
-    """Train a little; return losses, and a matrix of the first layer."""
-    program = programs(*SMALL, *overrides, devices=devices)
-    order = Order(store, program.config.data, 0)
-    with jax.set_mesh(program.mesh):
-        state, found = program.init(), []
-        for step in range(steps):
-            batch = place(order.read(step), program.batch)
-            state, metrics = program.train_step(state, batch)
-            found.append(float(metrics["loss"]))
-        weight = state.params["layers"]["attention"]["query"]["weight"]
-        return found, jax.device_get(weight)
 
 
 @pytest.mark.slow
@@ -105,13 +93,6 @@ def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
     assert first["grad_norm"] != later["grad_norm"]
 
 
-@pytest.mark.slow
-def test_microbatches_add_up_to_the_step(programs, store):
-    """Rows are rounded alike whichever microbatch they are in."""
-    int8 = "model.compute_dtype=int8"
-    whole, _ = losses(programs, store, int8)
-    parts, _ = losses(programs, store, int8, "train.accumulation_steps=2")
-    np.testing.assert_allclose(parts, whole, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +136,3 @@ def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, inst
     assert numerics.expert_quantization == experts
 
 
-def test_a_cpu_emulates_and_says_so(programs, capsys):
-    from train.describe import describe_program
-
-    program = programs(*SMALL, "model.compute_dtype=float8")
-    assert program.execution.numerics.quantization == ("float8", True)
-    describe_program(program)
-    assert "linear layers" in capsys.readouterr().out

@@ -15,13 +15,6 @@ from train.errors import ConfigError
 from train.execution import choose_execution
 from train.step import balance_experts
 
-MOE = (
-    *("model=moe_nano", "model.num_layers=2", "model.num_heads=4"),
-    *("model.embed_dim=32", "model.expert_dim=24", "model.init=scaled"),
-    *("model.layer_unroll=1", "data.batch_size=8"),
-    *("model.router_aux_weight=0.1", "model.router_z_weight=0.01"),
-    *("model.bias=true", "model.activation=clamped_swiglu"),
-)
 SENT = "mesh.expert_exchange=ragged"
 FORCED = {
     "choice": None,
@@ -99,15 +92,6 @@ def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
         programs(*MOE, *changed, devices=8)
 
 
-@pytest.mark.slow
-def test_microbatches_add_up(gradients):
-    """But for the loss of the load, which is a microbatch's own."""
-    one = (*MOE, "model.router_aux_weight=0")
-    loss, grads, load = gradients(*one, devices=1)
-    parts = gradients(*one, "train.accumulation_steps=4", devices=1)
-    np.testing.assert_array_equal(parts[2], load)
-    assert parts[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(parts[1], grads) < 1e-5
 
 
 def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):

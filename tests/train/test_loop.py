@@ -307,22 +307,6 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     assert {*score["sets"]} == {"more"}
 
 
-def test_each_evaluation_is_one_line_in_the_terminal(longer):
-    """With the best one so far, which the run had before it went on."""
-    run, result = longer
-    shown = [x for x in result.stderr.splitlines() if "validation" in x]
-    scores = {x["step"]: x for x in lines(run) if "eval/loss" in x}
-    assert [line.split()[:2] for line in shown] == [["step", "22"], ["step", "24"]]
-    score = f"{scores[22]['eval/loss']:.4f} nats a token"
-    assert (
-        f"validation {score}, {scores[22]['eval/bits_per_byte']:.4f} bits" in shown[0]
-    )
-    assert f"; more {scores[22]['eval/more/loss']:.4f}" in shown[0]
-    is_best = scores[22]["eval/loss"] < scores[20]["eval/loss"]
-    best = (
-        "the best so far" if is_best else f"best {scores[20]['eval/loss']:.4f} at step"
-    )
-    assert best in shown[0]
 
 
 def test_sample_continues_the_prompt(door, straight):

@@ -99,22 +99,3 @@ def test_a_run_that_diverges_stops_with_what_to_do(folder, door):
     assert f"{place}the update overflows)" in result.stderr
 
 
-def test_plan_shows_the_layout_for_hardware_that_is_not_there(folder, door):
-    run = folder / "planned"
-    array = "layers.mlp.up.weight"
-    result = door(
-        run,
-        *("runtime.cpu_devices=8", "mesh=fsdp_tensor", f"plan.array={array}"),
-        module="train.plan",
-    )
-    assert result.returncode == 0, result.stderr
-    assert "devices     8 x cpu" in result.stdout
-    table, _, slices = result.stdout.partition(f"{array} 2x32x128 float32")
-    (row,) = [x for x in table.splitlines() if x.startswith(array)]
-    assert "layers embed mlp" in row
-    assert "('pipeline', 'fsdp', 'tensor')" in row
-    found = re.findall(r"fsdp=(\d) tensor=(\d) +\[0:2, (\d+):\d+, (\d+):\d+\]", slices)
-    assert len(found) == 8
-    for fsdp, tensor, first, second in found:
-        assert (int(first), int(second)) == (8 * int(fsdp), 64 * int(tensor))
-    assert not run.exists()

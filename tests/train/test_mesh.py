@@ -122,10 +122,6 @@ def test_slices_of_tpus_must_be_crossed_knowingly(machine, config):
     assert "mesh.dcn.data=2" in mistake.rule
 
 
-def test_an_axis_that_crosses_slices_has_its_outer_part_there(machine):
-    config = MeshConfig(tensor=-1, dcn=DcnConfig(tensor=2))
-    grid = make_mesh(config, machine("v5e-8x2")).devices
-    assert [device.slice_index for device in grid.flat] == [0] * 8 + [1] * 8
 
 
 def test_neighbours_along_fsdp_are_in_different_slices(machine):

@@ -14,12 +14,6 @@ from train.numerics import by_layer, culprit
 
 INTERVAL = "log.numerics_interval_steps=5"
 PARTS = ("train.accumulation_steps=2", INTERVAL)
-MOE = (
-    *("model=moe_nano", "model.num_layers=2", "model.num_heads=4"),
-    *("model.embed_dim=32", "model.expert_dim=24", "model.init=scaled"),
-    *("model.layer_unroll=1", "data.batch_size=8"),
-)
-DEEP = ("model.num_layers=4", "model.embed_dim=16")
 
 
 def taken(program, store, step, state=None):

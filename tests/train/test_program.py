@@ -92,18 +92,6 @@ def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):
     assert keys == {"model.attention", "data.batch_size", "mesh.params.embed"}
 
 
-def test_so_is_it_where_the_mesh_is_none(programs):
-    """Sizes that do not multiply to the devices are still divided by."""
-    shape = ("model.embed_dim=32", "data.batch_size=8", "mesh.dcn.data=2")
-    with pytest.raises(ConfigError) as error:
-        programs(*shape, "mesh.data=-1", "mesh.fsdp=3", devices=8)
-    keys = [mistake.key for mistake in error.value.mistakes]
-    assert keys == ["mesh", "data.batch_size", "mesh.params.embed"]
-    with pytest.raises(ConfigError) as error:
-        programs(*shape, "mesh.data=6", "mesh.dcn.fsdp=3", devices=8)
-    found = {mistake.key: mistake.rule for mistake in error.value.mistakes}
-    assert list(found) == ["mesh", "mesh.dcn.fsdp", "mesh.dcn", "data.batch_size"]
-    assert found["data.batch_size"].endswith("nearest: 6 or 12")
 
 
 def test_no_activation_is_replicated_to_lie_elsewhere(programs, capfd):

@@ -71,25 +71,6 @@ def test_a_step_finds_its_memory_where_the_last_one_left_it():
     assert int(done.stdout) < 20 * pages / 4
 
 
-@pytest.mark.parametrize(
-    ("files", "there"),
-    [
-        (["null", "vfio"], False),
-        (["accel0"], True),
-        (["vfio/0"], True),
-        (["nvidia0"], True),
-        (["nvidiactl"], True),
-        (["kfd"], True),
-    ],
-)
-def test_what_is_no_cpu_has_a_device_file(tmp_path, monkeypatch, files, there):
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert _accelerators(tmp_path) is there
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert _accelerators(tmp_path)
 
 
 @pytest.mark.parametrize(

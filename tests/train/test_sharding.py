@@ -119,11 +119,3 @@ def test_maxima_and_means_lie_along_what_is_left_of_the_parameter(programs, opti
     }
 
 
-def test_a_new_state_is_born_where_the_table_says(programs):
-    """`tx.init` under `jit` without shardings would replicate the moments."""
-    program = programs(*CUBE, devices=8)
-    state = program.init()
-    for path, leaf in by_path(state).items():
-        assert leaf.sharding == by_path(program.state)[path].sharding
-    up = state.optimizer.transform[0].nu["layers"]["mlp"]["up"]["weight"]
-    assert up.addressable_shards[0].data.shape == (2, 16, 64)

@@ -214,11 +214,6 @@ def test_a_run_is_followed_until_nobody_is_at_it(tmp_path, monkeypatch, capsys):
     assert "stopped: preempted" in out
 
 
-def test_no_run_is_a_mistake_of_the_command_line(tmp_path):
-    result = status(tmp_path)
-    assert result.returncode == 78
-    assert "there is no" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow

@@ -172,20 +172,8 @@ def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
     assert config.falls_from(120) == start
 
 
-def test_without_warmup_the_first_step_is_whole():
-    assert float(make_schedule(LEVEL, 10)(jnp.int32(0))) == 1
 
 
-def test_a_run_that_goes_on_keeps_its_first_schedule(configure, programs):
-    from train.program import make_program
-
-    first = programs("schedule=cosine")
-    longer = replace(first.config, train=replace(first.config.train, num_steps=1000))
-    longer = make_program(longer, first.mesh.devices.flat[:1], schedule_steps=20)
-    for step in (0, 5, 19, 20, 500):
-        rates = [float(p.optimizer.learning_rate(step)) for p in (first, longer)]
-        assert rates[0] == rates[1]
-    assert rates[0] == pytest.approx(0.1 * first.config.optimizer.learning_rate)
 
 
 @pytest.mark.parametrize("length", [0.5, 10.0])
