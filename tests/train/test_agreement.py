@@ -71,10 +71,6 @@ time.sleep(60)
     assert "could not agree: no answer from process 1 within" in said[0]
 
 
-
-
-
-
 def test_the_others_wait_as_long_as_a_search_makes_progress(tmp_path):
     """Longer than they wait for a process that says nothing."""
     code = """

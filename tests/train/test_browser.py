@@ -77,5 +77,3 @@ def test_the_report_of_a_run(shown, tmp_path):
     assert last["step"] == 4
     assert f"{last['loss']:.4f}" in text
     assert format_count(last["tokens"]) in text
-
-

@@ -1,11 +1,10 @@
 """The right rows on the right devices."""
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from data.batches import Batch, Order
+from data.batches import Batch
 from train.feed import Feed, local_rows, place
 
 MESHES = {
@@ -55,10 +54,6 @@ def test_a_process_that_holds_a_part_places_that_part(program, monkeypatch):
     """As with several processes: the rows come end to end, and are found again."""
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
     check(place(batch_of(), program.batch), batch_of(), program)
-
-
-
-
 
 
 def test_a_batch_is_handed_over_before_the_next_is_waited_for(programs):

@@ -57,21 +57,6 @@ def test_only_the_outer_part_of_a_dcn_axis_crosses_granules(config, crossing):
     assert (granule == place // (sizes[crossing] // 2)).all()
 
 
-def test_slices_are_told_apart_however_the_devices_are_ordered(monkeypatch):
-    monkeypatch.setattr("train.mesh.Mesh", lambda grid, axes, axis_types: grid)
-    devices = [
-        SimpleNamespace(
-            id=i, slice_index=i % 2, process_index=0, platform="cpu", device_kind="cpu"
-        )
-        for i in range(8)
-    ]
-    grid = make_mesh(MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), devices)
-    assert [[d.slice_index for d in row] for row in grid.reshape(2, 4)] == [
-        [0] * 4,
-        [1] * 4,
-    ]
-
-
 def test_processes_are_granules_where_there_are_no_slices(monkeypatch):
     monkeypatch.setattr("train.mesh.Mesh", lambda grid, axes, axis_types: grid)
     devices = [
@@ -120,8 +105,6 @@ def test_slices_of_tpus_must_be_crossed_knowingly(machine, config):
     (mistake,) = error.value.mistakes
     assert mistake.key == "mesh.dcn"
     assert "mesh.dcn.data=2" in mistake.rule
-
-
 
 
 def test_neighbours_along_fsdp_are_in_different_slices(machine):

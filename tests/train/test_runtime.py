@@ -5,14 +5,13 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from train.hardware.chips import CHIPS
-from train.runtime import _accelerators, compiler_options, cpu_prefers_bfloat16
+from train.runtime import compiler_options, cpu_prefers_bfloat16
 
 DEVICES = """
 from train.config import RuntimeConfig
@@ -46,11 +45,10 @@ print(faults() - before)
 """
 
 
-@pytest.mark.parametrize("named", ["~/xla", "gs://bucket/xla"])
-def test_the_cache_of_compiled_programs_is_where_a_shell_has_it(tmp_path, named):
+def test_the_cache_of_compiled_programs_is_where_a_shell_has_it(tmp_path):
     script = "import jax\nfrom train.config import RuntimeConfig\n"
     script += "from train.runtime import set_up\n"
-    script += f"set_up(RuntimeConfig(compilation_cache={named!r}))\n"
+    script += "set_up(RuntimeConfig(compilation_cache='~/xla'))\n"
     script += "print(jax.config.jax_compilation_cache_dir)"
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -59,7 +57,7 @@ def test_the_cache_of_compiled_programs_is_where_a_shell_has_it(tmp_path, named)
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == named.replace("~", str(tmp_path))
+    assert done.stdout.strip() == f"{tmp_path}/xla"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
@@ -69,8 +67,6 @@ def test_a_step_finds_its_memory_where_the_last_one_left_it():
     )
     pages = 4 * 4096**2 // 4096  # of one such step
     assert int(done.stdout) < 20 * pages / 4
-
-
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,6 @@ def test_collectives_run_on_sparse_cores_where_that_hides_them(chip, asked, ther
     assert any("sparse_core" in name for name in options) is there
 
 
-@pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_without_a_tpu_its_library_stays_silent(tmp_path):
     left = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")

@@ -20,7 +20,7 @@ def busiest(rounds, ways):
     return work, 2 * sum(math.prod(m) for m in whole) * math.prod(ways)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 8, 24, 64, 100, 224, 256])
+@pytest.mark.parametrize("devices", [1, 3, 64, 100, 256])
 def test_every_matrix_is_taken_once(devices):
     parameters = llama3_8b(1)
     _, rounds = assign(parameters, (1, 1), {"data": devices})

@@ -132,24 +132,19 @@ def test_muon_is_for_matrices_only():
 
 
 @pytest.mark.parametrize("name", ["cosine", "wsd"])
-@pytest.mark.parametrize("final", [0.0, 0.1])
-def test_a_schedule_ends_at_its_final_fraction_exactly(name, final):
+def test_a_schedule_ends_at_its_final_fraction_exactly(name):
     """As the step computes it: compiled, of a step that the compiler does not know."""
-    config = ScheduleConfig(Schedule(name), warmup_steps=100, final_fraction=final)
+    config = ScheduleConfig(Schedule(name), warmup_steps=100, final_fraction=0.1)
     rate = jax.jit(make_schedule(config, 1600))
-    assert float(rate(1599)) > final
-    assert [float(rate(step)) for step in (1600, 5000)] == [np.float32(final)] * 2
+    assert float(rate(1599)) > 0.1
+    assert [float(rate(step)) for step in (1600, 5000)] == [np.float32(0.1)] * 2
 
 
 @pytest.mark.parametrize(
     ("name", "extra", "points"),
     [
         ("constant", {}, {0: 0.1, 4: 0.5, 9: 1, 10: 1, 99: 1, 500: 1}),
-        (
-            "cosine",
-            {},
-            {0: 0.1, 9: 1, 10: 1, 55: 0.55, 100: 0.1, 500: 0.1},
-        ),
+        ("cosine", {}, {0: 0.1, 9: 1, 10: 1, 55: 0.55, 100: 0.1, 500: 0.1}),
         ("wsd", {}, {0: 0.1, 9: 1, 70: 1, 85: 0.55, 100: 0.1, 500: 0.1}),
         ("wsd", {"decay_steps": 20}, {9: 1, 80: 1, 90: 0.55, 100: 0.1}),
         ("wsd", {"final_fraction": 0.0}, {70: 1, 85: 0.5, 100: 0}),
@@ -170,10 +165,6 @@ def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
     for step, value in {start: 1, (start + 120) // 2: 0.5, 120: 0, 200: 0}.items():
         assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6)
     assert config.falls_from(120) == start
-
-
-
-
 
 
 @pytest.mark.parametrize("length", [0.5, 10.0])
