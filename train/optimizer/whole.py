@@ -130,10 +130,8 @@ class _Exchange(NamedTuple):
         Devices along axes that shard nothing hold the same parts. If that needs fewer
         rounds, they take different matrices and gather the results.
         """
-        num_parts = (
-            self._num_shards(self.axes.rows),
-            self._num_shards(self.axes.columns),
-        )
+        num_rows = self._num_shards(self.axes.rows)
+        num_columns = self._num_shards(self.axes.columns)
         sharded = {axis for axes in self.axes for axis in axes}
         replicas = {axis: n for axis, n in self.sizes.items() if axis not in sharded}
         shared, assigned = assign(
