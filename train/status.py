@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -31,9 +30,7 @@ from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
-_SILENT_S = 180.0  # a live run is not silent for longer: it uploads once a minute,
-_SILENT_LAPS = 5  # or for longer than this many times its longest lap so far
-_LOOKS, _LOOK_S = 6, 1.0  # a lease is renewed every two seconds
+_LOOKS, _LOOK_S = 10, 1.0  # a lease is renewed every two seconds
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class Status:
 
 def read_status(folder: epath.Path) -> Status:
     """Read the status of the run in a folder, without writing anything."""
-    events, start = read_events(folder), newest_start(folder)
-    goodput, silent_s = account(events), None
+    start, silent_s = newest_start(folder), None
+    goodput = account(read_events(folder))
     num_steps = start.get("changes", {}).get("train.num_steps")
     if num_steps is None:
         num_steps = read_yaml(folder / "config.yaml").train.num_steps
@@ -94,7 +91,7 @@ def read_status(folder: epath.Path) -> Status:
     if goodput.starts:
         step = max(step, goodput.starts[-1].last_step or 0)
         silent_s = max(0.0, time.time() - goodput.starts[-1].ended)
-    owner = _live_owner(folder, goodput, silent_s, events)
+    owner = _live_owner(folder)
     return Status(
         state=_state(folder, goodput, owner, num_steps),
         owner=owner,
@@ -149,39 +146,23 @@ def _follow(folder: epath.Path, status: Status) -> None:
             status = read_status(folder)
 
 
-def _live_owner(
-    folder: epath.Path,
-    goodput: Goodput,
-    silent_s: float | None,
-    events: Sequence[Mapping[str, Any]],
-) -> str | None:
-    """Return the process that runs the run, judged by itself, its logs or its lease.
+def _live_owner(folder: epath.Path) -> str | None:
+    """Return the process that runs the run.
 
-    A run records and uploads nothing while a step compiles. Then only its lease shows
-    that it is alive, to a reader who waits until it is renewed.
+    On the owner's machine its process shows whether it is alive. From elsewhere the
+    lease is watched until it is renewed, because a run that compiles records nothing.
     """
-    owner = read_owner(os.fspath(folder))
-    alive = owner is not None and owner.alive()
-    if alive is None and not (alive := _seems_alive(goodput, silent_s, events)):
-        first_owner = owner
-        for _ in range(_LOOKS):
-            time.sleep(_LOOK_S)
-            owner = read_owner(os.fspath(folder))
-            if owner != first_owner:
-                return str(owner) if owner else None
-    return str(owner) if alive else None
-
-
-def _seems_alive(
-    goodput: Goodput, silent_s: float | None, events: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Return whether the time since the last record is usual for this run."""
-    if silent_s is None or goodput.starts[-1].code is not None:
-        return False
-    number = goodput.starts[-1].number
-    laps = [e for e in events if e.get("start") == number and e["event"] != "idle"]
-    longest_s = max((lap["seconds"] for lap in laps), default=0.0)
-    return silent_s < max(_SILENT_S, _SILENT_LAPS * longest_s)
+    first_owner = owner = read_owner(os.fspath(folder))
+    if owner is None:
+        return None
+    if (alive := owner.alive()) is not None:
+        return str(owner) if alive else None
+    for _ in range(_LOOKS):
+        time.sleep(_LOOK_S)
+        owner = read_owner(os.fspath(folder))
+        if owner != first_owner:
+            return str(owner) if owner else None
+    return None
 
 
 def _state(

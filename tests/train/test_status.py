@@ -101,20 +101,10 @@ def test_a_finished_run_is_finished_until_it_shall_go_on(tmp_path):
     assert read_status(epath.Path(tmp_path)).state == "stopped: finished"
 
 
-@pytest.mark.parametrize(("silent_s", "alive"), [(1.0, True), (9000.0, False)])
-def test_of_an_owner_elsewhere_the_logs_tell(tmp_path, silent_s, alive, monkeypatch):
-    monkeypatch.setattr(train.status, "_LOOK_S", 0.0)
-    elsewhere = replace(OWNER, machine="another", host="far")
-    write_run(tmp_path, silent_s=silent_s, owner=elsewhere)
-    assert read_status(epath.Path(tmp_path)).owner == (
-        str(elsewhere) if alive else None
-    )
-
-
-@pytest.mark.parametrize(("ends", "owned"), [(False, True), (True, False)])
-def test_of_an_owner_elsewhere_that_records_nothing_the_lease_tells(
-    tmp_path, monkeypatch, ends, owned
-):
+@pytest.mark.parametrize(
+    ("then", "owned"), [("beats", True), ("ends", False), ("is dead", False)]
+)
+def test_of_an_owner_elsewhere_the_lease_tells(tmp_path, monkeypatch, then, owned):
     """It compiles, say, and then beats once more or removes its lease."""
     elsewhere = replace(OWNER, machine="another", host="far")
     write_run(tmp_path, silent_s=9000.0, code=42, owner=elsewhere)
@@ -122,10 +112,10 @@ def test_of_an_owner_elsewhere_that_records_nothing_the_lease_tells(
 
     def wait(seconds):
         waits.append(seconds)
-        if len(waits) == 2:
+        if len(waits) == 2 and then == "beats":
             lease.write_bytes(replace(elsewhere, beat=1).to_json())
-            if ends:
-                lease.unlink()
+        elif len(waits) == 2 and then == "ends":
+            lease.unlink()
 
     monkeypatch.setattr(
         train.status, "time", SimpleNamespace(sleep=wait, time=time.time)
@@ -133,19 +123,7 @@ def test_of_an_owner_elsewhere_that_records_nothing_the_lease_tells(
     found = read_status(epath.Path(tmp_path))
     assert found.owner == (str(elsewhere) if owned else None)
     assert found.state == ("running" if owned else "stopped: preempted")
-    assert len(waits) == 2
-
-
-def test_a_long_lap_is_no_silence(tmp_path):
-    """Who compiled for an hour may do so again."""
-    elsewhere = replace(OWNER, machine="another")
-    (tmp_path / "lease.json").write_bytes(elsewhere.to_json())
-    (tmp_path / "config.yaml").write_text("train:\n  num_steps: 80\n")
-    (tmp_path / "starts").mkdir()
-    (tmp_path / "starts" / "1.yaml").write_text("host: a\n")
-    log = EventLog(tmp_path, began=(now := time.monotonic()) - 5000)
-    log.lap("compile", until=now - 2000)
-    assert read_status(epath.Path(tmp_path)).state == "running"
+    assert len(waits) == (10 if then == "is dead" else 2)
 
 
 def test_a_run_that_recorded_nothing(tmp_path):
