@@ -84,10 +84,8 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(terminal, capsys):
     print("a result")
     bar.close()
     text = _screen(screen)
-    assert "1,000/2,000" in text
-    assert "loss 3.2500 · 1.2M tokens/s · MFU 41.2%" in text
-    assert "saved [step]" in text
-    assert "━" in text
+    for part in ("1,000/2,000", "loss 3.2500 · 1.2M tokens/s", "saved [step]", "━"):
+        assert part in text
     assert "a result" not in text
     assert capsys.readouterr().out == "a result\n"
 

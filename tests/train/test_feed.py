@@ -5,16 +5,11 @@ import pytest
 from jax.sharding import NamedSharding
 
 from data.batches import Batch
+from tests.train.conftest import CUBE
 from train.feed import Feed, local_rows, place
 
-MESHES = {
-    ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"): 4,
-    ("mesh.fsdp=8",): 8,
-    ("mesh.fsdp=2", "mesh.tensor=4"): 2,
-}
 
-
-@pytest.fixture(params=MESHES, ids=" ".join)
+@pytest.fixture(params=[CUBE, ("mesh.fsdp=8",)], ids=" ".join)
 def program(request, programs):
     return programs(*request.param, devices=8)
 

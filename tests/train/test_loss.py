@@ -151,11 +151,6 @@ def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
     "rules",
     [
         ("mesh.params.vocab=[fsdp,tensor]", "mesh.params.embed=null"),
-        (
-            *("mesh.params.vocab=null", "mesh.params.embed=[fsdp,tensor]"),
-            *("mesh.params.heads=null", "mesh.params.kv_heads=null"),
-            "mesh.params.mlp=null",
-        ),
         ("mesh.params.vocab=null", "mesh.params.embed=null"),
         (
             *("mesh.params.vocab=fsdp", "mesh.params.embed=tensor"),

@@ -26,7 +26,6 @@ def test_parameters_lie_as_the_table_says(programs):
         told = NamedSharding(program.mesh, spec)
         assert leaf.sharding.is_equivalent_to(told, leaf.ndim)
     specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
-    # Written out: the heart of pipelines, FSDP and tensor parallelism in two lines.
     assert specs["layers.mlp.up.weight"] == PartitionSpec("pipeline", "fsdp", "tensor")
     assert specs["layers.mlp.down.weight"] == PartitionSpec(
         "pipeline", "tensor", "fsdp"

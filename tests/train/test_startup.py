@@ -150,35 +150,6 @@ def test_variables_of_launchers(folder, own, count, shared):
     trains_as(count, *together(*processes))
 
 
-@pytest.mark.parametrize(
-    ("variables", "code", "said"),
-    [
-        (
-            {"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
-            78,
-            "must be below distributed.num_processes=2",
-        ),
-        (
-            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host"},
-            134,
-            "process 0 could not be reached at no.such.host:29500",
-        ),
-        (
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"},
-            78,
-            "pip install 'jax[k8s]'",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_sentence(folder, variables, code, said):
-    run = command(folder, "wrong", "distributed.init_timeout_s=2")
-    codes, told = together(start(run, variables))
-    assert codes == [code], told
-    assert said in told[0]
-    assert "Traceback" not in told[0]
-    assert not (folder / "wrong").exists()
-
-
 def test_cloud_tpu_vms(folder):
     port = {"JAX_COORDINATOR_PORT": f"{free_port()}", "JAX_FORCE_TPU_INIT": "1"}
     python, _, _, *overrides = command(folder, "vms")
