@@ -77,10 +77,8 @@ class Program:
     @functools.cached_property
     def init(self):
         """Jitted: () -> the state of step 0, which is sharded from the start."""
-        config = self.config
-        start = functools.partial(
-            initial_state, config.model, self.optimizer, config.train, config.seed
-        )
+        model, train, seed = self.config.model, self.config.train, self.config.seed
+        start = functools.partial(initial_state, model, self.optimizer, train, seed)
         return jax.jit(start, out_shardings=self.shardings)
 
     @functools.cached_property
@@ -118,9 +116,8 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        step = make_eval_step(
-            self.model, self.execution, self.config.train, self.num_tokens
-        )
+        train = self.config.train
+        step = make_eval_step(self.model, self.execution, train, self.num_tokens)
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
@@ -202,10 +199,8 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     if model.vocab_size is None:
         model = replace(model, vocab_size=vocab_size)
     elif model.vocab_size < num_tokens:
-        rule = (
-            f"must be at least the {num_tokens} tokens of data.tokenizer="
-            f"{config.data.tokenizer}; raise it, or set it to null for as many"
-        )
+        rule = f"must be at least the {num_tokens} tokens of data.tokenizer="
+        rule += f"{config.data.tokenizer}; raise it, or set it to null for as many"
         raise ConfigError([Mistake("model.vocab_size", model.vocab_size, rule)])
     if model.position is Position.learned and model.max_sequence_length is None:
         model = replace(model, max_sequence_length=config.data.sequence_length)
@@ -262,9 +257,8 @@ def make_program(
         platform=devices[0].platform,
     )
     state = abstract_state(config.model, optimizer, train)
-    shardings = state_shardings(
-        state, infos, mesh, config.mesh.params, config.optimizer.offload
-    )
+    table, offload = config.mesh.params, config.optimizer.offload
+    shardings = state_shardings(state, infos, mesh, table, offload)
     rows = jax.ShapeDtypeStruct(
         (data.batch_size, data.sequence_length),
         jnp.int32,

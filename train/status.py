@@ -23,7 +23,7 @@ from train.console import print_table
 from train.errors import Mistake, meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
-from train.run.goodput import BUCKETS, Goodput, StartAccount, account, finite
+from train.run.goodput import BUCKETS, Goodput, account, finite
 from train.run.lease import read_owner
 from train.run.metrics import Validations, newest_metrics, read_events, read_validations
 from train.run.starts import existing_run, newest_start, read_results
@@ -81,9 +81,8 @@ class Status:
 
 def read_status(folder: epath.Path) -> Status:
     """Read the status of the run in a folder, without writing anything."""
-    start, silent_s = newest_start(folder), None
-    goodput = account(read_events(folder))
-    num_steps = start.get("changes", {}).get("train.num_steps")
+    goodput, silent_s = account(read_events(folder)), None
+    num_steps = newest_start(folder).get("changes", {}).get("train.num_steps")
     if num_steps is None:
         num_steps = read_yaml(folder / "config.yaml").train.num_steps
     line = next((row for row in newest_metrics(folder) if "loss" in row), {})
@@ -180,18 +179,16 @@ def _state(
 def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
     """Estimate the time left from the last start, with its saves and evaluations."""
     start = goodput.starts[-1]
-    if start.last_step is None or start.first_step is None:
-        return None
-    if (done := start.last_step - start.first_step) <= 0:
+    first, last = start.first_step, start.last_step
+    if first is None or last is None or last <= first:
         return None
     once = ("start", "init", "prepare", "restore")
     seconds = start.seconds - sum(start.buckets.get(name, 0.0) for name in once)
-    return (num_steps - start.last_step) * seconds / done
+    return (num_steps - last) * seconds / (last - first)
 
 
 def _last_save(folder: epath.Path) -> Save | None:
-    steps = saved_steps(folder)
-    if not steps:
+    if not (steps := saved_steps(folder)):
         return None
     newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
@@ -216,6 +213,10 @@ def _plain(status: Status) -> dict[str, Any]:
         },
         "starts": [dataclasses.asdict(start) for start in goodput.starts],
     }
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None else f"{step:,}"
 
 
 def _print(status: Status) -> None:
@@ -243,32 +244,26 @@ def _print(status: Status) -> None:
         return
     live = goodput.starts[-1] if status.owner else None
     print(f"goodput     {str(goodput).splitlines()[0]}\n")
-    print_table(
+    starts = [
         [
-            [
-                *(start.number, *_steps(start)),
-                *(format_seconds(start.idle_s), format_seconds(start.seconds)),
-                "running" if start is live else meaning(start.code),
-            ]
-            for start in goodput.starts
-        ],
-        ["start", "from step", "to step", "after", "took", "end"],
-        "starts",
-    )
+            start.number,
+            *(
+                "-" if n is None else f"{n:,}"
+                for n in (start.first_step, start.last_step)
+            ),
+            *(format_seconds(start.idle_s), format_seconds(start.seconds)),
+            "running" if start is live else meaning(start.code),
+        ]
+        for start in goodput.starts
+    ]
+    headers = ["start", "from step", "to step", "after", "took", "end"]
+    print_table(starts, headers, "starts")
     print()
-    print_table(
-        [
-            [BUCKETS[name], format_seconds(seconds), f"{seconds / goodput.wall_s:.1%}"]
-            for name, seconds in goodput.buckets.items()
-        ],
-        ["", "total", "share"],
-        "wall time",
-    )
-
-
-def _steps(start: StartAccount) -> list[str]:
-    steps = (start.first_step, start.last_step)
-    return ["-" if step is None else f"{step:,}" for step in steps]
+    buckets = [
+        [BUCKETS[name], format_seconds(seconds), f"{seconds / goodput.wall_s:.1%}"]
+        for name, seconds in goodput.buckets.items()
+    ]
+    print_table(buckets, ["", "total", "share"], "wall time")
 
 
 if __name__ == "__main__":
