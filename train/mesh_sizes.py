@@ -47,9 +47,9 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     sizes = least_sizes(config, num_devices)
     if math.prod(sizes.values()) != num_devices:
         text = " x ".join(f"{axis} {getattr(config, axis)}" for axis in sizes)
-        rule = f"must multiply to the {num_devices} devices; change a size, set one "
-        rule += (
-            "axis to -1 (the remaining devices), or set runtime.cpu_devices on a CPU"
+        rule = (
+            f"must multiply to the {num_devices} devices; change a size, set one axis "
+            "to -1 (the remaining devices), or set runtime.cpu_devices on a CPU"
         )
         raise ConfigError([Mistake("mesh", text, rule)])
     return sizes

@@ -247,10 +247,7 @@ def _print(status: Status) -> None:
     starts = [
         [
             start.number,
-            *(
-                "-" if n is None else f"{n:,}"
-                for n in (start.first_step, start.last_step)
-            ),
+            *map(_step, (start.first_step, start.last_step)),
             *(format_seconds(start.idle_s), format_seconds(start.seconds)),
             "running" if start is live else meaning(start.code),
         ]
