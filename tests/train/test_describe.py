@@ -29,6 +29,16 @@ def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
     assert up.endswith(" 8.00 KiB")  # 2 x 32 x 128 float32 on 4 parts
 
 
+def test_how_often_a_source_is_used_can_be_told_from_never(capsys):
+    used = {"a": 0.0, "b": 1e-5, "c": 10.004}
+    order: Any = SimpleNamespace(
+        rows=dict.fromkeys(used, range(9)), epochs=lambda num_steps: used
+    )
+    describe_data(order, 10)
+    said = [line.split(", ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["never used", "used less than 0.01 times", "used 10.00 times"]
+
+
 def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
     describe_program(program)
     out = capsys.readouterr().out
@@ -47,19 +57,3 @@ def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
     assert float(state[1]) == pytest.approx(3 * 4 * params / 4 / 1024, rel=0.02)
     matrices = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 384 * 32  # no embedding, no norms
     assert program.flops_per_step == 256 * (6 * matrices + 12 * 2 * 32 * 32)
-
-
-@pytest.mark.parametrize(
-    ("epochs", "said"),
-    [
-        (0.0, "never used"),
-        (1e-5, "used less than 0.01 times"),
-        (10.004, "used 10.00 times"),
-    ],
-)
-def test_how_often_a_source_is_used_can_be_told_from_never(epochs, said, capsys):
-    order: Any = SimpleNamespace(
-        rows={"web": range(9)}, epochs=lambda num_steps: {"web": epochs}
-    )
-    describe_data(order, 10)
-    assert capsys.readouterr().out == f"data        web: 9 rows, {said}\n"

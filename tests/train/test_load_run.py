@@ -33,12 +33,6 @@ def test_the_runs_mesh_is_kept_if_it_fits(configure, typed, sizes):
     [
         (None, ("model.attention=splash",), Attention.xla, "float32"),
         ("a100-2", ("model.compute_dtype=float8",), Attention.cudnn, "bfloat16"),
-        (
-            "a100-2",
-            ("model.attention=splash", "model.attention_soft_cap=50"),
-            Attention.xla,
-            "float32",
-        ),
     ],
 )
 def test_what_the_devices_lack_gives_way_loudly(

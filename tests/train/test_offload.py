@@ -13,8 +13,6 @@ from train.config import MESH_AXES, CheckpointConfig
 from train.distributed.replicas import compare_replicas, flip, make_checksums
 from train.errors import ConfigError
 from train.execution import choose_execution
-from train.plan.estimated.local_step import local_step
-from train.plan.estimated.temporaries import saved_bytes
 from train.run.checkpoint import Checkpoints
 from train.sharding import moments_of
 
@@ -47,17 +45,6 @@ def test_what_waits_in_host_memory_changes_no_bit(
         for name, leaf in named(other[0]):
             kind = "pinned_host" if name in moments else "device"
             assert leaf.sharding.memory_kind == kind
-
-
-def test_the_estimate_knows_what_waits_where(programs):
-    """The residual stream [B, T, D] of a layer in float32, on one side or the other."""
-    config = programs(*LAYERS).config
-    stream = 2 * config.data.batch_size * config.data.sequence_length
-    stream *= 4 * config.model.embed_dim
-    for names, on_host in (("[]", 0), ("[residual]", stream)):
-        step = local_step(programs(*LAYERS, f"train.offload={names}"))
-        assert saved_bytes(step, on_host=True) == on_host
-        assert saved_bytes(step) == stream - on_host
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.train.optimizer.test_update import (
     draw,
     take_steps,
 )
-from train.config import MomentDtype, OptimizerName
+from train.config import MomentDtype
 from train.optimizer.moments import from_eight_bits, is_eight_bits, to_eight_bits
 from train.optimizer.rounding import key_of_step, random_bits
 from train.optimizer.update import make_optimizer
@@ -139,16 +139,8 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
         assert float(jnp.mean(average)) == pytest.approx(1 - 19e-4, abs=3e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "apart"),
-    [
-        (OptimizerName.adamw, True),
-        pytest.param(OptimizerName.lion, True, marks=pytest.mark.slow),
-        (OptimizerName.adafactor, False),
-    ],
-)
-def test_an_update_by_layers_is_that_of_all_at_once(name, apart):
-    """As GPUs update moments of eight bits; Adafactor has none, only matrices whole."""
+def test_an_update_by_layers_is_that_of_all_at_once():
+    """As GPUs update moments of eight bits."""
     infos = {
         "layers": {
             "matrix": ParamInfo(("layers", "embed", "mlp"), Kind.matrix, 1),
@@ -161,15 +153,14 @@ def test_an_update_by_layers_is_that_of_all_at_once(name, apart):
     def drawn(seed: int) -> dict:
         return {"layers": draw(seed, layers), **draw(seed, {"table": (10, 8)})}
 
-    config = replace(ADAMW, name=name, moment_dtype=MomentDtype.int8)
+    config = replace(ADAMW, moment_dtype=MomentDtype.int8)
     results = []
     for platform in ("cpu", "gpu"):
         optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
-        assert optimizer.by_layer == (apart and platform == "gpu")
+        assert optimizer.by_layer == (platform == "gpu")
         params = drawn(0)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(3):
             params, state, _ = update(drawn(step + 1), 1.0, state, params, step)
         results.append(params)
-    close = partial(np.testing.assert_allclose, rtol=1e-6)
-    jax.tree.map(close, *results)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *results)

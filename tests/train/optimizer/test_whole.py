@@ -67,10 +67,8 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
         (jax.sharding.AxisType.Auto,) * 4,
     )
     specs = [PartitionSpec(*map(TABLES[table].get, i.axes)) for i in infos]
-    placed = [
-        jax.device_put(a, NamedSharding(mesh, p))
-        for a, p in zip(arrays, specs, strict=True)
-    ]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    placed = jax.device_put(arrays, shardings)
 
     @jax.jit
     def ours(arrays):
