@@ -39,12 +39,10 @@ def main(config: CheckpointsConfig) -> int:
     run = existing_run(run_dir(Config(run=config.run)))
     folder, run_id = run / "checkpoints", known_run_id(run)
     steps = [folder / str(step) for step in saved_steps(folder)]
-    maybe_rows = [_row(step, config.verify, run_id) for step in steps]
-    rows = [row for row in maybe_rows if row]
+    rows = [row for step in steps if (row := _row(step, config.verify, run_id))]
     all_good = not any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)
-    print_table(
-        rows, ["step", "size", "minutes ago", "files"], f"checkpoints of {folder}"
-    )
+    headers = ["step", "size", "minutes ago", "files"]
+    print_table(rows, headers, f"checkpoints of {folder}")
     quarantine = folder / "quarantine"
     aside = sorted(p.name for p in quarantine.iterdir()) if quarantine.exists() else []
     if aside:

@@ -23,11 +23,9 @@ _PLAIN_INTERVAL_S = 5.0
 class Progress:
     """Shows how far training is and how fast it goes.
 
-    Args:
-        num_steps: the step at which the run is finished.
-        start_step: the number of updates that were completed before this start.
-        peak_known: whether the peak of the device is known, so that MFU can be shown.
-        show: whether anything is shown; False on every process except the first.
+    start_step: the number of updates that were completed before this start.
+    peak_known: whether the peak of the device is known, so that MFU can be shown.
+    show: whether anything is shown; False on every process except the first.
     """
 
     def __init__(

@@ -22,9 +22,8 @@ def describe_program(program: Program) -> None:
     first = devices.flat[0]
     peak = peak_flops(first.device_kind)
     speed = f"peak {format_flops(peak, 'FLOP/s')} each" if peak else _NO_PEAK
-    print(
-        f"devices     {devices.size} x {first.device_kind} ({first.platform}), {speed}"
-    )
+    kind = f"{first.device_kind} ({first.platform})"
+    print(f"devices     {devices.size} x {kind}, {speed}")
     print(f"mesh        {sizes or 'one device'}")
     if (pipeline := program.pipeline).stages > 1:
         depth = config.model.num_layers // (pipeline.stages * pipeline.repeats)

@@ -32,22 +32,24 @@ class Exit(Exception):
         super().__init__(message)
 
 
+_MEANINGS = {
+    None: "unknown, left no exit code",
+    FINISHED: "finished",
+    DIVERGED: "diverged",
+    DOES_NOT_FIT: "does not fit in the devices' memory",
+    PREEMPTED: "preempted",
+    WRONG_DATA: "data missing or damaged",
+    CRASHES_AGAIN: "crashed at one step again and again",
+    OWNED: "another process owns the run",
+    WRONG_CONFIG: "wrong config",
+    STOPPED: "interrupted by a person",
+    ABORTED: "aborted",
+}
+
+
 def meaning(code: int | None) -> str:
     """Return in words how a start ended; None: it was killed, or still runs."""
-    meanings = {
-        None: "unknown, left no exit code",
-        FINISHED: "finished",
-        DIVERGED: "diverged",
-        DOES_NOT_FIT: "does not fit in the devices' memory",
-        PREEMPTED: "preempted",
-        WRONG_DATA: "data missing or damaged",
-        CRASHES_AGAIN: "crashed at one step again and again",
-        OWNED: "another process owns the run",
-        WRONG_CONFIG: "wrong config",
-        STOPPED: "interrupted by a person",
-        ABORTED: "aborted",
-    }
-    return meanings.get(code, f"crashed, exit code {code}")
+    return _MEANINGS.get(code, f"crashed, exit code {code}")
 
 
 class Mistake(NamedTuple):

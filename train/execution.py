@@ -81,11 +81,6 @@ def choose_execution(
     between layers stay float32: XLA's CPU backend is slow at other operations in
     bfloat16.
 
-    Args:
-        config: the settled config.
-        device: one of the devices.
-        sizes: the sizes of the mesh axes.
-
     Raises:
         ConfigError: if the platform cannot run the attention kernel or the products,
             cannot hold the moments where the config wants them, or if devices cannot
@@ -207,11 +202,9 @@ def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> s
     if kernel is Attention.cudnn_packed and not hopper:
         return f"needs Hopper or later, not {name}; set model.attention=cudnn {slower}"
     if model.head_size > _CUDNN_HEAD and not hopper:
-        return (
-            f"needs heads of at most {_CUDNN_HEAD} dims on {name}, not "
-            f"{model.head_size}; set model.attention=xla (slower), or use Hopper or "
-            "later"
-        )
+        rule = f"needs heads of at most {_CUDNN_HEAD} dims on {name}, not "
+        rule += f"{model.head_size}; set model.attention=xla (slower)"
+        return f"{rule}, or use Hopper or later"
     return ""
 
 

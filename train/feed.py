@@ -10,11 +10,7 @@ from data.batches import Batch
 
 
 def local_rows(like: Batch) -> list[slice]:
-    """Return the slices of a global batch's rows that this process' devices hold.
-
-    Args:
-        like: `jax.ShapeDtypeStruct` fields with their sharding.
-    """
+    """Return the slices of a global batch's rows that this process' devices hold."""
     rows = like.inputs
     indices = rows.sharding.addressable_devices_indices_map(rows.shape).values()
     spans = {index[0].indices(rows.shape[0])[:2] for index in indices}
@@ -51,10 +47,14 @@ def place(batch: Batch, like: Batch) -> Batch:
 class Feed:
     """Device batches in their order.
 
-    `seconds_waited` is the time spent waiting for the host's batches. A step is
-    dispatched, not awaited, so the transfer of the batch after it overlaps the
-    computation. No batch waits for the one after it: a source that stalls costs no step
-    that could be taken.
+    A step is dispatched, not awaited, so the transfer of the batch after it overlaps
+    the computation. No batch waits for the one after it: a source that stalls costs no
+    step that could be taken.
+
+    batches: the host's batches, which are read ahead (`data.prefetch`).
+    like: `jax.ShapeDtypeStruct` fields with their sharding.
+    phase: is told "data" before each wait for a batch, and "step" after it.
+    seconds_waited: the time spent waiting for the host's batches.
     """
 
     def __init__(
@@ -63,13 +63,6 @@ class Feed:
         like: Batch,
         phase: Callable[[str], None] = lambda name: None,
     ):
-        """Take no batch yet.
-
-        Args:
-            batches: of the host, which reads ahead (`data.prefetch`).
-            like: `jax.ShapeDtypeStruct` fields with their sharding.
-            phase: told "data" before each wait for a batch, and "step" after it.
-        """
         self._batches, self._like, self._phase = batches, like, phase
         self.seconds_waited = 0.0
 

@@ -77,12 +77,8 @@ def refused(
     diffs: Iterable[Difference], allow_change: Iterable[str] = ()
 ) -> list[Difference]:
     """Return the refused differences, except the keys or sections in `allow_change`."""
-    permitted = tuple(allow_change)
-    return [
-        d
-        for d in diffs
-        if d.kind is ChangeKind.refused and not covered(d.key, permitted)
-    ]
+    permitted, kind = tuple(allow_change), ChangeKind.refused
+    return [d for d in diffs if d.kind is kind and not covered(d.key, permitted)]
 
 
 def of_training(config: Config) -> Config:

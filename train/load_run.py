@@ -31,7 +31,7 @@ def load_run(
     """Build a run's program on this machine and restore its weights.
 
     Args:
-        run: names the run, which has model, data and tokenizer.
+        run: names the run.
         runtime: this machine.
         step: the step of the checkpoint; `best` has the lowest validation loss; None is
             the newest.
@@ -46,9 +46,7 @@ def load_run(
         ConfigError: if there is no such run.
         DataError: if the text is not the run's, or the checkpoint cannot be read.
     """
-    directory = run.dir
-    if directory is None and run.name:
-        directory = run_dir(Config(run=run))
+    directory = run_dir(Config(run=run)) if run.name or run.dir else None
     config = read_run(directory)
     data = replace(config.data, batch_size=batch_size or config.data.batch_size)
     microbatches = 1 if batch_size else config.train.accumulation_steps
@@ -72,10 +70,8 @@ def in_microbatches(program: Program, wanted: int) -> Program:
     Each device needs rows of each of them, so on another mesh there may be fewer.
     """
     local_rows = program.config.data.batch_size // program.batch_shards.rows
-    parts = math.gcd(local_rows, wanted)
-    return program.with_train_config(
-        replace(program.config.train, accumulation_steps=parts)
-    )
+    parts, train = math.gcd(local_rows, wanted), program.config.train
+    return program.with_train_config(replace(train, accumulation_steps=parts))
 
 
 def make_program_here(config: Config, num_tokens: int | None = None) -> Program:

@@ -38,8 +38,10 @@ class LogWindow:
         self.skipped_in_a_row = 0
         self.culprit: Culprit | None = None  # the layer to blame, if one was watched
         self._accepted: Metrics | None = None  # the last watched step not skipped
-        self._data_wait = DataWait(program.config.data.prefetch)
-        self._lapped_wait = 0.0
+        # Training and waiting time, without the first window, which fills the buffer.
+        self._trained_s: float | None = None
+        self._waited_s = self._lapped_wait = 0.0
+        self._warned = False
         self._tokens: int | None = None  # targets of all steps so far, once known
         self._open()
 
@@ -95,10 +97,6 @@ class LogWindow:
 
         Call it before a save. No later start repeats the steps that the save holds, so
         the number of tokens so far is recorded too.
-
-        Args:
-            step: the number of completed updates.
-            progress: the display.
         """
         self._run.log(step, {"tokens": self._read_all(step, progress)})
 
@@ -118,13 +116,8 @@ class LogWindow:
     def close(self, step: int, progress: Progress, write: bool) -> float:
         """Wait for the devices, show and record the window, and open the next one.
 
-        Args:
-            step: the number of completed updates.
-            progress: the display.
-            write: whether `step` gets a line in metrics.jsonl.
-
-        Returns:
-            The duration of its steps, in seconds.
+        With `write`, `step` gets a line in metrics.jsonl. Returns the duration of the
+        window's steps, in seconds.
         """
         tokens = self._read_all(step, progress)
         steps = self._metrics
@@ -135,10 +128,9 @@ class LogWindow:
         speed = self._targets / seconds
         mfu = flops_per_token * speed / self.peak if self.peak else None
         self._lap(step=step)
-        if warning := self._data_wait.warning(seconds, waited):
+        if warning := self._data_warning(seconds, waited):
             progress.note(warning)
-        loss = float(last["loss"])
-        progress.update(step, loss, speed, mfu)
+        progress.update(step, float(last["loss"]), speed, mfu)
         if write:
             values = {
                 "tokens": tokens,
@@ -182,37 +174,22 @@ class LogWindow:
         if skipped:
             progress.note(f"updates skipped: {few(skipped, _NAMED)}")
 
-
-class DataWait:
-    """Judges whether training waits for its data, and warns once."""
-
-    def __init__(self, prefetch: int) -> None:
-        """Judge a run that reads `prefetch` batches ahead."""
-        self._prefetch = prefetch
-        self._trained_s = self._waited_s = 0.0
-        self._warned = False
-        self._first_window = True  # not judged: it also fills the buffer of batches
-
-    def warning(self, seconds: float, waited: float) -> str | None:
-        """Return a warning, with what to do, after the window that makes it due.
-
-        Args:
-            seconds: the duration of the window.
-            waited: how long no batch was available in it.
-        """
-        if self._first_window or self._warned:
-            self._first_window = False
+    def _data_warning(self, seconds: float, waited: float) -> str | None:
+        """Return a warning once, after the window that shows that data is slow."""
+        if self._trained_s is None:
+            self._trained_s = 0.0
             return None
         self._trained_s += seconds
         self._waited_s += waited
         fraction = self._waited_s / self._trained_s
-        self._warned = self._trained_s >= _WARNING_AFTER_S and fraction > _MUCH_WAITING
-        if not self._warned:
+        is_slow = self._trained_s >= _WARNING_AFTER_S and fraction > _MUCH_WAITING
+        if self._warned or not is_slow:
             return None
+        self._warned = True
         return (
             f"{fraction:.1%} of the training time is spent waiting for data: use a "
-            f"data.prefetch above {self._prefetch}, or move the token store closer to "
-            "this machine"
+            f"data.prefetch above {self._program.config.data.prefetch}, or move the "
+            "token store closer to this machine"
         )
 
 
@@ -222,11 +199,9 @@ def _as_line(metrics: Metrics) -> dict[str, float]:
     A metric with a value for each layer gets a key for each value, and its largest
     value under its own name.
     """
-    values = dict[str, float]()
-    for name, value in metrics.items():
-        if name.startswith(PREFIX):
-            continue
-        values[name] = float(np.max(value))
+    shown = {k: v for k, v in metrics.items() if not k.startswith(PREFIX)}
+    values = {name: float(np.max(value)) for name, value in shown.items()}
+    for name, value in shown.items():
         if np.ndim(value):
             values |= {f"{name}/{i}": float(x) for i, x in enumerate(value)}
     return values

@@ -152,36 +152,24 @@ class Trainer:
         allowed = config.runtime.allow_fault_injection
         faults = FaultInjection(self.cluster.process, allowed)
         self.preemption.step_done(first)
-        progress = Progress(
-            num_steps=end,
-            start_step=first,
-            peak_known=window.peak is not None,
-            show=run.write,
-        )
+        progress = Progress(end, first, window.peak is not None, show=run.write)
         with closing(progress), closing(profiler):
-            yield _Instruments(
-                steps,
-                feed,
-                window=window,
-                profiler=profiler,
-                faults=faults,
-                progress=progress,
-            )
+            yield _Instruments(steps, feed, window, profiler, faults, progress)
 
     def _take_step(
         self, step: int, state: TrainState, instruments: _Instruments
     ) -> TrainState:
         """Dispatch one step, and return the state that it will have made."""
-        steps, feed, window, profiler, faults, _ = instruments
-        profiler.before(step)
+        steps, window = instruments.steps, instruments.window
+        instruments.profiler.before(step)
         watched = steps.watched if window.is_to_watch(step) else None
-        state, metrics = (watched or steps.plain)(state, next(feed))
+        state, metrics = (watched or steps.plain)(state, next(instruments.feed))
         window.add(metrics)
         if jax.default_backend() == "cpu":  # its virtual devices deadlock otherwise
             jax.block_until_ready(metrics)
-        profiler.after(step, metrics)
+        instruments.profiler.after(step, metrics)
         self.watchdog.phase("log", step)
-        return faults.after(step, state, self.program)
+        return instruments.faults.after(step, state, self.program)
 
     def _diverged(
         self, step: int, state: TrainState, instruments: _Instruments
@@ -240,7 +228,7 @@ class Trainer:
         """Begin to save the state of `step`, and report a save that failed.
 
         Raises:
-            Exit: DIVERGED, if a value of the state is not finite.
+            Exit: if a value of the state is not finite.
         """
         if names := self.not_finite(state):
             raise Exit(
@@ -257,11 +245,7 @@ class Trainer:
             progress.note(failure)
 
     def _check_replicas(self, step: int, state: TrainState) -> None:
-        """Compare the replicas of the state.
-
-        Raises:
-            Exit: ABORTED, if the bits of a device differ from those of its replicas.
-        """
+        """Raise Exit if the bits of a device differ from those of its replicas."""
         program = self.program
         if self._checksums is None:
             return
@@ -269,11 +253,10 @@ class Trainer:
         for finding in findings:
             self.run.events.record("corrupt", step=step, **finding._asdict())
         if findings:
-            more = f" and {len(findings) - 3} more" if findings[3:] else ""
             raise Exit(
                 ABORTED,
-                f"step {step}: silent corruption: {'; '.join(map(str, findings[:3]))}"
-                f"{more}. No state was saved since. Check that device",
+                f"step {step}: silent corruption: {few([*map(str, findings)])}. No "
+                "state was saved since. Check that device",
             )
 
     @functools.cached_property

@@ -45,7 +45,7 @@ def loss_sum(
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
         chunk: positions C of a row whose logits exist at once; None: all of a row's
             with a small vocabulary, else about 128.
-        num_tokens: The number of ids that the tokenizer has. Larger ids only pad the
+        num_tokens: the number of ids that the tokenizer has. Larger ids only pad the
             vocabulary and have no probability. None: the whole vocabulary.
         call: random keys and taps of this call.
 
@@ -53,15 +53,10 @@ def loss_sum(
         float32 scalars: what to minimize, and the cross-entropy in nats alone, which
         has no gradient; and what routers did, whose own loss is not in these.
     """
-    x_BTD, tiled, routing = _features(
-        model,
-        batch,
-        execution=execution,
-        z_loss=z_loss,
-        chunk=chunk,
-        num_tokens=num_tokens,
-        call=call,
+    x_BTD, _, routing = model.features(
+        batch.inputs, batch.positions, batch.segment_ids, execution, call=call
     )
+    tiled = _tiled(model, x_BTD, execution, chunk, num_tokens)._replace(z_loss=z_loss)
     with jax.named_scope("loss"), part_scope("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets
@@ -78,56 +73,34 @@ def row_sums(
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
     """Sum the cross-entropy of each row's targets, and count those a model misses.
 
-    Args:
-        model: with its parameters bound.
-        batch: int32 [B, T] fields; targets that are negative do not count.
-        execution: how the program runs the model.
-        num_tokens: as in `loss_sum`.
-        chunk: as in `loss_sum`.
-
-    Returns:
-        float32: nats, and how many targets are not the likeliest token (of several
-        the first).
+    A target is missed if it is not the likeliest token; of several likeliest tokens the
+    first counts. The arguments are those of `loss_sum`.
     """
-    x_BTD, tiled, _ = _features(
-        model,
-        batch,
-        execution=execution,
-        z_loss=0.0,
-        chunk=chunk,
-        num_tokens=num_tokens,
-        call=NO_CONTEXT,
+    x_BTD, _, _ = model.features(
+        batch.inputs, batch.positions, batch.segment_ids, execution
     )
-    tiled = tiled._replace(by_row=True)
+    tiled = _tiled(model, x_BTD, execution, chunk, num_tokens)._replace(by_row=True)
     with jax.named_scope("loss"), part_scope("head"):
         sums, _ = tiled(x_BTD, model.head_weight, batch.targets, gradients=False)
         return sums
 
 
-def _features(
+def _tiled(
     model: GPT,
-    batch: Batch,
+    x_BTD: Float[Array, "B T D"],
     execution: Execution,
-    z_loss: float,
     chunk: int | None,
     num_tokens: int | None,
-    call: CallContext,
-) -> tuple[Float[Array, "B T D"], "_Tiled", Routing | None]:
-    """Run the layers; return what comes out, and what makes a loss of it."""
-    x_BTD, _, routing = model.features(
-        batch.inputs, batch.positions, batch.segment_ids, execution, call=call
-    )
+) -> "_Tiled":
+    """Return the loss of final features."""
     size = model.config.vocab_size or 0
-    C = tile(x_BTD.shape[1], size, chunk)
-    tiled = _Tiled(
-        C,
+    return _Tiled(
+        tile(x_BTD.shape[1], size, chunk),
         model.config,
         execution=execution,
-        z_loss=z_loss,
         axes=model.head_axes,
         num_tokens=num_tokens or size,
     )
-    return x_BTD, tiled, routing
 
 
 def tile(T: int, V: int, chunk: int | None) -> int:
@@ -154,9 +127,9 @@ class _Tiled(NamedTuple):
     C: int
     config: ModelConfig
     execution: Execution
-    z_loss: float
     axes: tuple[str, ...]
     num_tokens: int
+    z_loss: float = 0.0
     by_row: bool = False
 
     def __call__(
@@ -244,9 +217,8 @@ class _Tiled(NamedTuple):
             weight.astype(jnp.float32),  # so that its gradient is, too
         )
         V = logits_BCV.shape[-1]
-        ids_11V = (jnp.arange(V) + (V * jax.lax.axis_index(cut) if cut else 0))[
-            None, None
-        ]
+        first_id = V * jax.lax.axis_index(cut) if cut else 0
+        ids_11V = (jnp.arange(V) + first_id)[None, None]
         if self.num_tokens != self.config.vocab_rows:  # the rest only pads
             logits_BCV = jnp.where(ids_11V < self.num_tokens, logits_BCV, -jnp.inf)
         most_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)

@@ -49,11 +49,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
-    """Group devices into the slices or hosts that `mesh.dcn` crosses.
-
-    Raises:
-        ConfigError: if its factors do not fit the axes, or the slices or hosts.
-    """
+    """Group devices into the slices or hosts that `mesh.dcn` crosses."""
     sizes = least_sizes(config, len(devices))
     sizes_fit = math.prod(sizes.values()) == len(devices)
     dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
@@ -77,31 +73,24 @@ def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
 
 def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
     """Lay axes over a slice, along whole dims of a TPU's torus if possible."""
+    create = mesh_utils.create_device_mesh
     try:
-        return mesh_utils.create_device_mesh(sizes, devices)
+        return create(sizes, devices)
     except NotImplementedError:
-        return mesh_utils.create_device_mesh(
-            sizes, devices, allow_split_physical_axes=True
-        )
+        return create(sizes, devices, allow_split_physical_axes=True)
 
 
 def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
     """Group devices by the network between them."""
 
-    def slice_of(device: Device) -> int:
-        return getattr(device, "slice_index", 0)
-
-    def process_of(device: Device) -> int:
-        return device.process_index
-
     def groups_by(key: Callable[[Device], int]) -> list[list[Device]]:
         return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
 
-    slices = groups_by(slice_of)
+    slices = groups_by(lambda device: getattr(device, "slice_index", 0))
     # TPU slices have no links between them that a mesh could use without knowing.
     if wanted == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
         return [devices]
-    for groups in (slices, groups_by(process_of)):
+    for groups in (slices, groups_by(lambda device: device.process_index)):
         if len(groups) > 1:
             return groups
     size, remainder = divmod(len(devices), wanted)

@@ -63,7 +63,6 @@ def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> in
 class Pipeline(NamedTuple):
     """How microbatches pass through stages of layers (model/pipeline.py).
 
-    stages: the number of stages.
     repeats: the number of groups of layers on each stage.
     microbatches: the number of parts of a batch that are in flight.
     """
@@ -97,20 +96,14 @@ def pipeline_of(config: Config, stages: int) -> Pipeline:
 
 
 def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check that layers and microbatches divide evenly over stages.
-
-    Raises:
-        ConfigError: with everything that does not.
-    """
+    """Raise ConfigError if layers and microbatches do not divide over stages."""
     stages, repeats, microbatches = pipeline_of(config, sizes["pipeline"])
     mistakes = list[Mistake]()
     if stages == 1:
         return
     if microbatches % stages:
-        rule = (
-            f"must be a multiple of mesh.pipeline={stages}, so that each stage starts "
-        )
-        rule += f"with the same number; {nearest(microbatches, stages)}, or null"
+        rule = f"must be a multiple of mesh.pipeline={stages}, so that each stage "
+        rule += f"starts with the same number; {nearest(microbatches, stages)}, or null"
         key, related = "train.pipeline_microbatches", ("mesh.pipeline",)
         mistakes.append(Mistake(key, microbatches, rule, related))
     experts, groups = config.model.expert_layers, stages * repeats
@@ -140,36 +133,28 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
 def check_batch(
     batch_size: int, accumulation: int, shards: int, passes: int = 1
 ) -> None:
-    """Check that every device gets whole rows of each microbatch.
+    """Raise ConfigError if a device would get a part of a row of a microbatch.
 
     Args:
         batch_size: the number of rows in the global batch.
         accumulation: the number of microbatches in a step.
         shards: the number of devices that share the rows of a microbatch.
         passes: the number of pipeline microbatches for each stage.
-
-    Raises:
-        ConfigError: if a device would get a part of a row.
     """
-    if batch_size % (shards * accumulation * passes):
-        pipeline = "train.pipeline_microbatches / mesh.pipeline"
-        rule = (
-            f"must be divisible by {shards} (devices that share the batch) x "
-            f"{accumulation} (train.accumulation_steps)"
-            f"{f' x {passes} ({pipeline})' if passes > 1 else ''}; "
-            f"{nearest(batch_size, shards * accumulation * passes)}"
-        )
+    if batch_size % (divisor := shards * accumulation * passes):
+        rule = f"must be divisible by {shards} (devices that share the batch) x "
+        rule += f"{accumulation} (train.accumulation_steps)"
+        if passes > 1:
+            rule += f" x {passes} (train.pipeline_microbatches / mesh.pipeline)"
+        rule += f"; {nearest(batch_size, divisor)}"
         related = ("train.accumulation_steps", "train.pipeline_microbatches")
         raise ConfigError([Mistake("data.batch_size", batch_size, rule, related)])
 
 
 def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check that mesh axes divide the dims that the model's config names.
+    """Raise ConfigError if mesh axes do not divide dims that the model's config names.
 
     The dims of each parameter are checked when it is sharded (train/sharding.py).
-
-    Raises:
-        ConfigError: with every dim that is not divided.
     """
     model, mistakes = config.model, list[Mistake]()
     dims = [
@@ -183,45 +168,44 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
     else:
         dims.append(("mlp", "mlp_dim", model.mlp_size))
     for axis, field, size in dims:
-        entry, description = config.mesh.params.get(axis), f"model.{field}={size}"
-        uneven = dim_mistakes(sizes, axis, entry, size, description)
-        if not uneven and axis in ("heads", "kv_heads"):  # each device computes some
-            entry = config.mesh.activations.get(axis)
-            uneven = dim_mistakes(
-                sizes, axis, entry, size, description, table="activations"
-            )
-        mistakes += [m._replace(related=(f"model.{field}",)) for m in uneven]
+        # Of the heads, each device also computes some.
+        tables = ["params", "activations"] if "heads" in axis else ["params"]
+        for table in tables:
+            entry = getattr(config.mesh, table).get(axis)
+            description = f"model.{field}={size}"
+            mistake = dim_mistake(sizes, axis, entry, size, description, table)
+            if mistake is not None:
+                mistakes.append(mistake._replace(related=(f"model.{field}",)))
+                break
     if mistakes:
         raise ConfigError(mistakes)
 
 
-def dim_mistakes(
+def dim_mistake(
     sizes: Mapping[str, int],
     axis: str,
     entry: Any,
     dim: int,
     description: str,
     table: str = "params",
-) -> list[Mistake]:
+) -> Mistake | None:
     """Return a mistake if the mesh axes of a table's entry do not divide a dim.
 
     `description` names the dim and its size in the message.
     """
     shards = math.prod(sizes.get(name, 1) for name in listed(entry))
     if dim % shards == 0:
-        return []
+        return None
     rule = f"puts {description} on {shards} devices, which do not divide it; change "
     rule += f"size or mesh, or map {axis} to null"
-    return [Mistake(f"mesh.{table}.{axis}", entry, rule)]
+    return Mistake(f"mesh.{table}.{axis}", entry, rule)
 
 
 def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     """List what the mesh does not divide, as far as that is known without JAX.
 
-    Args:
-        config: a config that passed every other check.
-        num_devices: the number of devices. By default it is `runtime.cpu_devices` if
-            there can be no others; otherwise the number is not checked.
+    Every other check of the config must have passed. By default the number of devices
+    is `runtime.cpu_devices` if there can be no others; otherwise it is not checked.
     """
     count = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")

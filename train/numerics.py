@@ -50,14 +50,7 @@ _GROWTH = 4.0  # A quantity that has grown by more than this factor is suspiciou
 def layer_figures(
     noted: Noted, grads: Any, params: Any, new_params: Any
 ) -> dict[str, Float[Array, "L"]]:
-    """Return the figures of a watched step.
-
-    Args:
-        noted: the figures from the layers' taps.
-        grads: tree of gradients, before clipping.
-        params: tree of parameters before the update.
-        new_params: tree of parameters after the update.
-    """
+    """Return the figures of a watched step; gradients are those before clipping."""
     updates = jax.tree.map(
         lambda new, old: new.astype(jnp.float32) - old, new_params, params
     )
@@ -102,11 +95,8 @@ def culprit(
 
     This is the first result of the forward pass whose square is not finite. Otherwise,
     it is the last layer whose gradients are not, because gradients travel backwards.
-    Otherwise, it is the quantity that has grown most since an earlier step.
-
-    Args:
-        metrics: the metrics of the skipped step, which is watched.
-        earlier: the metrics of an earlier watched step that was not skipped.
+    Otherwise, it is the quantity that has grown most since an earlier step. Both steps
+    are watched, and the earlier one was not skipped.
     """
     forward = [*_values(metrics, _ACTIVATIONS)]
     backward = [*_values(metrics, _GRADIENTS)]

@@ -47,12 +47,10 @@ class Prepared:
 
     config: the config, with the vocabulary and the layout settled.
     devices_s: when the devices were asked for, and when they answered.
-    program: the program of the config.
-    sources: the data, opened.
-    tasks: the loaded tasks, if `eval.tasks` names any.
     """
 
     config: Config
+    cluster: Cluster
     devices_s: tuple[float, float]
     program: Program
     sources: Sources
@@ -66,18 +64,15 @@ class Prepared:
     ):
         """Prepare program and data, and compare them with those of other processes.
 
-        Args:
-            config: the config as composed.
-            cluster: the processes of the run.
-            beat: is called for each piece of text that is encoded, and on all
-                processes while process 0 searches for a layout.
+        `beat` is called for each piece of text that is encoded, and on all processes
+        while process 0 searches for a layout.
 
         Raises:
             ConfigError: if the config does not fit the devices or the data.
             DataError: if the data is missing or damaged.
             Exit: if the processes are not equal.
         """
-        self.config, self._beat, self._cluster = config, beat, cluster
+        self.config, self.cluster, self._beat = config, cluster, beat
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
@@ -92,7 +87,7 @@ class Prepared:
         if names := self.config.eval.tasks:
             section = self.config.eval
             self._asked = Asked(
-                names=names,
+                names,
                 path=section.task_path,
                 limit=section.task_limit,
                 num_fewshot=section.task_num_fewshot,
@@ -111,7 +106,8 @@ class Prepared:
         began = time.monotonic()
         jax.devices()
         self.devices_s = began, time.monotonic()
-        return _about_devices()
+        kinds = Counter(device.device_kind for device in jax.local_devices())
+        return {"devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items())}
 
     def _build(self) -> Mapping[str, str]:
         self.program, _ = check_all(
@@ -130,7 +126,9 @@ class Prepared:
         order = Order(self.sources, data, self.config.seed)
         if mistakes := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in mistakes])
-        return _about_data(self.sources) | tasks
+        sets = {name: store.fingerprint for name, store in self.sources.sets.items()}
+        fingerprints = {**self.sources.fingerprints, **sets}
+        return {f"data {name}": str(x) for name, x in fingerprints.items()} | tasks
 
     def check_initial_weights(self, folder: epath.Path) -> None:
         """Check the weights of `init_from` before the run in a folder begins with them.
@@ -144,7 +142,7 @@ class Prepared:
         if path is not None and not (folder / "config.yaml").exists():
             from train.pretrained.begin import check_weights
 
-            self._cluster.agree(lambda: check_weights(path, self.program))
+            self.cluster.agree(lambda: check_weights(path, self.program))
 
 
 def _about_program(config: Config) -> dict[str, str]:
@@ -154,16 +152,3 @@ def _about_program(config: Config) -> dict[str, str]:
     digest = hashlib.sha256(text.encode()).hexdigest()
     program = {"config": digest[:12], "code": code_version()}
     return program | {"Python": platform.python_version()} | versions()
-
-
-def _about_devices() -> dict[str, str]:
-    """Return the kinds and the number of this process' devices."""
-    kinds = Counter(device.device_kind for device in jax.local_devices())
-    return {"devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items())}
-
-
-def _about_data(sources: Sources) -> dict[str, str]:
-    """Return the fingerprint of each source and set."""
-    sets = {name: store.fingerprint for name, store in sources.sets.items()}
-    fingerprints = {**sources.fingerprints, **sets}
-    return {f"data {name}": str(value) for name, value in fingerprints.items()}

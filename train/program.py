@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
-from data.config import DataConfig
 from model.choices import Position
 from model.execution import Execution
 from model.gpt import GPT, abstract_gpt, num_active_params, num_params, params_of
@@ -41,7 +40,6 @@ from train.optimizer.update import Optimizer, make_optimizer
 from train.runtime import compiler_options
 from train.sharding import (
     axis_rules,
-    batch_sharding,
     moments_of,
     param_specs,
     state_shardings,
@@ -56,7 +54,6 @@ class Program:
 
     model: the abstract model.
     infos: tree of `ParamInfo`, shaped like the parameters.
-    execution: how the program runs the model.
     state, batch: the shapes, dtypes and shardings of both.
     num_tokens: the number of ids that the tokenizer has. None means that it has all ids
         of the vocabulary.
@@ -80,10 +77,8 @@ class Program:
     @functools.cached_property
     def init(self):
         """Jitted: () -> the state of step 0, which is sharded from the start."""
-        config = self.config
-        start = functools.partial(
-            initial_state, config.model, self.optimizer, config.train, config.seed
-        )
+        model, train, seed = self.config.model, self.config.train, self.config.seed
+        start = functools.partial(initial_state, model, self.optimizer, train, seed)
         return jax.jit(start, out_shardings=self.shardings)
 
     @functools.cached_property
@@ -97,13 +92,12 @@ class Program:
         return self._jit_step(watched=True)
 
     def _jit_step(self, watched: bool):
-        train, seed = self.config.train, self.config.seed
         step = make_train_step(
             self.model,
             self.optimizer,
             self.execution,
-            train,
-            seed,
+            self.config.train,
+            self.config.seed,
             watched=watched,
             num_tokens=self.num_tokens,
         )
@@ -122,9 +116,8 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        step = make_eval_step(
-            self.model, self.execution, self.config.train, self.num_tokens
-        )
+        train = self.config.train
+        step = make_eval_step(self.model, self.execution, train, self.num_tokens)
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
@@ -206,10 +199,8 @@ def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
     if model.vocab_size is None:
         model = replace(model, vocab_size=vocab_size)
     elif model.vocab_size < num_tokens:
-        rule = (
-            f"must be at least the {num_tokens} tokens of data.tokenizer="
-            f"{config.data.tokenizer}; raise it, or set it to null for as many"
-        )
+        rule = f"must be at least the {num_tokens} tokens of data.tokenizer="
+        rule += f"{config.data.tokenizer}; raise it, or set it to null for as many"
         raise ConfigError([Mistake("model.vocab_size", model.vocab_size, rule)])
     if model.position is Position.learned and model.max_sequence_length is None:
         model = replace(model, max_sequence_length=config.data.sequence_length)
@@ -266,8 +257,12 @@ def make_program(
         platform=devices[0].platform,
     )
     state = abstract_state(config.model, optimizer, train)
-    shardings = state_shardings(
-        state, infos, mesh, config.mesh.params, config.optimizer.offload
+    table, offload = config.mesh.params, config.optimizer.offload
+    shardings = state_shardings(state, infos, mesh, table, offload)
+    rows = jax.ShapeDtypeStruct(
+        (data.batch_size, data.sequence_length),
+        jnp.int32,
+        sharding=NamedSharding(mesh, placement.rules.spec("batch", "seq")),
     )
     return Program(
         config=config,
@@ -279,14 +274,6 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=_abstract_batch(data, batch_sharding(mesh, placement.rules)),
+        batch=Batch(rows, rows, rows if data.document_mask else None, positions=rows),
         num_tokens=num_tokens,
     )
-
-
-def _abstract_batch(data: DataConfig, sharding: NamedSharding) -> Batch:
-    """Return the shapes, dtypes and sharding of a global batch."""
-    shape = data.batch_size, data.sequence_length
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    segment_ids = rows if data.document_mask else None
-    return Batch(rows, rows, segment_ids=segment_ids, positions=rows)

@@ -38,13 +38,7 @@ def run_per_device(
     If devices that share a row attend in a ring, its positions are first brought into
     the order of the ring. Everything but attention is the same in any order. Vectors
     are whole on each device, except for their `layers` dim. Matrices and tables are
-    sharded.
-
-    Args:
-        function: the per-device program.
-        execution: how the program runs the model.
-        infos: tree of `ParamInfo`.
-        result_specs: from the PartitionSpecs of parameters to those of the results.
+    sharded. `result_specs` maps the PartitionSpecs of parameters to those of results.
     """
     placement = execution.placement
     if not placement.manual_axes:

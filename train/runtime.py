@@ -82,18 +82,15 @@ def cores() -> int:
 
 # Options of XLA:TPU: SparseCores run the collectives, and no product is fused with one.
 _ON_SPARSE_CORES: dict[str, bool | str] = {
-    **{
-        f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True
-        for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    },
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
     "xla_sc_enable_instruction_fusion": False,
-    **{
-        f"xla_tpu_enable_async_collective_fusion_fuse_{kind}": False
-        for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    },
 }
+for _kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    _ON_SPARSE_CORES |= {
+        f"xla_tpu_enable_sparse_core_collective_offload_{_kind}": True,
+        f"xla_tpu_enable_async_collective_fusion_fuse_{_kind}": False,
+    }
 
 
 def compiler_options(

@@ -17,41 +17,30 @@ from model.axes import AxisRules, MeshAxes, partition_spec
 from model.params import ParamInfo, is_of_layers, named
 from train.config import MeshConfig
 from train.errors import ConfigError, Mistake
-from train.mesh_sizes import dim_mistakes, num_shards
+from train.mesh_sizes import dim_mistake, num_shards
 
 
-def rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
+def _rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
     """Return a rule table whose lists of mesh axes are tuples."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
 def axis_rules(config: MeshConfig) -> AxisRules:
     """Return both rule tables of a mesh."""
-    activations, params = rule_table(config.activations), rule_table(config.params)
+    activations, params = _rule_table(config.activations), _rule_table(config.params)
     return AxisRules(tuple(activations.items()), tuple(params.items()))
-
-
-def batch_sharding(mesh: Mesh, rules: AxisRules) -> NamedSharding:
-    """Return the sharding of a batch's int32 [B, T] fields."""
-    return NamedSharding(mesh, rules.spec("batch", "seq"))
 
 
 def param_specs(
     params: Any, infos: Any, sizes: Mapping[str, int], table: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the PartitionSpec of each parameter.
-
-    Args:
-        params: tree of arrays or `jax.ShapeDtypeStruct`.
-        infos: the same tree of `ParamInfo`.
-        sizes: the sizes of the mesh axes.
-        table: `mesh.params`.
+    """Return the PartitionSpec of each parameter under the table `mesh.params`.
 
     Raises:
         ConfigError: if mesh axes do not divide a dim, if a logical axis has no rule, or
             if two dims of a parameter are on one mesh axis. It lists all mistakes.
     """
-    rules, mistakes = rule_table(table), dict[str, Mistake]()
+    rules, mistakes = _rule_table(table), dict[str, Mistake]()
 
     def spec(path: Any, param: Any, info: ParamInfo) -> PartitionSpec:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -63,7 +52,7 @@ def param_specs(
         result = PartitionSpec(*(_plain(entry, sizes) for entry in entries))
         for dim, axis, entry in zip(param.shape, info.axes, result, strict=True):
             dim_name = f"the {axis} dim {dim} of {name}"
-            for mistake in dim_mistakes(sizes, str(axis), entry, dim, dim_name):
+            if mistake := dim_mistake(sizes, str(axis), entry, dim, dim_name):
                 mistakes.setdefault(mistake.key, mistake)
         return result
 

@@ -15,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
-import jax
-
 from data.batches import Order, batch_number
 from data.errors import DataError
 from train.config import Config
@@ -45,7 +43,7 @@ def start_run(config: Config, command: str) -> int:
     """Train, or continue the run of that name.
 
     Args:
-        config: the config that the command line means.
+        config: the composed config.
         command: the command line, for the line that says how to continue.
 
     Returns:
@@ -67,31 +65,26 @@ def start_run(config: Config, command: str) -> int:
             config, sources = prepared.config, prepared.sources
             prepared.check_initial_weights(folder)
             with open_run(config, sources, cluster, preemption) as run:
-                code = 0
-                if not run.continuation.finished:
-                    code = _start(prepared, run, cluster, preemption, watchdog)
+                finished = run.continuation.finished
+                code = 0 if finished else _start(prepared, run, preemption, watchdog)
         if code == 0 and cluster.is_leader:
             print_results(read_results(run.path), command, config, run.path)
         return code
 
 
 def _start(
-    prepared: Prepared,
-    run: RunDir,
-    cluster: Cluster,
-    preemption: Preemption,
-    watchdog: Watchdog,
+    prepared: Prepared, run: RunDir, preemption: Preemption, watchdog: Watchdog
 ) -> int:
     """Train in an open run; end all processes together if this one fails."""
+    cluster = prepared.cluster
     devices_asked, devices_found = prepared.devices_s
     run.events.lap("start", until=devices_asked)
     run.events.lap("init", until=devices_found)
     try:
-        trainer = _make_trainer(prepared, run, cluster, preemption, watchdog)
+        trainer = _make_trainer(prepared, run, preemption, watchdog)
         run.events.lap("prepare")
         try:
-            with jax.set_mesh(trainer.program.mesh):
-                code = _train(trainer)
+            code = _train(trainer)
         except Exception:
             if cluster.processes == 1:  # several processes end each other at once
                 with watchdog.during("save"):
@@ -108,11 +101,7 @@ def _start(
 
 
 def _make_trainer(
-    prepared: Prepared,
-    run: RunDir,
-    cluster: Cluster,
-    preemption: Preemption,
-    watchdog: Watchdog,
+    prepared: Prepared, run: RunDir, preemption: Preemption, watchdog: Watchdog
 ) -> Trainer:
     """Begin to compile, describe the program and the data, and open the checkpoints."""
     config, program = run.config, prepared.program
@@ -128,7 +117,7 @@ def _make_trainer(
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         config.checkpoint,
-        cluster,
+        prepared.cluster,
         before_save=run.ready_to_save,
         run_id=run.continuation.run_id,
     )
@@ -139,7 +128,7 @@ def _make_trainer(
         order=order,
         run=run,
         checkpoints=checkpoints,
-        cluster=cluster,
+        cluster=prepared.cluster,
         preemption=preemption,
         watchdog=watchdog,
         tasks=prepared.tasks,
@@ -157,9 +146,8 @@ def _compile(program: Program) -> Future[CompiledSteps]:
 
     def compile_steps() -> CompiledSteps:
         watches = program.config.log.numerics_interval_steps is not None
-        with jax.set_mesh(program.mesh):  # it holds for one thread
-            plain = compile_step(program.train_step)
-            watched = compile_step(program.watched_step) if watches else None
+        plain = compile_step(program.train_step)
+        watched = compile_step(program.watched_step) if watches else None
         return CompiledSteps(plain, watched)
 
     thread = ThreadPoolExecutor(1, "compile")
@@ -169,7 +157,7 @@ def _compile(program: Program) -> Future[CompiledSteps]:
 
 
 def _train(trainer: Trainer) -> int:
-    """Find the state, step to the end, and write the results; return the exit code."""
+    """Find the state, step to the end and write the results; return the exit code."""
     program, run = trainer.program, trainer.run
     state = _find_state(trainer)
     print(mask(f"run         {run.path}, from step {int(state.step):,}"), flush=True)
@@ -191,12 +179,7 @@ def _train(trainer: Trainer) -> int:
 
 
 def _find_state(trainer: Trainer) -> TrainState:
-    """Return the state to continue from, in the order that the module states.
-
-    Raises:
-        ConfigError: if data.skip_batches leaves out what the state was trained on.
-        DataError: if there are checkpoints, and none can be read.
-    """
+    """Return the state to continue from, in the order that the module states."""
     program, run = trainer.program, trainer.run
     saved, rewind_to = trainer.checkpoints.saved, run.continuation.rewind_to
     trainer.watchdog.phase("restore")
@@ -233,17 +216,11 @@ def _start_from(path: str, trainer: Trainer) -> TrainState:
 
 
 def _check_skips(trainer: Trainer, step: int) -> None:
-    """Check that the first `step` steps were trained on none of the skipped batches.
-
-    Raises:
-        ConfigError: if they were.
-    """
+    """Raise ConfigError if one of the first `step` steps took a skipped batch."""
     known_skips = trainer.run.continuation.known_skips
     skip_batches = trainer.run.config.data.skip_batches
-    if not step:
-        return
-    last_batch = trainer.order.batch_number(step - 1)
-    if last_batch != batch_number(step - 1, known_skips):
+    last = step - 1
+    if step and trainer.order.batch_number(last) != batch_number(last, known_skips):
         rule = (
             f"leave out batches that the {step} steps so far were trained on; add "
             f"run.rewind_to=<a step before them>"
@@ -257,7 +234,7 @@ def report_crash(
     """End the other processes too.
 
     Raises:
-        Exit: CRASHES_AGAIN, if another start would crash the same way.
+        Exit: if another start would crash the same way.
     """
     message = f"{type(error).__name__}: {error}"
     has_message = isinstance(error, Exit | ConfigError | DataError)
@@ -280,8 +257,5 @@ def report_crash(
             moment = f"after step {crash.step}"
             remedy = ". To see the batch that it was trained on, run python -m "
             remedy += f"data.inspect run.dir={run.path} step={crash.step}"
-        raise Exit(
-            CRASHES_AGAIN,
-            f"crashed {moment} for the third time, always with this code: another "
-            f"start would crash too{remedy}",
-        ) from None
+        text = f"crashed {moment} for the third time, always with this code: another "
+        raise Exit(CRASHES_AGAIN, f"{text}start would crash too{remedy}") from None

@@ -21,11 +21,10 @@ from train.spikes import Recent, no_steps
 
 
 class TrainState(NamedTuple):
-    """The whole of it.
+    """Everything that a training step carries and a checkpoint saves.
 
     step: int32 scalar, the number of completed updates.
-    params: nested dicts of arrays, the layers' stacked along a leading dim.
-    optimizer: moments and, if asked for, averaged weights.
+    params: nested dicts of arrays; those of layers are stacked along a leading dim.
     recent: what spikes are measured against; None without `train.skip_sigma`.
     """
 
@@ -67,11 +66,8 @@ def make_finite_check(
 ) -> Callable[[TrainState], list[str]]:
     """Build a function that lists the arrays with values that are not finite.
 
-    It reads the state once, and returns the same on all processes.
-
-    Args:
-        state: `jax.ShapeDtypeStruct` leaves with their shardings.
-        mesh: that of the shardings.
+    It reads the state once, and returns the same on all processes. `state` has
+    `jax.ShapeDtypeStruct` leaves with their shardings.
     """
     on_device, on_host = list[str](), list[list[str]]()
     for name, leaf in named(state):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -24,16 +23,14 @@ from train.console import print_table
 from train.errors import Mistake, meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
-from train.run.goodput import BUCKETS, Goodput, StartAccount, account, finite
+from train.run.goodput import BUCKETS, Goodput, account, finite
 from train.run.lease import read_owner
 from train.run.metrics import Validations, newest_metrics, read_events, read_validations
 from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
-_SILENT_S = 180.0  # a live run is not silent for longer: it uploads once a minute,
-_SILENT_LAPS = 5  # or for longer than this many times its longest lap so far
-_LOOKS, _LOOK_S = 6, 1.0  # a lease is renewed every two seconds
+_LOOKS, _LOOK_S = 10, 1.0  # a lease is renewed every two seconds
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,8 @@ class Status:
 
 def read_status(folder: epath.Path) -> Status:
     """Read the status of the run in a folder, without writing anything."""
-    events, start = read_events(folder), newest_start(folder)
-    goodput, silent_s = account(events), None
-    num_steps = start.get("changes", {}).get("train.num_steps")
+    goodput, silent_s = account(read_events(folder)), None
+    num_steps = newest_start(folder).get("changes", {}).get("train.num_steps")
     if num_steps is None:
         num_steps = read_yaml(folder / "config.yaml").train.num_steps
     line = next((row for row in newest_metrics(folder) if "loss" in row), {})
@@ -94,7 +90,7 @@ def read_status(folder: epath.Path) -> Status:
     if goodput.starts:
         step = max(step, goodput.starts[-1].last_step or 0)
         silent_s = max(0.0, time.time() - goodput.starts[-1].ended)
-    owner = _live_owner(folder, goodput, silent_s, events)
+    owner = _live_owner(folder)
     return Status(
         state=_state(folder, goodput, owner, num_steps),
         owner=owner,
@@ -149,39 +145,23 @@ def _follow(folder: epath.Path, status: Status) -> None:
             status = read_status(folder)
 
 
-def _live_owner(
-    folder: epath.Path,
-    goodput: Goodput,
-    silent_s: float | None,
-    events: Sequence[Mapping[str, Any]],
-) -> str | None:
-    """Return the process that runs the run, judged by itself, its logs or its lease.
+def _live_owner(folder: epath.Path) -> str | None:
+    """Return the process that runs the run.
 
-    A run records and uploads nothing while a step compiles. Then only its lease shows
-    that it is alive, to a reader who waits until it is renewed.
+    On the owner's machine its process shows whether it is alive. From elsewhere the
+    lease is watched until it is renewed, because a run that compiles records nothing.
     """
-    owner = read_owner(os.fspath(folder))
-    alive = owner is not None and owner.alive()
-    if alive is None and not (alive := _seems_alive(goodput, silent_s, events)):
-        first_owner = owner
-        for _ in range(_LOOKS):
-            time.sleep(_LOOK_S)
-            owner = read_owner(os.fspath(folder))
-            if owner != first_owner:
-                return str(owner) if owner else None
-    return str(owner) if alive else None
-
-
-def _seems_alive(
-    goodput: Goodput, silent_s: float | None, events: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Return whether the time since the last record is usual for this run."""
-    if silent_s is None or goodput.starts[-1].code is not None:
-        return False
-    number = goodput.starts[-1].number
-    laps = [e for e in events if e.get("start") == number and e["event"] != "idle"]
-    longest_s = max((lap["seconds"] for lap in laps), default=0.0)
-    return silent_s < max(_SILENT_S, _SILENT_LAPS * longest_s)
+    first_owner = owner = read_owner(os.fspath(folder))
+    if owner is None:
+        return None
+    if (alive := owner.alive()) is not None:
+        return str(owner) if alive else None
+    for _ in range(_LOOKS):
+        time.sleep(_LOOK_S)
+        owner = read_owner(os.fspath(folder))
+        if owner != first_owner:
+            return str(owner) if owner else None
+    return None
 
 
 def _state(
@@ -199,19 +179,16 @@ def _state(
 def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
     """Estimate the time left from the last start, with its saves and evaluations."""
     start = goodput.starts[-1]
-    if start.last_step is None or start.first_step is None:
+    first, last = start.first_step, start.last_step
+    if first is None or last is None or last <= first:
         return None
-    if (done := start.last_step - start.first_step) <= 0:
-        return None
-    once = sum(
-        start.buckets.get(n, 0.0) for n in ("start", "init", "prepare", "restore")
-    )
-    return (num_steps - start.last_step) * (start.seconds - once) / done
+    once = ("start", "init", "prepare", "restore")
+    seconds = start.seconds - sum(start.buckets.get(name, 0.0) for name in once)
+    return (num_steps - last) * seconds / (last - first)
 
 
 def _last_save(folder: epath.Path) -> Save | None:
-    steps = saved_steps(folder)
-    if not steps:
+    if not (steps := saved_steps(folder)):
         return None
     newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
@@ -236,6 +213,10 @@ def _plain(status: Status) -> dict[str, Any]:
         },
         "starts": [dataclasses.asdict(start) for start in goodput.starts],
     }
+
+
+def _step(step: int | None) -> str:
+    return "-" if step is None else f"{step:,}"
 
 
 def _print(status: Status) -> None:
@@ -263,32 +244,23 @@ def _print(status: Status) -> None:
         return
     live = goodput.starts[-1] if status.owner else None
     print(f"goodput     {str(goodput).splitlines()[0]}\n")
-    print_table(
+    starts = [
         [
-            [
-                *(start.number, *_steps(start)),
-                *(format_seconds(start.idle_s), format_seconds(start.seconds)),
-                "running" if start is live else meaning(start.code),
-            ]
-            for start in goodput.starts
-        ],
-        ["start", "from step", "to step", "after", "took", "end"],
-        "starts",
-    )
+            start.number,
+            *map(_step, (start.first_step, start.last_step)),
+            *(format_seconds(start.idle_s), format_seconds(start.seconds)),
+            "running" if start is live else meaning(start.code),
+        ]
+        for start in goodput.starts
+    ]
+    headers = ["start", "from step", "to step", "after", "took", "end"]
+    print_table(starts, headers, "starts")
     print()
-    print_table(
-        [
-            [BUCKETS[name], format_seconds(seconds), f"{seconds / goodput.wall_s:.1%}"]
-            for name, seconds in goodput.buckets.items()
-        ],
-        ["", "total", "share"],
-        "wall time",
-    )
-
-
-def _steps(start: StartAccount) -> list[str]:
-    steps = (start.first_step, start.last_step)
-    return ["-" if step is None else f"{step:,}" for step in steps]
+    buckets = [
+        [BUCKETS[name], format_seconds(seconds), f"{seconds / goodput.wall_s:.1%}"]
+        for name, seconds in goodput.buckets.items()
+    ]
+    print_table(buckets, ["", "total", "share"], "wall time")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ class Gradients(NamedTuple):
     """The results of a backward pass through all microbatches.
 
     loss: nats per target.
-    grads: tree of gradients.
     load_LE: the number of tokens of each expert, without padding.
     num_targets: the number of targets in the batch.
     noted: the figures of layers, if they are watched (model/taps.py).
@@ -89,7 +88,7 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         results = compute_gradients(state.params, batch, seeds_BT)
-        loss, grads, load_LE = results.loss, results.grads, results.load_LE
+        loss, grads, load_LE, num_targets, noted = results
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
@@ -100,7 +99,6 @@ def make_train_step(
             params, optimizer_state, updated = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step, accepted
             )
-        overflow = accepted & ~updated
         if recent is not None:
             recent = jax.tree.map(
                 lambda new, old: jnp.where(updated, new, old),
@@ -108,16 +106,16 @@ def make_train_step(
                 recent,
             )
         figures = {}
-        if results.noted is not None:
-            figures = layer_figures(results.noted, grads, state.params, params)
+        if noted is not None:
+            figures = layer_figures(noted, grads, state.params, params)
         params = balance_experts(params, load_LE, updated, model.config)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": optimizer.learning_rate(state.step),
             "skipped": jnp.where(updated, 0.0, 1.0),
-            "overflow": jnp.where(overflow, 1.0, 0.0),
-            "targets": results.num_targets.astype(jnp.float32),
+            "overflow": jnp.where(accepted & ~updated, 1.0, 0.0),
+            "targets": num_targets.astype(jnp.float32),
         }
         if load_LE is not None:
             largest_L, mean_L = jnp.max(load_LE, axis=1), jnp.mean(load_LE, axis=1)

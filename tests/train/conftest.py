@@ -33,6 +33,14 @@ TINY = (
     *("mesh=single", "tracker=none"),
 )
 
+MOE = (
+    *("model=moe_nano", "model.num_layers=2", "model.num_heads=4"),
+    *("model.embed_dim=32", "model.expert_dim=24", "model.init=scaled"),
+    *("model.layer_unroll=1", "data.batch_size=8"),
+)
+DEEP = ("model.num_layers=4", "model.embed_dim=16")
+CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+
 Configure = Callable[..., Config]
 Programs = Callable[..., Program]
 
@@ -141,17 +149,22 @@ def stored_step(composed: Configure) -> Compile:
     return make_stored(composed)
 
 
+def take_steps(program, store, state, num_steps: int):
+    """Return the state after steps on real batches, and the metrics of each."""
+    order, metrics = Order(store, program.config.data, 0), []
+    state = jax.device_put(state, program.shardings)
+    for step in range(int(state.step), int(state.step) + num_steps):
+        batch = place(order.read(step), program.batch)
+        state, found = program.train_step(state, batch)
+        jax.block_until_ready((state, found))  # see train/loop.py
+        metrics.append(jax.device_get(found))
+    return state, metrics
+
+
 def losses_of(program, store, state, num_steps: int = 20) -> list[float]:
     """Return the loss of each step on real batches."""
-    state = jax.device_put(state, program.shardings)
-    losses = []
-    for step in range(num_steps):
-        batch = Order(store, program.config.data, 0).read(step)
-        state, metrics = program.train_step(state, place(batch, program.batch))
-        jax.block_until_ready((state, metrics))  # see train/loop.py
-        losses.append(float(metrics["loss"]))
-    assert int(state.step) == num_steps
-    return losses
+    _, metrics = take_steps(program, store, state, num_steps)
+    return [float(found["loss"]) for found in metrics]
 
 
 def distance(found, expected) -> float:

@@ -71,11 +71,14 @@ def door(folder: Path, forks: Forks) -> Door:
         number: int = 0,
         module: str = "train",
         config: tuple[str, ...] = tiny,
+        drill: str = "",
     ) -> Result:
         door = [str(folder / "stopped.py")] if number else ["-m", module]
-        signalled = {"AT_STEP": str(at_step), "SIGNAL": str(number)}
+        more = {"AT_STEP": str(at_step), "SIGNAL": str(number)}
         words = [*door, f"run.dir={path}", *config, *overrides]
-        return forks.run(words, folder, signalled)
+        if drill:
+            words.append("runtime.allow_fault_injection=true")
+        return forks.run(words, folder, more | {"LONGHAUL_DRILL": drill})
 
     return run
 

@@ -77,10 +77,3 @@ def test_the_report_of_a_run(shown, tmp_path):
     assert last["step"] == 4
     assert f"{last['loss']:.4f}" in text
     assert format_count(last["tokens"]) in text
-
-
-def test_an_error_of_a_script_is_seen(shown, tmp_path):
-    page = tmp_path / "page.html"
-    page.write_text("<title></title><script>undefined_function()</script>")
-    _, errors = shown(page)
-    assert len(errors) == 1

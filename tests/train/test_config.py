@@ -1,170 +1,125 @@
 """What a config may be, and what is said of one that is wrong."""
 
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import yaml
 
-from data.config import DataConfig, MixtureSource, Source
-from model.choices import Mlp, Position
-from model.config import ModelConfig
+from data.config import DataConfig
 from train.cli.hints import similar_names, unknown_key
 from train.cli.presets import CONFIG_DIR
 from train.cli.rules import config_mistakes, must_name_run
-from train.cli.schema import convert
+from train.cli.schema import config_yaml, convert, read_yaml
 from train.cli.unread_keys import without_effect
-from train.config import (
-    Config,
-    DcnConfig,
-    EvalConfig,
-    EvalSet,
-    MeshConfig,
-    MlflowConfig,
-    OptimizerConfig,
-    OptimizerName,
-    RunConfig,
-    RuntimeConfig,
-    Schedule,
-    ScheduleConfig,
-    TraceConfig,
-    TrackerConfig,
-    TrainConfig,
-    WandbConfig,
-)
+from train.config import Config, OptimizerName
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
-from train.identity import flatten
+from train.identity import flatten, run_name
 from train.sample.__main__ import SampleConfig
 
-MOE = ModelConfig(mlp=Mlp.moe)
 RULES = yaml.safe_load((CONFIG_DIR / "mesh" / "rules.yaml").read_text())
 
 
-def _wandb(**values: Any) -> Config:
-    return Config(tracker=TrackerConfig(wandb=WandbConfig(**values)))
+def mistakes(text: str, schema: type = Config) -> list[Mistake]:
+    """List mistakes by type and bounds, or else by rules between keys.
 
-
-def mistakes(config: Config) -> list[Mistake]:
-    """List mistakes between keys, rules that a mesh lacks being those of presets."""
-    tables = {name: RULES[name] | getattr(config.mesh, name) for name in RULES}
-    return config_mistakes(replace(config, mesh=replace(config.mesh, **tables)))
-
-
-def keys(config: Any) -> list[str]:
-    """List the keys of mistakes: by type and bounds, or else by rules between keys."""
-    _, wrong = convert(asdict(config), type(config))
-    between = mistakes if isinstance(config, Config) else must_name_run
-    return [mistake.key for mistake in wrong or between(config)]
-
-
-def test_the_defaults_are_right():
-    assert mistakes(Config()) == []
-    assert without_effect(Config()) == []
+    Rules of sharding that the mesh lacks are those of the presets.
+    """
+    values: dict[str, Any] = yaml.safe_load(text) or {}
+    if schema is Config:
+        mesh = values.setdefault("mesh", {})
+        mesh |= {name: RULES[name] | mesh.get(name, {}) for name in RULES}
+    config, wrong = convert(values, schema)
+    return wrong or (config_mistakes if schema is Config else must_name_run)(config)
 
 
 @pytest.mark.parametrize(
-    ("config", "key"),
+    ("text", "key"),
     [
-        (Config(runtime=RuntimeConfig(cpu_devices=0)), "runtime.cpu_devices"),
-        (Config(model=ModelConfig(num_heads=3)), "model.embed_dim"),
-        (Config(model=ModelConfig(rope_theta=1.0)), "model.rope_theta"),
-        (Config(data=DataConfig(batch_size=0)), "data.batch_size"),
+        ("runtime: {cpu_devices: 0}", "runtime.cpu_devices"),
+        ("model: {num_heads: 3}", "model.embed_dim"),
+        ("model: {rope_theta: 1.0}", "model.rope_theta"),
+        ("model: {mlp: moe, dense_layers: 4}", "model.dense_layers"),
+        ("model: {mlp: moe, experts_every: 3}", "model.experts_every"),
+        ("model: {mlp: moe, experts_per_token: 9}", "model.experts_per_token"),
         (
-            Config(data=DataConfig(sources={"a": MixtureSource("x", -1.0)})),
-            "data.sources.a.weight",
+            "model: {position: learned, max_sequence_length: 128}",
+            "data.sequence_length",
         ),
+        ("data: {batch_size: 0}", "data.batch_size"),
+        ("data: {sources: {a: {path: x, weight: -1.0}}}", "data.sources.a.weight"),
+        ("data: {sources: {a: {path: x, epochs: 0}}}", "data.sources.a.epochs"),
+        ("optimizer: {b2: 1.0}", "optimizer.b2"),
+        ("optimizer: {learning_rate: .nan}", "optimizer.learning_rate"),
+        ("optimizer: {name: muon, offload: true}", "optimizer.offload"),
+        ("train: {accumulation_steps: 3}", "data.batch_size"),
+        ("train: {accumulation_steps: 0}", "train.accumulation_steps"),
+        ("train: {remat: [query], offload: [residual, query]}", "train.offload"),
+        ("schedule: {name: wsd, decay_steps: 1501}", "schedule.decay_steps"),
+        ("eval: {num_batches: 0}", "eval.num_batches"),
+        ("eval: {sets: {a b: {path: x}}}", "eval.sets.a b"),
+        ("eval: {sets: {loss: {path: x}}}", "eval.sets.loss"),
+        ("eval: {sets: {a: {}}}", "eval.sets.a.path"),
         (
-            Config(data=DataConfig(sources={"a": MixtureSource("x", 1.0, 0)})),
-            "data.sources.a.epochs",
-        ),
-        (Config(optimizer=OptimizerConfig(b2=1.0)), "optimizer.b2"),
-        (
-            Config(optimizer=OptimizerConfig(learning_rate=float("nan"))),
-            "optimizer.learning_rate",
-        ),
-        (Config(train=TrainConfig(accumulation_steps=3)), "data.batch_size"),
-        (Config(train=TrainConfig(accumulation_steps=0)), "train.accumulation_steps"),
-        (
-            Config(schedule=ScheduleConfig(name=Schedule.wsd, decay_steps=1501)),
-            "schedule.decay_steps",
-        ),
-        (Config(eval=EvalConfig(num_batches=0)), "eval.num_batches"),
-        (_wandb(mode="on"), "tracker.wandb.mode"),
-        (
-            Config(
-                run=RunConfig(dir="s3://bucket/run"),
-                tracker=TrackerConfig(mlflow=MlflowConfig(enabled=True)),
-            ),
-            "tracker.mlflow.uri",
-        ),
-        (Config(eval=EvalConfig(sets={"a b": EvalSet("x")})), "eval.sets.a b"),
-        (Config(eval=EvalConfig(sets={"loss": EvalSet("x")})), "eval.sets.loss"),
-        (Config(eval=EvalConfig(sets={"a": EvalSet()})), "eval.sets.a.path"),
-        (
-            Config(
-                data=DataConfig(
-                    source=Source.mixture, sources={"a": MixtureSource("x")}
-                ),
-                eval=EvalConfig(sets={"a": EvalSet("y")}),
-            ),
+            "{data: {source: mixture, sources: {a: {path: x}}}, "
+            "eval: {sets: {a: {path: y}}}}",
             "eval.sets.a",
         ),
-        (Config(profile=TraceConfig(steps=[4, 4])), "profile.steps"),
-        (Config(profile=TraceConfig(steps=[4])), "profile.steps"),
+        ("tracker: {wandb: {mode: strange}}", "tracker.wandb.mode"),
         (
-            Config(mesh=MeshConfig(context=2, activations={"seq": None})),
-            "mesh.activations.seq",
+            "{run: {dir: s3://bucket/run}, tracker: {mlflow: {enabled: true}}}",
+            "tracker.mlflow.uri",
         ),
-        (Config(profile=TraceConfig(steps=[0, 4])), "profile.steps"),
-        (Config(mesh=MeshConfig(expert=-1)), "mesh.expert"),
-        (Config(mesh=MeshConfig(params={"layers": "data"})), "mesh.params.layers"),
+        ("profile: {steps: [4, 4]}", "profile.steps"),
+        ("profile: {steps: [4]}", "profile.steps"),
+        ("profile: {steps: [0, 4]}", "profile.steps"),
+        ("mesh: {context: 2, activations: {seq: null}}", "mesh.activations.seq"),
+        ("mesh: {expert: -1}", "mesh.expert"),
+        ("mesh: {params: {layers: data}}", "mesh.params.layers"),
+        ("mesh: {pipeline: 2, params: {layers: null}}", "mesh.pipeline"),
+        ("mesh: {activations: {mlp: [tensor, fsdp]}}", "mesh.activations.mlp"),
         (
-            Config(mesh=MeshConfig(pipeline=2, params={"layers": None})),
-            "mesh.pipeline",
-        ),
-        (
-            Config(mesh=MeshConfig(activations={"mlp": ["tensor", "fsdp"]})),
-            "mesh.activations.mlp",
-        ),
-        (
-            Config(model=MOE, mesh=MeshConfig(params={"experts": "tensor"})),
+            "{model: {mlp: moe}, mesh: {params: {experts: tensor}}}",
             "mesh.params.experts",
         ),
-        (Config(model=replace(MOE, dense_layers=4)), "model.dense_layers"),
-        (Config(model=replace(MOE, experts_every=3)), "model.experts_every"),
-        (Config(model=replace(MOE, experts_per_token=9)), "model.experts_per_token"),
-        (Config(mesh=MeshConfig(data=-1, fsdp=-1)), "mesh.fsdp"),
-        (Config(mesh=MeshConfig(tensor=0)), "mesh.tensor"),
-        (Config(mesh=MeshConfig(data=4, dcn=DcnConfig(data=3))), "mesh.dcn.data"),
-        (Config(mesh=MeshConfig(data=-1, dcn=DcnConfig(data=0))), "mesh.dcn.data"),
-        (
-            Config(mesh=MeshConfig(params={"embedding": "fsdp"})),
-            "mesh.params.embedding",
-        ),
-        (Config(mesh=MeshConfig(params={"embed": "embed"})), "mesh.params.embed"),
-        (
-            Config(mesh=MeshConfig(activations={"batch": ["data", "data"]})),
-            "mesh.activations.batch",
-        ),
-        (EvaluateConfig(run=RunConfig(dir="r"), batch_size=0), "batch_size"),
-        (SampleConfig(run=RunConfig(dir="r"), top_p=0.0), "top_p"),
-        (SampleConfig(), "run.dir"),
+        ("mesh: {data: -1, fsdp: -1}", "mesh.fsdp"),
+        ("mesh: {tensor: 0}", "mesh.tensor"),
+        ("mesh: {data: 4, dcn: {data: 3}}", "mesh.dcn.data"),
+        ("mesh: {params: {embedding: fsdp}}", "mesh.params.embedding"),
+        ("mesh: {params: {embed: embed}}", "mesh.params.embed"),
+        ("mesh: {activations: {batch: [data, data]}}", "mesh.activations.batch"),
     ],
 )
-def test_each_rule_names_its_key(config: Any, key: str):
-    assert keys(config) == [key]
+def test_each_rule_names_its_key(text: str, key: str):
+    assert [mistake.key for mistake in mistakes(text)] == [key]
 
 
-def test_what_is_allowed_at_the_edge():
-    mesh = MeshConfig(data=4, fsdp=-1, dcn=DcnConfig(data=2, fsdp=3))
-    mesh = replace(mesh, params={"embed": ["fsdp", "tensor"], "layers": None})
-    steps = TraceConfig(steps=[1, 2])
-    schedule = ScheduleConfig(name=Schedule.wsd, warmup_steps=9, decay_steps=1)
-    train = TrainConfig(num_steps=10)
-    assert (
-        mistakes(Config(mesh=mesh, profile=steps, schedule=schedule, train=train)) == []
-    )
+@pytest.mark.parametrize(
+    ("schema", "text", "key"),
+    [
+        (EvaluateConfig, "{run: {dir: r}, batch_size: 0}", "batch_size"),
+        (SampleConfig, "{run: {dir: r}, top_p: 0.0}", "top_p"),
+        (SampleConfig, "", "run.dir"),
+    ],
+)
+def test_so_do_those_of_commands_on_a_run(schema: type, text: str, key: str):
+    assert [mistake.key for mistake in mistakes(text, schema)] == [key]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "mesh: {data: 4, fsdp: -1, dcn: {data: 2, fsdp: 3}, params: "
+        "{embed: [fsdp, tensor], layers: null}}",
+        "profile: {steps: [1, 2]}",
+        "{train: {num_steps: 10}, schedule: "
+        "{name: wsd, warmup_steps: 9, decay_steps: 1}}",
+        "model: {position: learned, max_sequence_length: 256}",
+    ],
+)
+def test_what_is_allowed_at_the_edge(text: str):
+    assert mistakes(text) == []
 
 
 def test_a_mesh_without_rules_is_told_each():
@@ -174,13 +129,6 @@ def test_a_mesh_without_rules_is_told_each():
     )
 
 
-def test_learned_positions_bound_the_rows():
-    model = ModelConfig(position=Position.learned, max_sequence_length=128)
-    assert keys(Config(model=model)) == ["data.sequence_length"]
-    assert keys(Config(model=replace(model, position=Position.rotary))) == []
-    assert keys(Config(model=replace(model, max_sequence_length=256))) == []
-
-
 def test_the_error_shows_key_value_and_rule():
     text = str(ConfigError([Mistake("a.b", None, "must be 1"), Mistake("c", 2, "no")]))
     assert text.splitlines()[0].startswith("2 mistakes")
@@ -188,28 +136,9 @@ def test_the_error_shows_key_value_and_rule():
     assert "c = 2\n      no" in text
 
 
-def test_what_cannot_wait_in_host_memory_is_refused():
-    kept = TrainConfig(remat=("query",), offload=("residual", "query"))
-    assert [m.key for m in mistakes(Config(train=kept))] == ["train.offload"]
-    config = Config(train=TrainConfig(offload=("residual",)))
-    config = replace(config, mesh=replace(config.mesh, pipeline=2))
-    rules = [m.rule for m in mistakes(config) if m.key == "train.offload"]
-    assert ["train.remat" in rule for rule in rules] == [True, True]
-    muon = OptimizerConfig(name=OptimizerName.muon, offload=True)
-    (mistake,) = mistakes(Config(optimizer=muon))
-    assert "use optimizer=adamw" in mistake.rule
-
-
 def test_a_rank_file_needs_its_hash():
-    ((field, value, rule),) = DataConfig(tokenizer="mine.tiktoken").mistakes()
+    ((field, value, _),) = DataConfig(tokenizer="mine.tiktoken").mistakes()
     assert (field, value) == ("tokenizer_sha256", None)
-    assert "sha256sum mine.tiktoken" in rule
-
-
-def test_a_store_brings_its_own_tokenizer_and_split():
-    store = DataConfig(source=Source.tokens, path="x", tokenizer="gpt2")
-    (warning,) = without_effect(Config(data=store))
-    assert warning == "data.tokenizer has no effect: data.source is tokens"
 
 
 @pytest.mark.parametrize(
@@ -228,10 +157,8 @@ def test_did_you_mean(word: str, meant: str):
 
 
 def test_an_unknown_key_without_a_like_shows_where_keys_are_listed():
-    assert "--cfg job" in unknown_key(Config, "xyz").rule
     assert "--cfg job" in unknown_key(Config, "xyz.abc").rule
-    rule = unknown_key(Config, "log.xyz.abc").rule
-    assert "; log has interval_steps, " in rule
+    assert "; log has interval_steps, " in unknown_key(Config, "log.xyz.abc").rule
 
 
 @pytest.mark.parametrize(
@@ -239,6 +166,100 @@ def test_an_unknown_key_without_a_like_shows_where_keys_are_listed():
 )
 def test_the_nearest_multiples_are_named(value: int, step: int, said: str):
     assert nearest(value, step) == f"nearest: {said}"
-    data, train = DataConfig(batch_size=value), TrainConfig(accumulation_steps=step)
-    (mistake,) = mistakes(Config(data=data, train=train))
-    assert mistake.rule.endswith(f"nearest: {said}")
+
+
+def test_a_config_is_the_same_after_it_was_a_file(tmp_path):
+    config, wrong = convert(
+        {
+            **{"seed": 3, "run": {"allow_change": ["data"]}},
+            "mesh": {"fsdp": -1, "params": {"embed": "fsdp", "layers": None}},
+            "optimizer": {"name": "muon", "learning_rate": 1e-5},
+            "profile": {"steps": [1, 2]},
+        },
+        Config,
+    )
+    assert wrong == []
+    path = tmp_path / "config.yaml"
+    path.write_text(config_yaml(config))
+    back = read_yaml(path)
+    assert back == config
+    assert type(back.optimizer.name) is OptimizerName
+    assert run_name(back) == run_name(config)
+
+
+def test_a_bad_config_file_names_every_bad_key(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: x\nmodel: {num_heads: 3, layers: 4}\nold: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert [m.key for m in caught.value.mistakes] == ["seed", "model.layers", "old"]
+    assert str(path) in str(caught.value)
+    path.write_text("seed: 4\n")
+    assert read_yaml(path) == Config(seed=4)  # what it lacks has its default
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_yaml(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(("name", "enabled"), [("wandb", True), ("none", False)])
+def test_the_tracker_of_an_older_version_is_read(tmp_path, name, enabled):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"tracker: {{name: {name}, project: mine, mode: online}}\n")
+    wandb = read_yaml(file, changes={"tracker.wandb.project": "ours"}).tracker.wandb
+    assert (wandb.enabled, wandb.project, wandb.mode) == (enabled, "ours", "online")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", []),
+        ("train: {num_steps: 100}", ["schedule.warmup_steps=100"]),
+        (
+            "optimizer: {name: adamw, muon_momentum: 0.5}",
+            ["optimizer.muon_momentum has no effect: optimizer.name is adamw"],
+        ),
+        ("optimizer: {name: muon, muon_momentum: 0.5}", []),
+        (
+            "model: {rope_scaling: {factor: 8.0, original_length: 8192}}",
+            [
+                f"model.rope_scaling.{key} has no effect: model.rope_scaling.kind is "
+                "none"
+                for key in ("factor", "original_length")
+            ],
+        ),
+        (
+            "model: {position: learned, rope_theta_local: 10.0, rotary_fraction: 0.5}",
+            [
+                f"model.{key} has no effect: model.position is learned"
+                for key in ("rope_theta_local", "rotary_fraction")
+            ],
+        ),
+        ("model: {qk_norm_over: projection}", ["model.qk_norm is false"]),
+        ("model: {swiglu_alpha: 2.0}", ["model.activation is swiglu"]),
+        (
+            "data: {source: tokens, path: x, tokenizer: gpt2}",
+            ["data.tokenizer has no effect: data.source is tokens"],
+        ),
+        ("eval: {task_limit: 5.0}", ["eval.task_limit has no effect"]),
+        ("eval: {task_limit: 5.0, tasks: [piqa]}", []),
+        ("mesh: {pipeline_repeats: 2}", ["mesh.pipeline_repeats"]),
+        ("mesh: {pipeline_repeats: 2, pipeline: 2}", []),
+        ("train: {pipeline_microbatches: 8}", ["train.pipeline_microbatches"]),
+        ("tracker: {wandb: {enabled: true, project: mine}}", []),
+        ("tracker: {wandb: {project: mine}}", ["tracker.wandb.enabled is false"]),
+        ("train: {remat: [mlp_gate]}", []),
+        (
+            "{model: {activation: gelu}, train: {remat: [mlp_gate]}}",
+            ["remat: mlp_gate has no effect, because model.activation=gelu"],
+        ),
+        (
+            "{model: {activation: gelu}, train: {offload: [mlp_gate]}}",
+            ["offload: mlp_gate has no effect, because model.activation=gelu"],
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_named(text: str, said: list[str]):
+    config, _ = convert(yaml.safe_load(text) or {}, Config)
+    warnings = sorted(without_effect(config))
+    assert len(warnings) == len(said), warnings
+    for warning, part in zip(warnings, said, strict=True):
+        assert part in warning

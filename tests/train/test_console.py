@@ -71,13 +71,7 @@ def test_a_run_that_is_stopped_still_prints_its_last_line(capsys, clock):
     assert "nan" in lines[1]
 
 
-@pytest.mark.parametrize(("known", "mfu"), [(False, 0.4), (True, None)])
-def test_no_mfu_where_it_is_not_known(capsys, known, mfu):
-    Progress(10, 0, known).update(10, 3.0, 10, mfu)
-    assert "MFU" not in capsys.readouterr().err
-
-
-def test_note_is_printed_as_it_is(capsys):
+def test_a_note_is_printed_as_it_is(capsys):
     Progress(10, 0, False).note("mesh [data=2] " + "x" * 200)
     assert capsys.readouterr().err == "mesh [data=2] " + "x" * 200 + "\n"
 
@@ -90,10 +84,8 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(terminal, capsys):
     print("a result")
     bar.close()
     text = _screen(screen)
-    assert "1,000/2,000" in text
-    assert "loss 3.2500 · 1.2M tokens/s · MFU 41.2%" in text
-    assert "saved [step]" in text
-    assert "━" in text
+    for part in ("1,000/2,000", "loss 3.2500 · 1.2M tokens/s", "saved [step]", "━"):
+        assert part in text
     assert "a result" not in text
     assert capsys.readouterr().out == "a result\n"
 
@@ -120,11 +112,6 @@ def test_a_table_on_a_terminal_loses_nothing(terminal):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_an_empty_table_has_its_headers(capsys):
-    print_table([], ["array", "size"], "Arrays")
-    assert capsys.readouterr().out == "Arrays\narray  size\n-----  ----\n"
-
-
 @pytest.mark.parametrize(
     ("formatted", "texts"),
     [
@@ -132,7 +119,6 @@ def test_an_empty_table_has_its_headers(capsys):
             format_bytes,
             {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 2**20 - 1: "1.00 MiB"},
         ),
-        (format_bytes, {1.5 * 2**30: "1.50 GiB", 2**52: "4096.00 TiB"}),
         (
             format_count,
             {0: "0", 999: "999", 999.7: "1K", 12_345: "12.3K", 999_600: "1M"},

@@ -3,72 +3,25 @@
 import numpy as np
 import pytest
 
-from data.batches import Batch, Order
+from data.batches import Batch
 from model.attention.across import choose_context_attention
 from model.choices import Attention, ContextAttention
 from tests.train.conftest import distance
 
 GROUPED = ("model.num_heads=8", "model.num_kv_heads=4")
-LOCAL = (
-    *(*GROUPED, "model.window=5", "model.layer_pattern=[local,global]"),
-    *("model.attention_soft_cap=2", "model.attention_sinks=true"),
-)
 RING = "mesh.context_attention=ring"
-ULYSSES = "mesh.context_attention=ulysses"
 ALL_GATHER = "mesh.context_attention=all_gather"
-
-
-@pytest.fixture(scope="module")
-def batches(programs, store):
-    """Rows of short documents; a document ends inside every chunk; one a row."""
-    config = programs(*GROUPED, devices=1).config.data
-    packed = Order(store, config, 0).read(0)
-    assert (packed.segment_ids.max(axis=1) > 1).any()
-    T = config.sequence_length
-    ends = np.arange(T) // 3 + 1  # chunks of 2, 4 or 8
-    every = packed._replace(segment_ids=np.broadcast_to(ends, (8, T)).astype(np.int32))
-    one = packed._replace(segment_ids=np.ones((8, T), np.int32))
-    return {"packed": packed, "every chunk": every, "one": one}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "mesh"),
-    [
-        (GROUPED, (RING, "mesh.context=2", "mesh.data=4")),
-        (GROUPED, (RING, "mesh.context=8", "train.remat=full")),
-        (
-            GROUPED,
-            (RING, "mesh.context=4", "mesh.fsdp=2", "train.accumulation_steps=2"),
-        ),
-        (GROUPED, (ULYSSES, "mesh.context=4", "mesh.fsdp=2")),
-        (GROUPED, (ALL_GATHER, "mesh.context=8")),
-        (LOCAL, (RING, "mesh.context=4", "mesh.fsdp=2")),
-        (LOCAL, (ULYSSES, "mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2")),
-        (LOCAL, (ALL_GATHER, "mesh.context=4", "mesh.tensor=2")),
-    ],
-    ids=str,
-)
-def test_gradients_are_those_of_one_device(gradients, batches, model, mesh):
-    for batch in batches.values():
-        loss, grads, _ = gradients(*model, "mesh=single", batch=batch, devices=1)
-        found = gradients(*model, *mesh, batch=batch)
-        assert found[0] == pytest.approx(loss, rel=1e-5)
-        assert distance(found[1], grads) < 1e-5
 
 
 @pytest.mark.parametrize(
     "way", [pytest.param(RING, marks=pytest.mark.slow), ALL_GATHER]
 )
-def test_keys_of_all_heads_on_each_device_meet_their_own_queries(
-    gradients, batches, way
-):
+def test_keys_of_all_heads_on_each_device_meet_their_own_queries(gradients, way):
     """Of eight query heads a device has four, and all four of the keys' heads."""
     everywhere = ("mesh.params.kv_heads=null", "mesh.activations.kv_heads=null")
     mesh = ("mesh.context=2", "mesh.tensor=2", "mesh.fsdp=2", way, *everywhere)
-    batch = batches["packed"]
-    loss, grads, _ = gradients(*GROUPED, "mesh=single", batch=batch, devices=1)
-    found = gradients(*GROUPED, *mesh, batch=batch)
+    loss, grads, _ = gradients(*GROUPED, "mesh=single", devices=1)
+    found = gradients(*GROUPED, *mesh)
     assert found[0] == pytest.approx(loss, rel=1e-5)
     assert distance(found[1], grads) < 1e-5
 

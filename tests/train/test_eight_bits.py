@@ -12,29 +12,23 @@ import pytest
 from data.batches import Order
 from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
+from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.execution import choose_execution
 from train.feed import place
 
-MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 SMALL = ("data.batch_size=4", "data.sequence_length=32")
 CONTEXT = ("mesh.context=2", "mesh.data=1")
 EXPERTS = ("model.mlp=moe", "model.num_experts=4", "model.expert_dim=32")
 
 
-def losses(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
+def trained(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
     """Train a little; return losses, and a matrix of the first layer."""
     program = programs(*SMALL, *overrides, devices=devices)
-    order = Order(store, program.config.data, 0)
-    with jax.set_mesh(program.mesh):
-        state, found = program.init(), []
-        for step in range(steps):
-            batch = place(order.read(step), program.batch)
-            state, metrics = program.train_step(state, batch)
-            found.append(float(metrics["loss"]))
-        weight = state.params["layers"]["attention"]["query"]["weight"]
-        return found, jax.device_get(weight)
+    state, metrics = take_steps(program, store, program.init(), steps)
+    weight = state.params["layers"]["attention"]["query"]["weight"]
+    return [float(found["loss"]) for found in metrics], jax.device_get(weight)
 
 
 @pytest.mark.slow
@@ -51,14 +45,14 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(programs, store, dtype, mo
     """What is rounded at random is a function of seed, step and position."""
     dtype = f"model.compute_dtype={dtype}"
     alone = () if more == CONTEXT else more
-    found, _ = losses(programs, store, dtype, *alone)
-    apart, _ = losses(programs, store, dtype, *MESH, *more, devices=8)
+    found, _ = trained(programs, store, dtype, *alone)
+    apart, _ = trained(programs, store, dtype, *CUBE, *more, devices=8)
     # A ring adds up in another order, and what is rounded behind it goes another way.
     rtol = 5e-4 if more == CONTEXT else 1e-4
     np.testing.assert_allclose(apart[0], found[0], rtol=rtol)
     # Then all sums of another order were rounded, some the other way, by an eighth.
     np.testing.assert_allclose(apart, found, rtol=3e-3)
-    plain, _ = losses(programs, store, *alone)
+    plain, _ = trained(programs, store, *alone)
     assert plain != found
     np.testing.assert_allclose(found, plain, rtol=1e-2)
 
@@ -79,8 +73,7 @@ def test_layers_that_keep_their_precision_do_so_on_any_mesh(programs, store, mor
     for mesh, devices in (((), 1), (more, 4)):
         program = programs(*SMALL, *common, *mesh, devices=devices)
         batch = place(Order(store, program.config.data, 0).read(0), program.batch)
-        with jax.set_mesh(program.mesh):
-            _, metrics = program.watched_step(program.init(), batch)
+        _, metrics = program.watched_step(program.init(), batch)
         saturated = metrics["numerics/saturated"] > 0
         assert saturated.tolist() == [False, True, False, True]
         found.append(float(metrics["loss"]))
@@ -91,42 +84,28 @@ def test_layers_that_keep_their_precision_do_so_on_any_mesh(programs, store, mor
 def test_random_rounding_follows_the_seed_and_the_step_alone(programs, store):
     """And so a run that was stopped goes on as it would have."""
     int8 = "model.compute_dtype=int8"
-    _, weight = losses(programs, store, int8, steps=1)
-    _, again = losses(programs, store, int8, steps=1)
+    _, weight = trained(programs, store, int8, steps=1)
+    _, again = trained(programs, store, int8, steps=1)
     np.testing.assert_array_equal(weight, again)
     program = programs(*SMALL, int8)
     batch = place(Order(store, program.config.data, 0).read(0), program.batch)
-    with jax.set_mesh(program.mesh):
-        first, later = (
-            program.train_step(program.init()._replace(step=jnp.int32(step)), batch)[1]
-            for step in (0, 1)
-        )
+    first, later = (
+        program.train_step(program.init()._replace(step=jnp.int32(step)), batch)[1]
+        for step in (0, 1)
+    )
     assert first["loss"] == later["loss"], "the forward pass rounds to the nearest"
     assert first["grad_norm"] != later["grad_norm"]
-
-
-@pytest.mark.slow
-def test_microbatches_add_up_to_the_step(programs, store):
-    """Rows are rounded alike whichever microbatch they are in."""
-    int8 = "model.compute_dtype=int8"
-    whole, _ = losses(programs, store, int8)
-    parts, _ = losses(programs, store, int8, "train.accumulation_steps=2")
-    np.testing.assert_allclose(parts, whole, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("kind", "platform", "dtype", "instead"),
     [
         ("NVIDIA H100 80GB HBM3", "gpu", "float8", None),
-        ("NVIDIA B200", "gpu", "float8", None),
         ("NVIDIA A100-SXM4-80GB", "gpu", "float8", "set bfloat16"),
         ("NVIDIA H100 80GB HBM3", "gpu", "int8", "set bfloat16 or float8"),
         ("some GPU", "gpu", "float8", "set bfloat16"),
         ("TPU v5 lite", "tpu", "int8", None),
-        ("TPU v5", "tpu", "int8", None),
-        ("TPU v6 lite", "tpu", "int8", None),
         ("TPU v5 lite", "tpu", "float8", "set bfloat16 or int8"),
-        ("TPU v5", "tpu", "float8", "set bfloat16 or int8"),
         ("TPU v4", "tpu", "int8", "set bfloat16"),
         ("TPU7x", "tpu", "float8", None),
     ],
@@ -145,20 +124,6 @@ def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, inst
         return
     numerics = choose_execution(*settings).numerics
     assert numerics.quantization == (dtype, False)
-    assert (
-        numerics.compute_dtype
-        == numerics.activation_dtype
-        == numerics.reduce_dtype
-        == jnp.bfloat16
-    )
+    assert numerics.compute_dtype == numerics.activation_dtype == jnp.bfloat16
     experts = numerics.quantization if platform == "gpu" else None
     assert numerics.expert_quantization == experts
-
-
-def test_a_cpu_emulates_and_says_so(programs, capsys):
-    from train.describe import describe_program
-
-    program = programs(*SMALL, "model.compute_dtype=float8")
-    assert program.execution.numerics.quantization == ("float8", True)
-    describe_program(program)
-    assert "linear layers" in capsys.readouterr().out

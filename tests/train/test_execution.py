@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from train.config import MESH_AXES
 from train.errors import ConfigError
-from train.execution import _kernel
+from train.execution import choose_execution
 
 
 @pytest.mark.parametrize(
@@ -24,9 +25,9 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
 ):
     known = {"platform": "gpu", "device_kind": name, "compute_capability": version}
     typed = "model.attention=cudnn", "model.compute_dtype=auto", *typed
-    config, gpu = configure(*typed), SimpleNamespace(**known)
+    asked = configure(*typed), SimpleNamespace(**known), dict.fromkeys(MESH_AXES, 1)
     if not rule:
-        assert _kernel(config, gpu) == "cudnn"
+        assert choose_execution(*asked).attention == "cudnn"
         return
     with pytest.raises(ConfigError, match=rule):
-        _kernel(config, gpu)
+        choose_execution(*asked)

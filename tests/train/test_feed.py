@@ -1,21 +1,15 @@
 """The right rows on the right devices."""
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from data.batches import Batch, Order
+from data.batches import Batch
+from tests.train.conftest import CUBE
 from train.feed import Feed, local_rows, place
 
-MESHES = {
-    ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"): 4,
-    ("mesh.fsdp=8",): 8,
-    ("mesh.fsdp=2", "mesh.tensor=4"): 2,
-}
 
-
-@pytest.fixture(params=MESHES, ids=" ".join)
+@pytest.fixture(params=[CUBE, ("mesh.fsdp=8",)], ids=" ".join)
 def program(request, programs):
     return programs(*request.param, devices=8)
 
@@ -55,21 +49,6 @@ def test_a_process_that_holds_a_part_places_that_part(program, monkeypatch):
     """As with several processes: the rows come end to end, and are found again."""
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
     check(place(batch_of(), program.batch), batch_of(), program)
-
-
-def test_without_documents_there_are_no_segments(programs):
-    program = programs("data.document_mask=false", "mesh.fsdp=8", devices=8)
-    assert place(batch_of(), program.batch).segment_ids is None
-
-
-def test_the_feed_gives_each_batch_once_and_ends(programs, store):
-    program = programs("mesh.fsdp=8", devices=8)
-    batches = [Order(store, program.config.data, 0).read(step) for step in range(3)]
-    feed = Feed(iter(batches), program.batch)
-    found = list(feed)
-    assert len(found) == 3
-    jax.tree.map(np.testing.assert_array_equal, found, batches)
-    assert feed.seconds_waited >= 0
 
 
 def test_a_batch_is_handed_over_before_the_next_is_waited_for(programs):

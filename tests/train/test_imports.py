@@ -95,6 +95,17 @@ def test_imports_run_one_way():
                 assert not tops & HEAVY, module
 
 
+def test_what_a_match_does_not_know_is_an_error():
+    """`case _` calls `assert_never`, so that a type checker finds what is missing."""
+    for package in ("model", "data", "train", "launch"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                is_case = isinstance(node, ast.match_case) and node.guard is None
+                if is_case and ast.unparse(node.pattern) == "_":
+                    body = "\n".join(map(ast.unparse, node.body))
+                    assert body.startswith("assert_never("), f"{path}: {body}"
+
+
 NO_JAX_YET = """
 import importlib, sys
 from contextlib import suppress

@@ -124,17 +124,12 @@ def test_a_finished_run_says_so_and_how_to_go_on(door, copy):
 def test_what_would_be_another_run_is_refused_key_by_key(door, copy):
     result = door(copy, "data.batch_size=16", "model.embed_dim=64", "seed=1")
     assert result.returncode == 78
-    assert result.stderr.count("run.allow_change=[") == 2
-    for key, new, old in (
-        ("data.batch_size", 16, 8),
-        ("model.embed_dim", 64, 32),
-        ("seed", 1, 0),
-    ):
+    changes = ("data.batch_size", 16, 8), ("model.embed_dim", 64, 32), ("seed", 1, 0)
+    for key, new, old in changes:
         assert f"{key} = {new}\n" in result.stderr
         assert f"which has {old};" in result.stderr
         advised = f"run.allow_change=[{key}]" in result.stderr
         assert advised == (key != "model.embed_dim"), "no start can take other shapes"
-    assert "do not fit this model" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(list((copy / "starts").iterdir())) == 1
 
@@ -162,7 +157,7 @@ def longer(folder: Path, straight: Path, door: Door) -> tuple[Path, Result]:
     return run, result
 
 
-def test_a_longer_run_keeps_the_schedule_of_its_first_start(longer, straight):
+def test_a_longer_run_keeps_its_schedule_and_records_what_changed(longer, straight):
     run, result = longer
     assert "from step 20" in result.stdout
     assert "the schedule keeps its length, 20 steps" in result.stderr
@@ -173,10 +168,6 @@ def test_a_longer_run_keeps_the_schedule_of_its_first_start(longer, straight):
     for line in steps(run)[20:]:
         assert line["learning_rate"] == pytest.approx(last)
     assert steps(run)[19]["learning_rate"] > last
-
-
-def test_what_a_start_changed_is_recorded(longer, straight):
-    run, _ = longer
     first, second = (run / "config.yaml" for run in (straight, run))
     assert first.read_bytes() == second.read_bytes()
     start = yaml.safe_load((run / "starts" / "2.yaml").read_text())
@@ -203,21 +194,7 @@ def test_other_moments_are_taken_if_their_key_is_named(door, copy):
     assert all(np.isfinite(line["loss"]) for line in steps(copy))
 
 
-def test_a_changed_text_is_refused(folder, door, copy):
-    text = folder / "text.txt"
-    before = text.read_bytes()
-    text.write_bytes(before + b"one more line\n")
-    try:
-        result = door(copy, "train.num_steps=24")
-    finally:
-        text.write_bytes(before)
-    assert result.returncode == 65
-    assert "fingerprint" in result.stderr
-    assert "bring that data back" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
+def test_data_may_be_changed_by_its_key_but_not_a_text_under_it(folder, door, copy):
     other = folder / "other.txt"
     other.write_text((folder / "text.txt").read_text().upper())
     more = (f"data.path={other}", "train.num_steps=24")
@@ -227,7 +204,9 @@ def test_other_data_is_taken_if_its_key_is_named(folder, door, copy):
     other.write_text("another text again " * 2000)
     again = door(copy, *more, "run.allow_change=[data.path]")
     assert again.returncode == 65
+    assert "fingerprint" in again.stderr
     assert "bring that data back" in again.stderr
+    assert "Traceback" not in again.stderr
     assert [line["step"] for line in steps(copy)][-1] == 24
     assert read_run(str(copy)).data.path == str(other)
     assert read_run(str(copy), 19).data.path == str(folder / "text.txt")
@@ -238,56 +217,25 @@ def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probabilit
 ):
     """The model's vocabulary is 384 for the 257 ids of bytes."""
     config = read_run(str(straight))
-    sources, program = (
-        open_sources(config.data),
-        make_program(config, jax.devices()[:2]),
+    sources = open_sources(config.data)
+    program = make_program(config, jax.devices()[:2])
+    score_step = jax.jit(
+        make_score_step(program.model, program.execution, config.train, 257)
     )
-    score = make_score_step(program.model, program.execution, config.train, 257)
-    with jax.set_mesh(program.mesh):
-        score_step = jax.jit(score)
 
-        def mean(step: int, batches) -> float:
-            params = jax.device_put(
-                state_of(straight, step).params, program.shardings.params
-            )
-            sums = [score_step(params, place(b, program.batch))[0] for b in batches]
-            count = sum((batch.targets >= 0).sum() for batch in batches)
-            return float(np.sum(np.float64(sums)) / count)
+    def mean(step: int, batches) -> float:
+        params = state_of(straight, step).params
+        params = jax.device_put(params, program.shardings.params)
+        sums = [score_step(params, place(b, program.batch))[0] for b in batches]
+        count = sum((batch.targets >= 0).sum() for batch in batches)
+        return float(np.sum(np.float64(sums)) / count)
 
-        batch = Order(sources, config.data, config.seed).read(15)
-        trained = {x["step"]: x["loss"] for x in steps(straight)}
-        assert mean(15, [batch]) == pytest.approx(trained[16], rel=1e-5)
-        held_out = [*validation_batches(sources, config.data, -1)]
-        (scored,) = [x["eval/loss"] for x in lines(straight) if "eval/loss" in x]
-        assert mean(20, held_out) == pytest.approx(scored, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_updates_that_overflow_end_the_run(door, folder):
-    """Gradients are finite throughout; the weights stay those of the first step."""
-    run, words = folder / "steep", ("optimizer=muon", "train.num_steps=3")
-    steep = "optimizer.muon_learning_rate=1e38", "train.max_skipped_steps=2"
-    result = door(run, *words, *steep)
-    assert result.returncode == 3, result.stderr
-    losses = [x["loss"] for x in steps(run)]
-    assert max(losses) < 7  # log 257 is 5.5
-    assert [e["reason"] for e in read_events(run) if e["event"] == "skipped"] == [
-        "the update overflows"
-    ] * 3
-
-
-def test_evaluate_scores_the_newest_checkpoint(door, straight):
-    result = door(straight, "runtime.cpu_devices=2", module="train.evaluate", config=())
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
-    said = f"validation  {found['loss']:.4f} nats a token, "
-    assert said in result.stdout.partition("evaluated   step 20, on ")[2]
-    expected = json.loads((straight / "results.json").read_text())
-    assert found["step"] == 20
-    assert found["loss"] == pytest.approx(expected["eval/loss"], rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(
-        expected["eval/bits_per_byte"], rel=1e-6
-    )
+    batch = Order(sources, config.data, config.seed).read(15)
+    trained = {x["step"]: x["loss"] for x in steps(straight)}
+    assert mean(15, [batch]) == pytest.approx(trained[16], rel=1e-5)
+    held_out = [*validation_batches(sources, config.data, -1)]
+    (scored,) = [x["eval/loss"] for x in lines(straight) if "eval/loss" in x]
+    assert mean(20, held_out) == pytest.approx(scored, rel=1e-5)
 
 
 def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
@@ -295,6 +243,8 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     found = json.loads((run / "results.json").read_text())
     scores = [x for x in lines(run) if "eval/more/loss" in x]
     assert [x["step"] for x in scores] == [22, 24]
+    shown = [x.split()[:2] for x in result.stderr.splitlines() if "validation" in x]
+    assert shown == [["step", "22"], ["step", "24"]]  # one line each
     assert scores[-1]["eval/more/loss"] == found["eval/more/loss"]
     assert f"  more      {found['eval/more/loss']:.4f} nats" in result.stdout
     best = SavedSteps(run / "checkpoints").scores()
@@ -305,24 +255,6 @@ def test_named_sets_are_scored_and_the_best_step_is_kept(longer, door):
     score = json.loads(again.stdout.splitlines()[-1])
     assert score["loss"] == pytest.approx(min(best.values()), rel=1e-6)
     assert {*score["sets"]} == {"more"}
-
-
-def test_each_evaluation_is_one_line_in_the_terminal(longer):
-    """With the best one so far, which the run had before it went on."""
-    run, result = longer
-    shown = [x for x in result.stderr.splitlines() if "validation" in x]
-    scores = {x["step"]: x for x in lines(run) if "eval/loss" in x}
-    assert [line.split()[:2] for line in shown] == [["step", "22"], ["step", "24"]]
-    score = f"{scores[22]['eval/loss']:.4f} nats a token"
-    assert (
-        f"validation {score}, {scores[22]['eval/bits_per_byte']:.4f} bits" in shown[0]
-    )
-    assert f"; more {scores[22]['eval/more/loss']:.4f}" in shown[0]
-    is_best = scores[22]["eval/loss"] < scores[20]["eval/loss"]
-    best = (
-        "the best so far" if is_best else f"best {scores[20]['eval/loss']:.4f} at step"
-    )
-    assert best in shown[0]
 
 
 def test_sample_continues_the_prompt(door, straight):

@@ -12,19 +12,6 @@ from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.mesh import make_mesh
-from train.mesh_sizes import axis_sizes
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes"),
-    [
-        (MeshConfig(fsdp=-1), (1, 1, 8, 1, 1, 1)),
-        (MeshConfig(data=-1, tensor=2), (1, 4, 1, 1, 1, 2)),
-        (MeshConfig(fsdp=8, data=-1), (1, 1, 8, 1, 1, 1)),
-    ],
-)
-def test_minus_one_is_what_is_left(config, sizes):
-    assert tuple(axis_sizes(config, 8).values()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -43,9 +30,8 @@ def test_a_wrong_product_names_the_remedy(config):
 @pytest.mark.parametrize(
     ("config", "crossing"),
     [
-        (MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), "data"),
+        (MeshConfig(data=-1, fsdp=4, dcn=DcnConfig(data=2)), "data"),
         (MeshConfig(fsdp=4, tensor=2, dcn=DcnConfig(fsdp=2)), "fsdp"),
-        (MeshConfig(data=4, tensor=2, dcn=DcnConfig(data=2)), "data"),
     ],
 )
 def test_only_the_outer_part_of_a_dcn_axis_crosses_granules(config, crossing):
@@ -55,21 +41,6 @@ def test_only_the_outer_part_of_a_dcn_axis_crosses_granules(config, crossing):
     sizes = dict(zip(MESH_AXES, grid.shape, strict=True))
     place = np.indices(grid.shape)[MESH_AXES.index(crossing)]
     assert (granule == place // (sizes[crossing] // 2)).all()
-
-
-def test_slices_are_told_apart_however_the_devices_are_ordered(monkeypatch):
-    monkeypatch.setattr("train.mesh.Mesh", lambda grid, axes, axis_types: grid)
-    devices = [
-        SimpleNamespace(
-            id=i, slice_index=i % 2, process_index=0, platform="cpu", device_kind="cpu"
-        )
-        for i in range(8)
-    ]
-    grid = make_mesh(MeshConfig(data=2, fsdp=4, dcn=DcnConfig(data=2)), devices)
-    assert [[d.slice_index for d in row] for row in grid.reshape(2, 4)] == [
-        [0] * 4,
-        [1] * 4,
-    ]
 
 
 def test_processes_are_granules_where_there_are_no_slices(monkeypatch):
@@ -111,21 +82,13 @@ def test_axes_lie_on_a_torus_also_where_they_are_not_whole_dims(machine, name, t
     assert set(grid.flat) == set(devices)
 
 
-@pytest.mark.parametrize(
-    "config", [MeshConfig(fsdp=-1), MeshConfig(data=2, fsdp=-1), MeshConfig(tensor=-1)]
-)
+@pytest.mark.parametrize("config", [MeshConfig(fsdp=-1), MeshConfig(tensor=-1)])
 def test_slices_of_tpus_must_be_crossed_knowingly(machine, config):
     with pytest.raises(ConfigError) as error:
         make_mesh(config, machine("v5e-8x2"))
     (mistake,) = error.value.mistakes
     assert mistake.key == "mesh.dcn"
     assert "mesh.dcn.data=2" in mistake.rule
-
-
-def test_an_axis_that_crosses_slices_has_its_outer_part_there(machine):
-    config = MeshConfig(tensor=-1, dcn=DcnConfig(tensor=2))
-    grid = make_mesh(config, machine("v5e-8x2")).devices
-    assert [device.slice_index for device in grid.flat] == [0] * 8 + [1] * 8
 
 
 def test_neighbours_along_fsdp_are_in_different_slices(machine):

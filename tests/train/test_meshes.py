@@ -12,9 +12,8 @@ import pytest
 
 from data.batches import Order
 from model.params import named
-from tests.train.conftest import distance
+from tests.train.conftest import distance, take_steps
 from train.config import CheckpointConfig
-from train.feed import place
 from train.run.checkpoint import Checkpoints
 
 DENSE = ("model.num_layers=4", "model.num_kv_heads=2", "model.embed_dim=16")
@@ -47,23 +46,17 @@ FAST = [
     ("balanced", "data=2 expert=2 tensor=2"),
 ]
 SLOW = [
-    ("dense", "data=8"),
     ("dense", "fsdp=4 tensor=2"),
     ("far", "data=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
     ("near", "fsdp=2 context=4 train.remat=full"),
-    ("far", "data=2 context=4 train.remat=[attention]"),
     ("near", "fsdp=4 context=2 context_attention=ulysses"),
+    ("near", "context=4 tensor=2 context_attention=all_gather"),
     ("balanced", "fsdp=2 context=2 expert=2"),
-    ("balanced", "context=2 expert=2 tensor=2 train.remat=full"),
     ("dense", "pipeline=4 data=2"),
     ("near", "pipeline=2 data=2 tensor=2"),
     ("near", "pipeline=2 fsdp=2 context=2 train.remat=dots"),
     ("far", "pipeline=2 context=4"),
-    ("dense", "pipeline=2 context=2 tensor=2 pipeline_repeats=2"),
-    (
-        "dense",
-        "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2 train.pipeline_microbatches=4",
-    ),
+    ("dense", "pipeline=2 context=2 pipeline_repeats=2 train.pipeline_microbatches=4"),
     ("dense", "pipeline=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
     ("experts", "pipeline=2 data=2 expert=2 pipeline_repeats=2"),
     ("experts", "pipeline=2 expert=2 tensor=2 train.remat=full"),
@@ -85,31 +78,16 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def steps(programs, store):
-    """Go on from a state: (program, state, first step, last) -> (state, metrics)."""
-
-    def steps(program, state, first: int, last: int):
-        order, metrics = Order(store, program.config.data, 0), []
-        for step in range(first, last):
-            batch = order.read(step)
-            assert step or (batch.segment_ids.max(axis=1) > 1).any()
-            state, found = program.train_step(state, place(batch, program.batch))
-            jax.block_until_ready((state, found))  # see train/loop.py
-            metrics.append(jax.device_get(found))
-        return state, metrics
-
-    return steps
-
-
-@pytest.fixture(scope="module")
-def run(programs, steps):
+def run(programs, store):
     """Train from the same weights: (overrides, devices) -> Run."""
 
     def run(*overrides, devices):
         program = programs(*overrides, devices=devices)
-        state, (first,) = steps(program, program.init(), 0, 1)
+        batch = Order(store, program.config.data, 0).read(0)
+        assert (batch.segment_ids.max(axis=1) > 1).any()
+        state, (first,) = take_steps(program, store, program.init(), 1)
         moments = jax.device_get(optax.tree.get(state.optimizer.transform, "mu"))
-        state, rest = steps(program, state, 1, 20)
+        state, rest = take_steps(program, store, state, 19)
         losses = [float(found["loss"]) for found in (first, *rest)]
         load = first.get("expert_load")
         params = jax.device_get(state.params)
@@ -156,23 +134,24 @@ def test_a_run_is_that_of_one_device(run, alone, model, mesh):
     ],
 )
 def test_a_run_goes_on_to_the_bit_and_on_other_meshes(
-    programs, steps, tmp_path, model, mesh, others
+    programs, store, tmp_path, model, mesh, others
 ):
     named = (*MODELS[model], "optimizer.ema_decay=0.9")
     program = programs(*named, *sizes(mesh), devices=8)
-    state, _ = steps(program, program.init(), 0, 3)
+    state, _ = take_steps(program, store, program.init(), 3)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(3, state, {"step": 3})
     checkpoints.wait()
-    end, metrics = steps(program, state, 3, 6)
-    again, found = steps(program, checkpoints.saved.restore(program.state), 3, 6)
+    end, metrics = take_steps(program, store, state, 3)
+    restored = checkpoints.saved.restore(program.state)
+    again, found = take_steps(program, store, restored, 3)
     assert [one["loss"] for one in found] == [one["loss"] for one in metrics]
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, end)))
     for other in others:
         elsewhere = programs(*named, *sizes(other), devices=8)
         there = checkpoints.saved.restore(elsewhere.state)
         assert jax.tree.map(lambda leaf: leaf.sharding, there) == elsewhere.shardings
-        _, found = steps(elsewhere, there, 3, 6)
+        _, found = take_steps(elsewhere, store, there, 3)
         for one, right in zip(found, metrics, strict=True):
             np.testing.assert_allclose(one["loss"], right["loss"], rtol=1e-5)
     checkpoints.close()

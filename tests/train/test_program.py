@@ -10,12 +10,10 @@ import pytest
 from data.config import DataConfig
 from model.choices import Position
 from model.config import ModelConfig
-from tests.train.conftest import losses_of
+from tests.train.conftest import CUBE, losses_of
 from train.config import Config
 from train.errors import ConfigError
 from train.program import settle
-
-CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +75,8 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     """Padding may be less than ours: 257 ids fit in a vocabulary of 257."""
     config = Config(model=ModelConfig(vocab_size=257))
     assert settle(config, 384, 257).model.vocab_size == 257
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"vocab_size = 257\n.*the 258 tokens"):
         settle(config, 384, 258)
-    (mistake,) = error.value.mistakes
-    assert (mistake.key, mistake.value) == ("model.vocab_size", 257)
-    assert "the 258 tokens" in mistake.rule
 
 
 def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):
@@ -90,20 +85,6 @@ def test_all_that_does_not_fit_the_devices_is_listed_at_once(programs):
         programs(*shape, "mesh.fsdp=8", devices=8)
     keys = {mistake.key for mistake in error.value.mistakes}
     assert keys == {"model.attention", "data.batch_size", "mesh.params.embed"}
-
-
-def test_so_is_it_where_the_mesh_is_none(programs):
-    """Sizes that do not multiply to the devices are still divided by."""
-    shape = ("model.embed_dim=32", "data.batch_size=8", "mesh.dcn.data=2")
-    with pytest.raises(ConfigError) as error:
-        programs(*shape, "mesh.data=-1", "mesh.fsdp=3", devices=8)
-    keys = [mistake.key for mistake in error.value.mistakes]
-    assert keys == ["mesh", "data.batch_size", "mesh.params.embed"]
-    with pytest.raises(ConfigError) as error:
-        programs(*shape, "mesh.data=6", "mesh.dcn.fsdp=3", devices=8)
-    found = {mistake.key: mistake.rule for mistake in error.value.mistakes}
-    assert list(found) == ["mesh", "mesh.dcn.fsdp", "mesh.dcn", "data.batch_size"]
-    assert found["data.batch_size"].endswith("nearest: 6 or 12")
 
 
 def test_no_activation_is_replicated_to_lie_elsewhere(programs, capfd):

@@ -11,9 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from data.batches import Order
 from model.gpt import GPT, params_of
+from tests.train.conftest import CUBE
 from train.step import make_gradients
-
-MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 
 def equations(jaxpr, inside=()):
@@ -42,31 +41,22 @@ def reduced(found, name):
 
 
 def test_copies_add_up_once_behind_all_microbatches(programs):
-    program = programs(*MESH, "train.accumulation_steps=2", devices=8)
+    program = programs(*CUBE, "train.accumulation_steps=2", devices=8)
     found = [*reduced(traced(program), "psum")]
     assert len(found) > 6
     assert not [inside for inside, _ in found if "scan" in inside]
 
 
 def test_with_one_microbatch_layers_add_up_in_their_backward_pass(programs):
-    found = [*reduced(traced(programs(*MESH, devices=8)), "psum")]
+    found = [*reduced(traced(programs(*CUBE, devices=8)), "psum")]
     inside = [aval.ndim for where, aval in found if "scan" in where]
     assert len(inside) == 6  # matrices of a layer of gpt_nano
     assert all(ndim >= 2 for ndim in inside)
 
 
-def test_the_heads_gradient_is_scattered_before_the_layers_begin(programs):
-    """Else all of it would live until they end."""
-    found = [e for e, _ in traced(programs(*MESH, devices=8))]
-    (barrier,) = [e for e in found if e.primitive.name == "optimization_barrier"]
-    head = programs(*MESH, devices=8).state.params["head"]["weight"]
-    size = head.size // 2  # of fsdp's two parts
-    assert [var.aval.size for var in barrier.invars][1:] == [size]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_matrices_travel_in_the_reduce_dtype(programs, dtype):
-    program = programs(*MESH, f"train.reduce_dtype={dtype}", devices=8)
+    program = programs(*CUBE, f"train.reduce_dtype={dtype}", devices=8)
     found = traced(program)
     for name in ("reduce_scatter", "psum"):
         dtypes = {str(aval.dtype) for _, aval in reduced(found, name) if aval.ndim > 2}
@@ -94,15 +84,12 @@ def close(a, b):
 
 @pytest.fixture(scope="module")
 def batch(programs, store):
-    return Order(store, programs(*MESH, devices=8).config.data, 0).read(0)
+    return Order(store, programs(*CUBE, devices=8).config.data, 0).read(0)
 
 
-@pytest.mark.parametrize(
-    "shape", [MESH, pytest.param(("mesh.fsdp=8",), marks=pytest.mark.slow)]
-)
-def test_rows_travel_or_the_table_does(programs, batch, shape):
+def test_rows_travel_or_the_table_does(programs, batch):
     """With the same gradient."""
-    program = programs(*shape, devices=8)
+    program = programs(*CUBE, devices=8)
     assert program.execution.placement.exchange_embedding_rows
     rows, names = run(program, batch)
     assert "all_to_all" in names
@@ -111,13 +98,8 @@ def test_rows_travel_or_the_table_does(programs, batch, shape):
     close(rows, table)
 
 
-@pytest.mark.parametrize(
-    "remat", [pytest.param("none", marks=pytest.mark.slow), "full"]
-)
-def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(
-    programs, batch, remat
-):
+def test_this_cpu_multiplies_rounded_weights_as_they_were_gathered(programs, batch):
     """XLA's CPU has no product for a bfloat16 operand with its dims moved."""
-    rounded = ("model.compute_dtype=bfloat16", f"train.remat={remat}")
+    rounded = ("model.compute_dtype=bfloat16", "train.remat=full")
     (loss, *_), _ = run(programs("mesh.fsdp=2", *rounded, devices=2), batch)
     assert np.isfinite(loss)

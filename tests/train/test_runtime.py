@@ -1,6 +1,5 @@
 """Which platform is chosen, and that nobody else is asked."""
 
-import importlib.util
 import os
 import platform
 import subprocess
@@ -12,14 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 from train.hardware.chips import CHIPS
-from train.runtime import _accelerators, compiler_options, cpu_prefers_bfloat16
+from train.runtime import compiler_options, cpu_prefers_bfloat16
 
 DEVICES = """
 from train.config import RuntimeConfig
 from train.runtime import set_up
-set_up(RuntimeConfig())
+set_up(RuntimeConfig(compilation_cache='~/xla'))
 import jax
 print(jax.devices()[0].platform)
+print(jax.config.jax_compilation_cache_dir)
 """
 
 
@@ -46,22 +46,6 @@ print(faults() - before)
 """
 
 
-@pytest.mark.parametrize("named", ["~/xla", "gs://bucket/xla"])
-def test_the_cache_of_compiled_programs_is_where_a_shell_has_it(tmp_path, named):
-    script = "import jax\nfrom train.config import RuntimeConfig\n"
-    script += "from train.runtime import set_up\n"
-    script += f"set_up(RuntimeConfig(compilation_cache={named!r}))\n"
-    script += "print(jax.config.jax_compilation_cache_dir)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == named.replace("~", str(tmp_path))
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 def test_a_step_finds_its_memory_where_the_last_one_left_it():
     done = subprocess.run(
@@ -69,27 +53,6 @@ def test_a_step_finds_its_memory_where_the_last_one_left_it():
     )
     pages = 4 * 4096**2 // 4096  # of one such step
     assert int(done.stdout) < 20 * pages / 4
-
-
-@pytest.mark.parametrize(
-    ("files", "there"),
-    [
-        (["null", "vfio"], False),
-        (["accel0"], True),
-        (["vfio/0"], True),
-        (["nvidia0"], True),
-        (["nvidiactl"], True),
-        (["kfd"], True),
-    ],
-)
-def test_what_is_no_cpu_has_a_device_file(tmp_path, monkeypatch, files, there):
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert _accelerators(tmp_path) is there
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert _accelerators(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +83,15 @@ def test_collectives_run_on_sparse_cores_where_that_hides_them(chip, asked, ther
     assert any("sparse_core" in name for name in options) is there
 
 
-@pytest.mark.skipif(_accelerators(Path("/dev")), reason="this machine is no mere CPU")
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_without_a_tpu_its_library_stays_silent(tmp_path):
+    """If libtpu is installed. The cache is where a shell has it."""
     left = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in left}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    environment["HOME"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", DEVICES], env=environment, capture_output=True, text=True
     )
-    assert (done.stdout, done.stderr) == ("cpu\n", "")
+    device, cache = done.stdout.split()
+    assert cache == f"{tmp_path}/xla"
+    if not list(Path("/dev").glob("nvidia*")):
+        assert (device, done.stderr) == ("cpu", "")

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from model.params import named
+from tests.train.conftest import CUBE
 from train.state import make_finite_check
-
-MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 )
 def test_values_that_are_not_finite_are_found_wherever_they_lie(programs, overrides):
     """In the last number of any array, of weights, moments or averages, on any mesh."""
-    program = programs(*MESH, *overrides, devices=8)
+    program = programs(*CUBE, *overrides, devices=8)
     state = jax.tree.map(
         lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding),
         program.state,

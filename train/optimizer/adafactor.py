@@ -46,9 +46,6 @@ def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
 
     There is no momentum. The step is relative to the parameter's root mean square, so a
     learning rate means the same at any width.
-
-    Args:
-        infos: tree of `ParamInfo`.
     """
 
     def init(params: Any) -> AdafactorState:

@@ -26,8 +26,7 @@ class Matrices(NamedTuple):
     def work(self, num_shards: tuple[int, int] = (1, 1)) -> int:
         """Return the multiplications of a Newton-Schulz step on one whole matrix.
 
-        Args:
-            num_shards: the number of parts of the rows and of the columns.
+        It has `num_shards` parts of its rows and of its columns.
         """
         rows, columns = self.rows * num_shards[0], self.columns * num_shards[1]
         short, long = min(rows, columns), max(rows, columns)
@@ -65,14 +64,9 @@ def assign(
 ) -> tuple[tuple[str, ...], list[Rounds]]:
     """Assign all matrices to the devices that hold parts of them, and to replicas.
 
-    Args:
-        parameters: the local parts of each parameter.
-        num_shards: the number of parts of the rows and of the columns.
-        replicas: sizes of the mesh axes along which devices hold the same parts.
-
-    Returns:
-        The axes of `replicas` along which devices take different matrices, because that
-        saves work, and the rounds.
+    `replicas` are sizes of the mesh axes along which devices hold the same parts.
+    Returns those along which devices take different matrices, because that saves work,
+    and the rounds.
     """
     axes, devices = (), math.prod(num_shards)
     rounds = _fill_rounds(parameters, num_shards, devices)
@@ -87,11 +81,8 @@ def assign(
 def _fill_rounds(
     parameters: Sequence[Matrices], num_shards: tuple[int, int], devices: int
 ) -> list[Rounds]:
-    order = sorted(
-        range(len(parameters)),
-        key=lambda i: parameters[i].work(num_shards),
-        reverse=True,
-    )
+    work = [matrices.work(num_shards) for matrices in parameters]
+    order = sorted(range(len(parameters)), key=lambda i: -work[i])
     remaining = {i: MatrixSpan(i, 0, parameters[i].count) for i in order}
     rounds = []
     while remaining:
@@ -114,11 +105,8 @@ def _fill_rounds(
             if stop == span.stop:
                 del remaining[i]
         entries = rows * columns * math.prod(num_shards)
-        batch = max(
-            n
-            for n in range(1, number + 1)
-            if number % n == 0 and (n == 1 or n * entries <= _MAX_BATCH_ENTRIES)
-        )
+        divisors = [n for n in range(1, number + 1) if number % n == 0]
+        batch = max(n for n in divisors if n == 1 or n * entries <= _MAX_BATCH_ENTRIES)
         rounds.append(Rounds(rows, columns, number // batch, batch, tuple(spans)))
     return rounds
 

@@ -42,26 +42,20 @@ def layer_by_layer(
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
-        local_grads, local_moments, local_params = (
-            _leaves_of(stack, tree) for tree in (grads, moments, params)
-        )
+        part = [_leaves_of(stack, tree) for tree in (grads, moments, params)]
         if stack is None:
-            local_params, local_moments, part_accepted = update(
-                local_grads, _to_device(local_moments, 2), local_params, 0
+            part_grads, part_moments, part_params = part
+            part_params, part_moments, part_accepted = update(
+                part_grads, _to_device(part_moments, 2), part_params, 0
             )
-            parts.append((local_params, _move(local_moments, 2, space)))
-        elif jax.tree.leaves(local_grads):
-            *part, part_accepted = _update_stack(
-                update,
-                local_grads,
-                local_moments,
-                local_params,
-                space=space,
-                in_place=in_place,
+            part_moments = _move(part_moments, 2, space)
+        elif jax.tree.leaves(part[0]):
+            part_params, part_moments, part_accepted = _update_stack(
+                update, *part, space=space, in_place=in_place
             )
-            parts.append((*part,))
         else:
             continue
+        parts.append((part_params, part_moments))
         accepted &= part_accepted
     params, moments = jax.tree.map(_present, *parts, is_leaf=_is_whole)
     return params, moments, accepted

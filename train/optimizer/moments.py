@@ -71,8 +71,7 @@ class MomentStorage:
         if self.dtype is MomentDtype.float32:
             return state
         key = key_of_step(self.seed, step)
-        pairs = jax.tree_util.tree_leaves_with_path(self.infos, is_leaf=is_info)
-        infos = dict(pairs)
+        infos = dict(jax.tree_util.tree_leaves_with_path(self.infos, is_leaf=is_info))
 
         def encode(path: Any, leaf: jax.Array) -> Any:
             suffixes = (path[start:] for start in range(len(path)))
@@ -165,13 +164,9 @@ def is_eight_bits(node: object) -> bool:
 def to_eight_bits(
     x: jax.Array, info: ParamInfo, signed: bool, bits: jax.Array
 ) -> EightBits:
-    """Round an array to codes stochastically.
+    """Round a float32 mean (signed) or mean square of a parameter to codes.
 
-    Args:
-        x: float32, with the parameter's shape.
-        info: the parameter's metadata.
-        signed: True for a mean, False for a mean square.
-        bits: random uint32 with the same shape.
+    `bits` are random uint32 with the same shape.
     """
     size, first, split = jnp.abs(x), info.stack, info.split
     is_vector = split == x.ndim

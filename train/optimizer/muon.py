@@ -28,27 +28,19 @@ def muon(
     mesh: Mesh | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformation:
-    """Return the transformation of gradients into updates, for matrices.
+    """Return the transformation of gradients into updates, for matrices only.
 
-    Args:
-        config: rates, momentum and decay.
-        infos: tree of `ParamInfo`. Only matrices are updated.
-        compute_dtype: the dtype of the products' operands and of the exchange.
-        mesh: the devices that share the work; None for one device.
-        specs: tree of the parameters' PartitionSpecs on the mesh.
+    The operands of products and the parts that devices exchange have the compute dtype.
+    The devices of the mesh share the work. None means one device.
     """
     leaves = jax.tree.leaves(infos, is_leaf=is_info)
     matrices = [info for info in leaves if info.kind is Kind.matrix]
     function = partial(orthogonalize, compute_dtype=compute_dtype)
 
     def locally(arrays: list[jax.Array]) -> list[jax.Array]:
-        stacks = [
-            x.reshape(-1, *_fans(x.shape, info))
-            for x, info in zip(arrays, matrices, strict=True)
-        ]
         return [
-            function(stack).reshape(x.shape)
-            for stack, x in zip(stacks, arrays, strict=True)
+            function(x.reshape(-1, *_fans(x.shape, info))).reshape(x.shape)
+            for x, info in zip(arrays, matrices, strict=True)
         ]
 
     def on_mesh(arrays: list[jax.Array]) -> list[jax.Array]:

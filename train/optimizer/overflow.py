@@ -39,21 +39,13 @@ def may_overflow(config: OptimizerConfig) -> bool:
     )
 
 
-def rounded_up(x: jax.Array) -> jax.Array:
-    """Return a bound of the values that x may be rounded to."""
-    return 1.01 * x  # rounding to bfloat16 adds less
-
-
 def num_overflows(
     new: Any, old: Any, bound: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Count the entries of a tree that an update makes useless.
+    """Count the entries of which an update makes the bound overflow.
 
-    Args:
-        new: the values to be written, before they are rounded.
-        old: the values that they replace.
-        bound: a function of an entry that must be finite. Norms need the squares of
-            weights.
+    `new` are the values to be written, before they are rounded. `bound` is a function
+    of an entry that must be finite.
     """
 
     def count(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -51,11 +51,9 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def entry_ids(shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
-    """Return a uint32 for each entry; they are distinct for up to 2**32 entries.
+    """Return a uint32 for each entry of an array, or of a part as in `random_bits`.
 
-    Args:
-        shape: the shape of an array, or of a part of it.
-        first: the index along the first dim at which that part begins.
+    They are distinct for up to 2**32 entries.
     """
     ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
     row_stride = math.prod(shape[1:]) * stride % 2**32

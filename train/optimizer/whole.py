@@ -31,12 +31,12 @@ def on_whole_matrices(
     mesh: Mesh,
     dtype: DTypeLike,
 ) -> list[jax.Array]:
-    """Return function(matrix) for every matrix of some parameters.
+    """Return function(matrix) for every matrix of some float32 parameters.
 
     Args:
         function: maps float32 stacks [L, I, O], matrix by matrix. It must commute with
             padding by zeros, with permutations of rows or columns, and with transposes.
-        arrays: float32, with the shapes of the parameters.
+        arrays: the parameters.
         infos: the metadata of each parameter.
         specs: the sharding of each parameter on the mesh.
         mesh: its devices share the work.
@@ -130,14 +130,12 @@ class _Exchange(NamedTuple):
         Devices along axes that shard nothing hold the same parts. If that needs fewer
         rounds, they take different matrices and gather the results.
         """
-        num_parts = (
-            self._num_shards(self.axes.rows),
-            self._num_shards(self.axes.columns),
-        )
+        num_rows = self._num_shards(self.axes.rows)
+        num_columns = self._num_shards(self.axes.columns)
         sharded = {axis for axes in self.axes for axis in axes}
         replicas = {axis: n for axis, n in self.sizes.items() if axis not in sharded}
         shared, assigned = assign(
-            [Matrices(*part.shape) for part in parts], num_parts, replicas
+            [Matrices(*part.shape) for part in parts], (num_rows, num_columns), replicas
         )
         results = [list[jax.Array]() for _ in parts]
         for rounds in assigned:
@@ -163,7 +161,8 @@ class _Exchange(NamedTuple):
         along `shared`, then along the sharding axes), then within its batch.
         """
         owners = self.axes.rows + self.axes.columns
-        in_rows, in_columns = map(self._num_shards, (self.axes.rows, self.axes.columns))
+        in_rows = self._num_shards(self.axes.rows)
+        in_columns = self._num_shards(self.axes.columns)
         shape = (
             *(rounds.number, self._num_shards(shared), in_rows * in_columns),
             *(rounds.batch, *x.shape[1:]),

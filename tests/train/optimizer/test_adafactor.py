@@ -27,8 +27,6 @@ def test_of_single_arrays_it_is_optaxs():
 
 
 def test_a_stack_is_its_matrices_and_heads_are_outputs():
-    """With decay, which is the rate's, and not of vectors."""
-    config = replace(ADAFACTOR, weight_decay=0.1)
     shape = {"matrix": (2, 8, 3, 4), "vector": (2, 8)}
     axes = ("embed", "heads", "head_dim")
     stacked = {
@@ -44,7 +42,7 @@ def test_a_stack_is_its_matrices_and_heads_are_outputs():
     size = jnp.array([1.0, 1e3])  # of a layer: a limit that both share would show
     for grad in grads:
         grad["matrix"] *= size[:, None, None, None]
-    (_, (found, state)) = take_steps(config, params, 2, infos=stacked, grads=grads)
+    (_, (found, state)) = take_steps(ADAFACTOR, params, 2, infos=stacked, grads=grads)
     kept = [leaf.shape for leaf in jax.tree.leaves(state.transform) if leaf.ndim]
     assert sorted(kept) == [(2, 1, 3, 4), (2, 8), (2, 8, 1, 1)]
 
@@ -55,15 +53,12 @@ def test_a_stack_is_its_matrices_and_heads_are_outputs():
     for layer in range(2):
         own = [of(grad, layer) for grad in grads]
         start = of(params, layer)
-        (_, (single, _)) = take_steps(config, start, 2, infos=alone, grads=own)
+        (_, (single, _)) = take_steps(ADAFACTOR, start, 2, infos=alone, grads=own)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
             of(found, layer),
             single,
         )
-    undecayed = take_steps(ADAFACTOR, params, 2, infos=stacked, grads=grads)[-1][0]
-    np.testing.assert_array_equal(found["vector"], undecayed["vector"])
-    assert (found["matrix"] != undecayed["matrix"]).any()
 
 
 def test_padding_of_the_vocabulary_changes_no_step():

@@ -13,14 +13,14 @@ def llama3_8b(fsdp: int, tensor: int = 1) -> list[Matrices]:
     return [Matrices(32, 4096 // fsdp, width // tensor) for width in widths]
 
 
-def busiest(rounds, ways):
-    """Multiplications of all rounds, and bytes of bfloat16 parts each way."""
-    whole = [Matrices(r.number * r.batch, r.rows, r.columns) for r in rounds]
-    work = sum(m.count * m.work(ways) for m in whole)
-    return work, 2 * sum(math.prod(m) for m in whole) * math.prod(ways)
+def busiest(rounds, ways) -> int:
+    """Multiplications of all rounds."""
+    return sum(
+        r.number * r.batch * Matrices(1, r.rows, r.columns).work(ways) for r in rounds
+    )
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 8, 24, 64, 100, 224, 256])
+@pytest.mark.parametrize("devices", [1, 3, 64, 100, 256])
 def test_every_matrix_is_taken_once(devices):
     parameters = llama3_8b(1)
     _, rounds = assign(parameters, (1, 1), {"data": devices})
@@ -47,16 +47,14 @@ def test_every_matrix_is_taken_once(devices):
 def test_the_busiest_device_has_little_more_than_its_share(ways, most):
     parameters = llama3_8b(*ways)
     all_work = sum(m.count * m.work(ways) for m in parameters)
-    work, _ = busiest(assign(parameters, ways, {})[1], ways)
+    work = busiest(assign(parameters, ways, {})[1], ways)
     assert work * math.prod(ways) <= most * all_work
 
 
 def test_with_more_devices_than_matrices_there_is_one_round():
-    """One matrix of 4,096 x 14,336 each, 0.12 GB there and back."""
+    """Each has one matrix of 4,096 x 14,336."""
     (rounds,) = assign(llama3_8b(256), (256, 1), {"data": 2})[1]
-    work, size = busiest([rounds], (256, 1))
-    assert work == Matrices(1, 4096, 14336).work()
-    assert size == 2 * 4096 * 14336
+    assert busiest([rounds], (256, 1)) == Matrices(1, 4096, 14336).work()
 
 
 def test_copies_help_only_where_that_saves_work():

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from model.params import Kind, ParamInfo
@@ -19,20 +17,19 @@ from tests.train.optimizer.test_update import (
     draw,
     take_steps,
 )
-from train.config import MomentDtype, OptimizerName
+from train.config import MomentDtype
 from train.optimizer.moments import from_eight_bits, is_eight_bits, to_eight_bits
 from train.optimizer.rounding import key_of_step, random_bits
 from train.optimizer.update import make_optimizer
 
 MATRIX = ParamInfo(("layers", "embed", "heads", "head_dim"), Kind.matrix, 1)
-VECTOR = ParamInfo(("layers", "embed"), Kind.vector)
 SHAPE = (2, 6, 3, 4)
 
 
-def kept(x, signed: bool, step: int = 0, info=MATRIX) -> np.ndarray:
+def kept(x, signed: bool, step: int = 0) -> np.ndarray:
     """Round an array to eight bits and back."""
     bits = random_bits(key_of_step(0, step), "w", x.shape)
-    packed = to_eight_bits(jnp.asarray(x, jnp.float32), info, signed, bits)
+    packed = to_eight_bits(jnp.asarray(x, jnp.float32), MATRIX, signed, bits)
     assert packed.codes.dtype == (jnp.int8 if signed else jnp.uint8)
     return np.asarray(from_eight_bits(packed), np.float64)
 
@@ -75,16 +72,9 @@ def test_zeros_stay_zero_and_one_huge_entry_coarsens_no_other(signed):
     found = kept(x, signed)
     assert not found[:, 0].any()
     np.testing.assert_allclose(found[x > 0], x[x > 0], rtol=1e-6)
-    vector = np.array([[0.0, 1e-30, 1.0], [0.0, 0.0, 0.0]])
-    found = kept(vector, signed, info=VECTOR)
-    assert found[0, 2] == 1
-    assert not found[1].any()
-    assert (found[0, :2] <= (255**-4 if not signed else 127**-2) * 1.001).all()
 
 
-@pytest.mark.parametrize(
-    "size", [1e-30, *(pytest.param(s, marks=pytest.mark.slow) for s in (1e-12, 1e15))]
-)
+@pytest.mark.parametrize("size", [1e-30, pytest.param(1e15, marks=pytest.mark.slow)])
 def test_gradients_of_any_size_move_weights_as_in_float32(size):
     grads = [jax.tree.map(lambda g: g * size, draw(step)) for step in range(1, 5)]
     exact, ours = (
@@ -147,20 +137,10 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
         average = state.average[name]
         assert average.dtype == jnp.float32
         assert float(jnp.mean(average)) == pytest.approx(1 - 19e-4, abs=3e-4)
-    moments = optax.tree_utils.tree_get(state.transform, "mu")
-    assert {m.dtype for m in moments.values()} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize(
-    ("name", "apart"),
-    [
-        (OptimizerName.adamw, True),
-        pytest.param(OptimizerName.lion, True, marks=pytest.mark.slow),
-        (OptimizerName.adafactor, False),
-    ],
-)
-def test_an_update_by_layers_is_that_of_all_at_once(name, apart):
-    """As GPUs update moments of eight bits; Adafactor has none, only matrices whole."""
+def test_an_update_by_layers_is_that_of_all_at_once():
+    """As GPUs update moments of eight bits."""
     infos = {
         "layers": {
             "matrix": ParamInfo(("layers", "embed", "mlp"), Kind.matrix, 1),
@@ -173,18 +153,14 @@ def test_an_update_by_layers_is_that_of_all_at_once(name, apart):
     def drawn(seed: int) -> dict:
         return {"layers": draw(seed, layers), **draw(seed, {"table": (10, 8)})}
 
-    config = replace(ADAMW, name=name, moment_dtype=MomentDtype.int8)
+    config = replace(ADAMW, moment_dtype=MomentDtype.int8)
     results = []
     for platform in ("cpu", "gpu"):
         optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
-        assert optimizer.by_layer == (apart and platform == "gpu")
+        assert optimizer.by_layer == (platform == "gpu")
         params = drawn(0)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(3):
             params, state, _ = update(drawn(step + 1), 1.0, state, params, step)
         results.append(params)
-    staged = SimpleNamespace(shape={"pipeline": 2})
-    stages = make_optimizer(config, LEVEL, 3, infos, mesh=staged, platform="gpu")
-    assert not stages.by_layer
-    close = partial(np.testing.assert_allclose, rtol=1e-6)
-    jax.tree.map(close, *results)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *results)

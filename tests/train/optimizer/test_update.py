@@ -105,21 +105,14 @@ def test_muon_of_stacked_layers_is_muon_of_each_layer():
         assert (singular < 1.3 * expected).all()
 
 
-@pytest.mark.parametrize(
-    ("axes", "inputs", "flat"),
-    [
-        (("embed", "heads", "head_dim"), 1, (8, 12)),
-        (("heads", "head_dim", "embed"), 2, (24, 4)),
-    ],
-)
-def test_muon_sees_heads_as_the_matrix_that_they_are(axes, inputs, flat):
+@pytest.mark.parametrize(("inputs", "flat"), [(1, (8, 12)), (2, (24, 4))])
+def test_muon_sees_heads_as_the_matrix_that_they_are(inputs, flat):
     rng = np.random.default_rng(0)
     shape = (8, 3, 4) if inputs == 1 else (3, 8, 4)
     weight, grads = jnp.array(rng.normal(size=(2, *shape)), jnp.float32)
-    heads = muon_update(weight, ParamInfo(axes, Kind.matrix, inputs), grads)
-    matrix = muon_update(
-        weight.reshape(flat), ParamInfo(("a", "b"), Kind.matrix, 1), grads.reshape(flat)
-    )
+    heads = muon_update(weight, ParamInfo(("a", "b", "c"), Kind.matrix, inputs), grads)
+    info = ParamInfo(("a", "b"), Kind.matrix, 1)
+    matrix = muon_update(weight.reshape(flat), info, grads.reshape(flat))
     np.testing.assert_allclose(heads.reshape(flat), matrix, atol=2e-6)
 
 
@@ -132,24 +125,19 @@ def test_muon_is_for_matrices_only():
 
 
 @pytest.mark.parametrize("name", ["cosine", "wsd"])
-@pytest.mark.parametrize("final", [0.0, 0.1])
-def test_a_schedule_ends_at_its_final_fraction_exactly(name, final):
+def test_a_schedule_ends_at_its_final_fraction_exactly(name):
     """As the step computes it: compiled, of a step that the compiler does not know."""
-    config = ScheduleConfig(Schedule(name), warmup_steps=100, final_fraction=final)
+    config = ScheduleConfig(Schedule(name), warmup_steps=100, final_fraction=0.1)
     rate = jax.jit(make_schedule(config, 1600))
-    assert float(rate(1599)) > final
-    assert [float(rate(step)) for step in (1600, 5000)] == [np.float32(final)] * 2
+    assert float(rate(1599)) > 0.1
+    assert [float(rate(step)) for step in (1600, 5000)] == [np.float32(0.1)] * 2
 
 
 @pytest.mark.parametrize(
     ("name", "extra", "points"),
     [
         ("constant", {}, {0: 0.1, 4: 0.5, 9: 1, 10: 1, 99: 1, 500: 1}),
-        (
-            "cosine",
-            {},
-            {0: 0.1, 9: 1, 10: 1, 55: 0.55, 100: 0.1, 500: 0.1},
-        ),
+        ("cosine", {}, {0: 0.1, 9: 1, 10: 1, 55: 0.55, 100: 0.1, 500: 0.1}),
         ("wsd", {}, {0: 0.1, 9: 1, 70: 1, 85: 0.55, 100: 0.1, 500: 0.1}),
         ("wsd", {"decay_steps": 20}, {9: 1, 80: 1, 90: 0.55, 100: 0.1}),
         ("wsd", {"final_fraction": 0.0}, {70: 1, 85: 0.5, 100: 0}),
@@ -170,22 +158,6 @@ def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
     for step, value in {start: 1, (start + 120) // 2: 0.5, 120: 0, 200: 0}.items():
         assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6)
     assert config.falls_from(120) == start
-
-
-def test_without_warmup_the_first_step_is_whole():
-    assert float(make_schedule(LEVEL, 10)(jnp.int32(0))) == 1
-
-
-def test_a_run_that_goes_on_keeps_its_first_schedule(configure, programs):
-    from train.program import make_program
-
-    first = programs("schedule=cosine")
-    longer = replace(first.config, train=replace(first.config.train, num_steps=1000))
-    longer = make_program(longer, first.mesh.devices.flat[:1], schedule_steps=20)
-    for step in (0, 5, 19, 20, 500):
-        rates = [float(p.optimizer.learning_rate(step)) for p in (first, longer)]
-        assert rates[0] == rates[1]
-    assert rates[0] == pytest.approx(0.1 * first.config.optimizer.learning_rate)
 
 
 @pytest.mark.parametrize("length", [0.5, 10.0])
@@ -217,11 +189,10 @@ def same(a, b) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("average", [None, 0.9])
 @pytest.mark.parametrize("name", OptimizerName)
-def test_an_update_that_overflows_writes_nothing(name, average):
+def test_an_update_that_overflows_writes_nothing(name):
     """Gradients are finite, and so is the first step; the second has a huge rate."""
-    config = replace(ADAMW, name=name, ema_decay=average)
+    config = replace(ADAMW, name=name, ema_decay=0.9)
     steep = replace(config, learning_rate=3e38, muon_learning_rate=3e38)
     optimizer, overflowing = (
         make_optimizer(one, LEVEL, 2, INFOS) for one in (config, steep)
