@@ -37,17 +37,16 @@ def test_both_give_the_same_answers_to_each_example(
     ours.params = jax.device_put(params, program.shardings.params)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
     path = write_tasks(tmp_path / "tasks")
-    with jax.set_mesh(program.mesh):
-        mine, its = (
-            simple_evaluate(
-                model,
-                tasks=NAMES,
-                num_fewshot=num_fewshot,
-                task_manager=TaskManager(include_path=path, include_defaults=False),
-                bootstrap_iters=10,
-            )
-            for model in (ours, theirs)
+    mine, its = (
+        simple_evaluate(
+            model,
+            tasks=NAMES,
+            num_fewshot=num_fewshot,
+            task_manager=TaskManager(include_path=path, include_defaults=False),
+            bootstrap_iters=10,
         )
+        for model in (ours, theirs)
+    )
     for name in NAMES:
         own = {row["doc_id"]: row for row in mine["samples"][name]}
         assert len(own) == len(its["samples"][name]) > 5

@@ -16,7 +16,6 @@ from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
 from data.tokenizer_json import tokenizer_config, tokenizer_json
 from model.gpt import GPT, abstract_gpt, params_of
 from model.params import named, param_infos
-from model.placement import ONE_DEVICE
 from tests.data.test_tokenizer_folder import TEXTS
 from tests.train.pretrained.test_export import BYTES, MODELS, export
 from train.cli.command import compose
@@ -26,6 +25,7 @@ from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
 from train.pretrained.tensors import Parts
 from train.sample.generate import Sampling, generate
+from train.sample.prompts import make_decoder
 from train.step import make_gradients
 
 transformers = pytest.importorskip("transformers")
@@ -127,17 +127,11 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
         said = theirs.generate(prompt, **more)[0, 16:].tolist()
     with jax.set_mesh(program.mesh):
         state = start_from(str(tmp_path), program)
-        execution = program.execution._replace(placement=ONE_DEVICE)
+        decoder = make_decoder(program, BYTES.n_vocab, Sampling(temperature=0.0), 1)
         (ids,) = generate(
-            program.model,
-            state.params,
-            tokens[:1, :16],
-            np.array([16]),
-            jax.random.key(0),
-            12,
-            BYTES.n_vocab,
-            Sampling(temperature=0.0),
-            execution,
+            *(decoder, state.params, tokens[:1, :16], np.array([16])),
+            key=jax.random.key(0),
+            num_tokens=12,
         )
         _, metrics = program.train_step(state, place(batch, program.batch))
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)
