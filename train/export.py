@@ -57,8 +57,6 @@ def main(config: ExportConfig) -> int:
             or `tokenizers` is not installed.
         DataError: if a written tokenizer would not return the same ids.
     """
-    import jax
-
     from train.distributed.processes import join
     from train.load_run import load_run
     from train.pretrained.families import family_of
@@ -74,17 +72,15 @@ def main(config: ExportConfig) -> int:
     folder = empty_folder(config.output or "")
     is_leader = join(config.distributed, lambda: None).is_leader
     program, sources, step, params = load_run(config.run, config.runtime, config.step)
-    with jax.set_mesh(program.mesh):
-        dtype = config.dtype or program.config.model.param_dtype
-        written = write_folder(
-            folder,
-            program,
-            params,
-            sources,
-            step,
-            dtype=str(dtype),
-            with_tokenizer=config.tokenizer,
-        )
+    written = write_folder(
+        folder,
+        program,
+        params,
+        sources,
+        step,
+        dtype=str(config.dtype or program.config.model.param_dtype),
+        with_tokenizer=config.tokenizer,
+    )
     if is_leader:
         print(f"exported    {folder}, step {step:,}: {written}")
     return 0

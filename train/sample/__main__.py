@@ -139,8 +139,8 @@ def main(config: SampleConfig) -> int:
     rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
     compiled_s = [0.0]
 
-    def note(event: str, duration_s: float, **_: str | int) -> None:
-        compiled_s.append(duration_s * (event in _COMPILING))
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        compiled_s.append(duration_secs * (event in _COMPILING))
 
     monitoring.register_event_duration_secs_listener(note)
     began = time.monotonic()

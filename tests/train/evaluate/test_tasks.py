@@ -15,6 +15,7 @@ from data.tokenizer import load_tokenizer
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from tests.train.evaluate.task_files import NAMES, write_tasks
+from tests.train.pretrained.conftest import perturbed
 from train.config import EvalSet, RunConfig
 from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
@@ -44,11 +45,7 @@ def asked(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def params(programs):
-    params = params_of(GPT(programs(*SMALL, devices=1).config.model, nnx.Rngs(4)))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-    return jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
-    )
+    return perturbed(programs(*SMALL, devices=1).config.model, seed=4)
 
 
 def of_requests(program, params, requests):
