@@ -228,7 +228,7 @@ def _other_settings(
             is_set = there is not None or (name in their and name in NULL_IS_NONE)
             if is_set and there != value:
                 key = f"model.{keys[name]}" if name in keys else name
-                if name == "layer_types":
+                if name == "layer_types" and there is not None:
                     value, there = pattern_of(value), pattern_of(there)
                 pair = ("none" if x == "default" else x for x in (value, there))
                 differing[key] = next(pair), next(pair)

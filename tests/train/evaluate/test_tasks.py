@@ -26,7 +26,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
-from train.evaluate.harness import HarnessModel, generation, row_lengths, windows_of
+from train.evaluate.harness import HarnessModel, generation, windows_of
 
 BYTES = load_tokenizer("bytes")
 SMALL = ("model.num_layers=1", "data.sequence_length=64")
@@ -133,12 +133,6 @@ def test_whole_texts_are_cut_as_the_harness_cuts_them(count):
     theirs = [*map(make_disjoint_window, get_rolling_token_windows(tokens, 0, 8, 1))]
     ours = [(before, part) for _, before, part in windows_of(0, [0], tokens, 8)]
     assert ours == theirs
-
-
-def test_rows_have_few_lengths_of_whole_blocks(programs):
-    assert row_lengths(64, programs(*SMALL, devices=1)) == [64]
-    assert row_lengths(1024, programs(*SMALL, devices=1)) == [1024, 512, 256, 128]
-    assert row_lengths(384, programs(*SMALL, devices=1)) == [384]
 
 
 def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, capfd):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import tracemalloc
 
 import jax.numpy as jnp
@@ -16,10 +15,8 @@ from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
 from tests.train.pretrained.conftest import BYTES, LENGTH, MODELS, export, perturbed
-from train.cli.command import compose, config_yaml
-from train.config import RunConfig
+from train.cli.command import compose
 from train.errors import ConfigError
-from train.export import ExportConfig, main
 from train.pretrained import weights
 from train.pretrained.families import family_of
 from train.pretrained.folder import empty_folder, exported_settings
@@ -134,20 +131,6 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         with pytest.raises(ConfigError, match="must be") as error:
             family_of(composed(*overrides).model)
         assert {mistake.key for mistake in error.value.mistakes} == expected
-
-
-@pytest.mark.parametrize(
-    ("preset", "said"), [("gpt_nano", "the family that fits"), ("llama_nano", "pip")]
-)
-def test_the_family_is_asked_for_before_any_package(
-    composed, tmp_path, monkeypatch, preset, said
-):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    config = composed(f"model={preset}")
-    (tmp_path / "config.yaml").write_text(config_yaml(config))
-    asked = ExportConfig(RunConfig(dir=str(tmp_path)), output=f"{tmp_path}/out")
-    with pytest.raises(ConfigError, match=said):
-        main(asked)
 
 
 @pytest.mark.parametrize(
