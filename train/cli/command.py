@@ -98,16 +98,15 @@ class _Formatter(logging.Formatter):
     """Format log records without the secrets in them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record, with its traceback if it has one."""
+        """Return the masked line of a record, with its traceback if it has one."""
         return mask(super().format(record))
 
 
 def configure_logging() -> None:
     """Send logs to stderr, ours from INFO on and those of libraries from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
-    )
+    line = "%(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(_Formatter(line, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)

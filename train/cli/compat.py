@@ -19,26 +19,19 @@ from omegaconf import DictConfig
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """Return the parser of Hydra's flags.
-
-    Hydra 1.3.8. A public parser would remove it.
-    """
+    """Return the parser of Hydra's flags (Hydra 1.3.8, which has no public one)."""
     return get_args_parser()
 
 
 def flag_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the flags of a parser.
-
-    Python 3.11 to 3.13. argparse has no public list of them.
-    """
+    """Return the flags of a parser (Python 3.11 to 3.13, which have no public list)."""
     return parser._actions
 
 
 def override_parser(loader: Any = None) -> OverridesParser:
-    """Return Hydra's parser of overrides; sweeps over groups need the loader.
+    """Return Hydra's parser of overrides (Hydra 1.3.8, importable but undocumented).
 
-    Hydra 1.3.8, importable but undocumented. An override parser among Hydra's public
-    API would remove it.
+    Sweeps over groups need the loader.
     """
     return OverridesParser.create(config_loader=loader)
 
@@ -46,8 +39,8 @@ def override_parser(loader: Any = None) -> OverridesParser:
 def config_loader() -> Any:
     """Return the loader of presets of the initialised Hydra.
 
-    Hydra 1.3.8. `hydra.compose` alone does not say which preset set a key, nor which
-    choice is wrong; if it did, this and the next three functions could go.
+    Hydra 1.3.8. `hydra.compose` says neither which preset set a key, nor which choice
+    is wrong; if it did, this and the next three functions could go.
     """
     return GlobalHydra.instance().config_loader()
 
@@ -72,10 +65,9 @@ def load_preset(loader: Any, path: str) -> Any:
 
 
 def node_of(tree: DictConfig, key: str) -> Any:
-    """Return the node under a dotted key, its interpolations unresolved, or None.
+    """Return the node under a dotted key, or None.
 
-    OmegaConf 2.3. `OmegaConf.select` resolves interpolations; an option not to would
-    remove it.
+    OmegaConf 2.3. `OmegaConf.select` would resolve interpolations.
     """
     node: Any = tree
     for name in key.split(".") if key else ():
@@ -86,9 +78,8 @@ def node_of(tree: DictConfig, key: str) -> Any:
 def strict_validator(schema: type) -> Any:
     """Return a function that makes a dataclass of `(values,)`, refusing unknown keys.
 
-    pydantic 2.14. A type adapter of a plain dataclass accepts no config of its own, but
-    one of a tuple that holds the dataclass does. It would go if `TypeAdapter` took
-    `extra="forbid"` for dataclasses.
+    pydantic 2.14. A type adapter of a plain dataclass accepts no `extra="forbid"`, but
+    one of a tuple that holds the dataclass does.
     """
     from pydantic import ConfigDict, TypeAdapter  # slow: help needs none of it
 
@@ -98,8 +89,5 @@ def strict_validator(schema: type) -> Any:
 
 
 def run_exit_functions() -> None:
-    """Call everything that is registered with `atexit`.
-
-    Python 3.11 to 3.13. An exit that does not wait for threads would remove it.
-    """
+    """Call everything that is registered with `atexit` (Python 3.11 to 3.13)."""
     atexit._run_exitfuncs()

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train.cli.compat import node_of, override_parser
-from train.cli.flags import flag_mistakes, is_sweep, parse_flags, without_spaced
+from train.cli.flags import flag_mistakes, is_sweep, parse_flags
 from train.cli.hints import (
     did_you_mean,
     keys_of,
@@ -81,9 +81,8 @@ def check_command_line(
         ConfigError: with every mistake, first in the order of the arguments, then in
             the order of the config.
     """
-    argv, mistakes = without_spaced(argv)
     flags = parse_flags(argv)
-    mistakes += flag_mistakes(flags)
+    mistakes = flag_mistakes(flags)
     helps = flags.help or flags.hydra_help or flags.info
     if flags.shell_completion or (helps and not flags.overrides and not mistakes):
         return None
@@ -98,9 +97,8 @@ def check_command_line(
     if mistakes:
         typed = [text.lstrip("+~").partition("=")[0] for text in flags.overrides]
         sections = [field.name for field in fields(schema)]
-        raise ConfigError(
-            sorted(mistakes, key=lambda m: _place(m.key, typed, sections))
-        )
+        mistakes.sort(key=lambda mistake: _place(mistake.key, typed, sections))
+        raise ConfigError(mistakes)
     return configs[0]
 
 
@@ -135,8 +133,7 @@ class _Check:
                 overrides = [self.parser.parse_override(single) for single in texts]
                 if not sweep:
                     rule = "is a sweep: add --multirun, or for a list write "
-                    self._add(key, value, f"{rule}{key}=[{value}]")
-                    return []
+                    return self._add(key, value, f"{rule}{key}=[{value}]")
         except HydraException as error:
             if "=" in text or text[:1] == "~":
                 rule = f"cannot be read: {why(error)}\n"
@@ -145,8 +142,7 @@ class _Check:
                 names = [*self.presets.groups, *keys_of(self.schema)]
                 rule = "is not key=value"
                 rule += "" if key in names else did_you_mean(similar_names(key, names))
-            self._add(key, value, rule)
-            return []
+            return self._add(key, value, rule)
         return [override for override in overrides if self._fits(override)]
 
     def job(self, overrides: Sequence[Override]) -> Any:
@@ -199,11 +195,8 @@ class _Check:
             is_entry = key in typed and type_of(self.schema, table)[1]
             is_unknown = section in self.rejected and not is_entry
             is_section_of_wrong = any(k.startswith(f"{key}.") for k in wrong_keys)
-            if not (
-                is_unknown
-                or is_section_of_wrong
-                or wrong_keys & {key, *mistake.related}
-            ):
+            follows = wrong_keys & {key, *mistake.related}
+            if not (is_unknown or is_section_of_wrong or follows):
                 self._record(mistake)
 
     def _options(self, override: Override) -> list[str]:
@@ -226,8 +219,10 @@ class _Check:
             self.rejected |= {key} & self.presets.choices.keys()
         return not rule
 
-    def _add(self, key: str, value: object, rule: str) -> None:
+    def _add(self, key: str, value: object, rule: str) -> list[Override]:
+        """Record a mistake; no override remains of the argument."""
         self._record(Mistake(key, value, rule))
+        return []
 
     def _record(self, mistake: Mistake) -> None:
         if mistake not in self.mistakes:
@@ -258,13 +253,11 @@ def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
     section, node = node_of(tree, parent), node_of(tree, key)
     in_table = type_of(schema, parent)[1] and isinstance(section, DictConfig)
     if override.is_delete():
-        if node is None and in_table:
-            rule = f"there is no such key; {parent} has {', '.join(section)}"
-            return Mistake(key, "", rule)
-        if node is None:
-            return unknown_key(schema, key)
         if not in_table:
             rule = "cannot be removed; leave it out, and it has its default"
+            return unknown_key(schema, key) if node is None else Mistake(key, "", rule)
+        if node is None:
+            rule = f"there is no such key; {parent} has {', '.join(section)}"
             return Mistake(key, "", rule)
         section.pop(name)
         return None

@@ -4,7 +4,7 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from math import inf
@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
 from data.config import INT32_MAX
-from train.cli.other_trainers import called_here, key_of, name_here
+from train.cli.other_trainers import translate
 from train.errors import Mistake
 
 
@@ -53,14 +53,10 @@ def bare_type(hint: Any) -> Any:
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, each with its annotations."""
-    if typing.get_origin(hint) is typing.Annotated:
-        inner = typing.get_args(hint)[0]
-        hint = inner if _is_union(inner) else hint
-    return typing.get_args(hint) if _is_union(hint) else (hint,)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+    is_annotated = typing.get_origin(hint) is typing.Annotated
+    inner = typing.get_args(hint)[0] if is_annotated else hint
+    is_union = typing.get_origin(inner) in (types.UnionType, typing.Union)
+    return typing.get_args(inner) if is_union else (hint,)
 
 
 def keys_of(schema: type, prefix: str = "") -> list[str]:
@@ -77,8 +73,9 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
     """Return the mistake of a key that does not exist, with keys that may be meant."""
     keys = keys_of(schema)
     rule, parent = "there is no such key", key.rpartition(".")[0]
-    if name := name_here(key, keys):
-        return Mistake(key, value, f"{rule}; {called_here(name)}", (key_of(name),))
+    sentence, translated = translate(key, keys)
+    if sentence:
+        return Mistake(key, value, f"{rule}; {sentence}", translated)
     section = type_of(schema, parent)[0]
     siblings = fields(section) if is_dataclass(section) and parent else ()
     known_keys = sorted({*keys, *(f"{parent}.{field.name}" for field in siblings)})
@@ -123,10 +120,8 @@ def _initials(name: str) -> str:
 
 
 def must_be(words: str, schema: type, key: str) -> str:
-    """Return the rule that a value must be `words`, and what its key means.
-
-    The key may have places in lists, such as `profile.steps[0]`.
-    """
+    """Return the rule that a value must be `words`, and what its key means."""
+    # A key may have places in lists, such as `profile.steps[0]`.
     text = meaning_of(schema, key.replace("[", ".").replace("]", ""))
     text = text or meaning_of(schema, key.partition("[")[0])
     return f"must be {words}\n({text})" if text else f"must be {words}"
@@ -134,8 +129,7 @@ def must_be(words: str, schema: type, key: str) -> str:
 
 def meaning_of(schema: type, key: str) -> str:
     """Return the `Doc` of a key; empty for a section, or if there is no such key."""
-    hint = type_of(schema, key)[0]
-    notes = getattr(hint, "__metadata__", ())
+    notes = getattr(type_of(schema, key)[0], "__metadata__", ())
     return next((note.documentation for note in notes if isinstance(note, Doc)), "")
 
 
@@ -179,25 +173,17 @@ def bounds_in_words(hint: Any, value: object = None) -> str:
     Nearly every whole number has the limit of int32. It is left out unless `value` is
     above it.
     """
-    notes = [note for member in _members(hint) for note in _notes(member)]
+    members = _members(hint)
+    notes = [n for member in members for n in getattr(member, "__metadata__", ())]
     low = next((note for note in notes if isinstance(note, Ge | Gt)), None)
     high = next((note for note in notes if isinstance(note, Le | Lt)), None)
     if high == Le(INT32_MAX) and not (isinstance(value, int) and value > INT32_MAX):
         high = None
     interval = _interval(low, high)
-    return ", or ".join([interval, *_single_values(hint)]) if interval else ""
-
-
-def _notes(hint: Any) -> Iterator[object]:
-    yield from getattr(hint, "__metadata__", ())
-
-
-def _single_values(hint: Any) -> Iterator[str]:
-    """Yield the values that a union takes in addition to an interval."""
-    for member in filter(_is_literal, _members(hint)):
-        yield from map(str, typing.get_args(member))
-    if types.NoneType in _members(hint):
-        yield "null"
+    # A union takes some values in addition to an interval.
+    others = [str(x) for m in members if _is_literal(m) for x in typing.get_args(m)]
+    others += ["null"] * (types.NoneType in members)
+    return ", or ".join([interval, *others]) if interval else ""
 
 
 def _interval(low: Ge | Gt | None, high: Le | Lt | None) -> str:

@@ -5,11 +5,8 @@
 
 from collections.abc import Collection
 
-RESUME = "the same command continues a run"
-
 # A name that several trainers share is listed once.
 NAMES = {
-    "resume": RESUME,
     # nanoGPT
     "block_size": "data.sequence_length",
     "gradient_accumulation_steps": "train.accumulation_steps",
@@ -56,22 +53,17 @@ NAMES = {
 }
 
 
-def name_here(key: str, known_keys: Collection[str]) -> str:
-    """Return the entry of `NAMES` for another trainer's key; empty if there is none.
+def translate(key: str, known_keys: Collection[str]) -> tuple[str, tuple[str, ...]]:
+    """Return a sentence about another trainer's key, and the key that it has here.
 
-    Args:
-        key: the key as typed, of which only the last part counts.
-        known_keys: the keys of the command; an entry for any other would be of no use.
+    Both are empty if no trainer has the key, or if the command lacks its translation.
+    Only the last part of the key counts.
     """
-    name = NAMES.get(key.rpartition(".")[2], "")
-    return name if name == RESUME or key_of(name) in known_keys else ""
-
-
-def key_of(name: str) -> str:
-    """Return the key that an entry of `NAMES` begins with."""
-    return name.partition(",")[0]
-
-
-def called_here(name: str) -> str:
-    """Return the sentence that tells a user about an entry of `NAMES`."""
-    return name if name == RESUME else f"it is called {name} here"
+    name = key.rpartition(".")[2]
+    if name == "resume":
+        return "the same command continues a run", ()
+    here = NAMES.get(name, "")
+    translated = here.partition(",")[0]
+    if translated not in known_keys:
+        return "", ()
+    return f"it is called {here} here", (translated,)

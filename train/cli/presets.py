@@ -27,8 +27,6 @@ from train.errors import Mistake
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"
-
-
 # Hydra writes no files: a run has its own directory.
 _NO_FILES = {
     "output_subdir": None,
@@ -79,13 +77,9 @@ class Presets:
         return self._options[group]
 
     def compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
-        """Compose the chosen presets, without those that cannot be read.
+        """Compose choices such as `model=llama3_8b`, except presets with mistakes.
 
-        Args:
-            choices: the choices as typed, such as `model=llama3_8b`.
-
-        Returns:
-            The values, and the mistakes in presets.
+        Returns the values, and the mistakes.
         """
         key = tuple(choices)
         if key not in self._composed:  # jobs of a sweep share it
@@ -94,8 +88,8 @@ class Presets:
         return tree.copy(), mistakes
 
     def _compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
-        words = self._with_chosen(choices)
         try:
+            words = self._with_chosen(choices)
             tree = hydra.compose(self._config_name, words, return_hydra_config=True)
             OmegaConf.set_struct(tree, None)
             return tree, []
@@ -128,8 +122,8 @@ class Presets:
         return None
 
     def _defaults(self, choices: Sequence[str]) -> Any:
-        words = self._with_chosen(choices)
-        return defaults_list(self.loader, self._config_name, words)
+        chosen = self._with_chosen(choices)
+        return defaults_list(self.loader, self._config_name, chosen)
 
     def _with_chosen(self, choices: Sequence[str]) -> list[str]:
         groups = {text.partition("=")[0] for text in choices}

@@ -56,9 +56,10 @@ def config_mistakes(config: Config) -> list[Mistake]:
 
 def must_name_run(config: Any) -> list[Mistake]:
     """Check that a command on a run names a run."""
+    if config.run.name or config.run.dir:
+        return []
     rule = "must name the run to read; set run.dir=runs/<name> or run.name"
-    has_run = config.run.name or config.run.dir
-    return [] if has_run else [Mistake("run.dir", None, rule)]
+    return [Mistake("run.dir", None, rule)]
 
 
 def _model(model: ModelConfig) -> Iterator[Mistake]:
@@ -129,12 +130,12 @@ def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
     """Yield mistakes in the sizes of the axes, and in their factors across hosts."""
     sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     open_axes = [axis for axis, size in sizes.items() if size == -1]
+    for axis in open_axes[1:]:
+        rule = "must be a number, because only one axis may be -1 (the remaining "
+        rule += f"devices), and mesh.{open_axes[0]} is"
+        yield Mistake(f"mesh.{axis}", -1, rule, (f"mesh.{open_axes[0]}",))
     for axis, size in sizes.items():
         key, factor = f"mesh.{axis}", getattr(mesh.dcn, axis)
-        if axis in open_axes[1:]:
-            rule = "must be a number, because only one axis may be -1 (the remaining "
-            rule += f"devices), and mesh.{open_axes[0]} is"
-            yield Mistake(key, size, rule, (f"mesh.{open_axes[0]}",))
         if size >= 1 and size % factor:
             rule = f"must divide {key}={size}, of which it is the part across hosts"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule, (key,))

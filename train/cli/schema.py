@@ -141,8 +141,8 @@ def read_yaml(
 ) -> Schema:
     """Read a config.yaml; missing keys get their defaults.
 
-    The file may come from another user, so an interpolation such as `${oc.env:HOME}`
-    stays text. It is not resolved with the environment of this user.
+    An interpolation such as `${oc.env:HOME}` stays text: the file may be another
+    user's.
 
     Args:
         path: the path of the file.
@@ -160,11 +160,10 @@ def read_yaml(
         cfg = OmegaConf.create(plain)
         _change(cfg, schema, changes)
         values: Any = OmegaConf.to_container(cfg)
-    except FileNotFoundError:
-        rule = "does not exist; check run.dir or run.name"
-        raise ConfigError([Mistake(str(path), "", rule)]) from None
     except Exception as error:
         rule = f"cannot be read: {error}; put it back from a copy of the run"
+        if isinstance(error, FileNotFoundError):
+            rule = "does not exist; check run.dir or run.name"
         raise ConfigError([Mistake(str(path), "", rule)]) from None
     config, mistakes = convert(values, schema)
     if mistakes:

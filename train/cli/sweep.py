@@ -65,15 +65,12 @@ def run_sweep(
 
 def _presets(flags: Namespace) -> list[str]:
     """Return the flags with which a job finds its presets."""
-    words = ["--config-name", flags.config_name] if flags.config_name else []
-    return words + (["--config-dir", flags.config_dir] if flags.config_dir else [])
+    given = {"--config-name": flags.config_name, "--config-dir": flags.config_dir}
+    return [word for name, value in given.items() if value for word in (name, value)]
 
 
 def _run(flags: Namespace, overrides: list[str]) -> int:
-    """Run one job in a separate process, and return its exit code.
-
-    A signal to stop is passed to the job, which saves, and ends the sweep.
-    """
+    """Run one job; a signal to stop is passed to the job, and then ends the sweep."""
     spec = sys.modules["__main__"].__spec__
     command = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
     log.info("sweep: %s", " ".join(overrides) or "(no overrides)")

@@ -9,17 +9,17 @@ from model.config import ModelConfig
 from train.config import Config, OptimizerName, Schedule
 from train.identity import config_differences
 
-
-def _unread_by(optimizer: OptimizerName) -> Iterator[tuple[bool, str, str]]:
-    """Yield (True, prefix of keys, reason) for keys that only other optimizers read."""
-    keys = {
-        OptimizerName.adamw: ["muon_"],
-        OptimizerName.muon: [],
-        OptimizerName.lion: ["muon_", "epsilon"],
-        OptimizerName.adafactor: ["muon_", "epsilon", "b1", "b2", "moment_dtype"],
-    }
-    for key in keys[optimizer]:
-        yield True, f"optimizer.{key}", f"optimizer.name is {optimizer}"
+# Prefixes of the keys that an optimizer does not read.
+_UNREAD_BY = {
+    OptimizerName.adamw: ("muon_",),
+    OptimizerName.muon: (),
+    OptimizerName.lion: ("muon_", "epsilon"),
+    OptimizerName.adafactor: ("muon_", "epsilon", "b1", "b2", "moment_dtype"),
+}
+_OF_EXPERTS = (
+    *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
+    *("dense_layers", "experts_every", "router"),
+)
 
 
 def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
@@ -32,10 +32,7 @@ def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
     unclamped = model.activation is not Activation.clamped_swiglu
     yield unclamped, "model.swiglu_", f"model.activation is {model.activation}"
-    for key in (
-        *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
-        *("dense_layers", "experts_every", "router"),
-    ):
+    for key in _OF_EXPERTS:
         yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
 
 
@@ -44,9 +41,8 @@ def without_effect(config: Config) -> list[str]:
     changed = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
-    model = config.model
+    model, optimizer = config.model, config.optimizer.name
     unread = [
-        *_unread_by(config.optimizer.name),
         *_unread_of(model),
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
@@ -54,6 +50,10 @@ def without_effect(config: Config) -> list[str]:
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (source is Source.python, "data.on_error", f"data.source is {source}"),
         (not config.eval.tasks, "eval.task_", "eval.tasks is []"),
+    ]
+    unread += [
+        (True, f"optimizer.{key}", f"optimizer.name is {optimizer}")
+        for key in _UNREAD_BY[optimizer]
     ]
     for name in (tracker.name for tracker in fields(config.tracker)):
         off = not getattr(config.tracker, name).enabled

@@ -78,12 +78,12 @@ class EvaluateConfig:
 def evaluate_mistakes(config: EvaluateConfig) -> list[Mistake]:
     """List the mistakes: no run, or keys that do not go together."""
     mistakes, usual = must_name_run(config), EvaluateConfig()
+    rule = "is for tasks alone; name some: tasks=[hellaswag]"
+    if config.tasks:
+        rule = "is for validation sets, not for tasks (limit bounds these); leave one "
+        rule += "of them out"
     for key in _OF_SETS if config.tasks else _OF_TASKS:
         if (value := getattr(config, key)) != getattr(usual, key):
-            rule = "is for validation sets, not for tasks (limit bounds these); leave "
-            rule += "one of them out"
-            if not config.tasks:
-                rule = "is for tasks alone; name some: tasks=[hellaswag]"
             mistakes.append(Mistake(key, value, rule))
     return mistakes
 
@@ -95,29 +95,27 @@ def main(config: EvaluateConfig) -> int:
     cluster = join(config.distributed, lambda: None)
     evaluation = _by_tasks(config, cluster) if config.tasks else _on_sets(config)
     if cluster.is_leader:
-        _keep(config, evaluation)
+        _keep(config.run, evaluation)
     print(json.dumps({"step": evaluation.step, **evaluation.printed}))
     return 0
 
 
-class Found(NamedTuple):
-    """An evaluation.
+class Evaluation(NamedTuple):
+    """The scores of a checkpoint.
 
-    asked: the settings that distinguish it from other evaluations.
+    options: the settings that distinguish it from other evaluations.
     metrics: values by the names of metrics.jsonl.
     printed: the values as JSON, which the last line of the output holds.
     """
 
     step: int
-    asked: dict[str, Any]
+    options: dict[str, Any]
     metrics: dict[str, float]
     printed: dict[str, Any]
 
 
-def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Found:
+def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
     """Judge by tasks, the same on all processes; print a table."""
-    import jax
-
     from train.console import print_table
     from train.evaluate.tasks import Asked, Tasks, load_tasks
     from train.load_run import load_run
@@ -131,60 +129,53 @@ def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Found:
     )
     tasks = Tasks(loaded, wanted, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
-    with jax.set_mesh(program.mesh):
-        metrics = tasks.scores(params)
+    metrics = tasks.scores(params)
     rows = [row[:3] for row in format_scores(metrics)]
     title = f"tasks at step {step:,}, {tasks.num_examples:,} examples"
     print_table(rows, ["task", "metric", "value"], title)
-    question = {key: getattr(config, key) for key in ("tasks", *_OF_TASKS)}
-    return Found(step, question, metrics, metrics)
+    options = {key: getattr(config, key) for key in ("tasks", *_OF_TASKS)}
+    return Evaluation(step, options, metrics, printed=metrics)
 
 
-def _on_sets(asked: EvaluateConfig) -> Found:
+def _on_sets(config: EvaluateConfig) -> Evaluation:
     """Score the validation split, and sets by name; print lines for people."""
-    import jax
-
     from data.sources import open_sets
     from train.evaluate.results import score_lines
     from train.evaluate.validation import as_metrics, evaluate_all
     from train.load_run import load_run
 
     program, sources, step, params = load_run(
-        asked.run, asked.runtime, step=asked.step, batch_size=asked.batch_size
+        config.run, config.runtime, step=config.step, batch_size=config.batch_size
     )
-    config = program.config
-    if mistakes := [*set_mistakes(asked.sets, config.data, "sets")]:
+    data = program.config.data
+    if mistakes := [*set_mistakes(config.sets, data, "sets")]:
         raise ConfigError(mistakes)
-    paths = config.eval.paths | {
-        name: eval_set.path for name, eval_set in asked.sets.items()
-    }
-    sources = open_sets(sources, config.data, paths, table="sets")
-    with jax.set_mesh(program.mesh):
-        scores = evaluate_all(program, params, sources, asked.num_batches)
-    metrics, targets = as_metrics(scores), scores[""].num_targets
-    print(f"evaluated   step {step:,}, on {targets:,} tokens")
+    paths = program.config.eval.paths
+    paths |= {name: eval_set.path for name, eval_set in config.sets.items()}
+    sources = open_sets(sources, data, paths, table="sets")
+    scores = evaluate_all(program, params, sources, config.num_batches)
+    metrics = as_metrics(scores)
+    print(f"evaluated   step {step:,}, on {scores[''].num_targets:,} tokens")
     print("\n".join(score_lines(metrics)))
     printed: dict[str, Any] = scores.pop("")._asdict()
     if scores:
         printed["sets"] = {name: score._asdict() for name, score in scores.items()}
-    limit = None if asked.num_batches == -1 else asked.num_batches
-    question = {"sets": paths, "num_batches": limit}
-    return Found(step, question, metrics, printed)
+    limit = None if config.num_batches == -1 else config.num_batches
+    options = {"sets": paths, "num_batches": limit}
+    return Evaluation(step, options, metrics, printed)
 
 
-def _keep(asked: EvaluateConfig, evaluation: Found) -> None:
-    """Write what was found into the run's directory, and into its report."""
+def _keep(run: RunConfig, evaluation: Evaluation) -> None:
+    """Write an evaluation into the run's directory, and into its report."""
     from train.run.evaluations import write_evaluation
     from train.run.folder import run_folder
     from train.run.lease import read_owner
     from train.run.report import write_report
 
-    folder = run_folder(run_dir(Config(run=asked.run)))
+    folder = run_folder(run_dir(Config(run=run)))
+    step, options, metrics, _ = evaluation
     try:
-        file = write_evaluation(
-            folder, evaluation.step, evaluation.asked, evaluation.metrics
-        )
-        log.info("kept in %s", file)
+        log.info("kept in %s", write_evaluation(folder, step, options, metrics))
         owner = read_owner(os.fspath(folder))
         if owner is None or owner.alive() is False:  # an owner writes its own report
             write_report(folder)

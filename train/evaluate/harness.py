@@ -29,16 +29,16 @@ _BLOCK = 128  # positions: of whole blocks any attention kernel takes any number
 
 
 class Window(NamedTuple):
-    """Tokens to score with those before them, together no longer than a row."""
+    """Tokens to score with their prefix, together no longer than a row."""
 
     request: int  # its number
-    before: list[int]
+    prefix: list[int]
     tokens: list[int]
 
     @property
     def length(self) -> int:
-        """How many positions a row needs for it."""
-        return len(self.before) + len(self.tokens) - 1
+        """The number of positions of a row that it needs."""
+        return len(self.prefix) + len(self.tokens) - 1
 
 
 class HarnessModel(TemplateLM):
@@ -104,11 +104,11 @@ class HarnessModel(TemplateLM):
         for first in range(0, len(windows), self._rows):
             chunk = windows[first : first + self._rows]
             numbers = [window.request for window in chunk]
-            for sums, of_rows in zip((nats, misses), self._score(chunk), strict=True):
-                np.add.at(sums, numbers, of_rows[: len(chunk)])
+            row_nats, row_misses = self._score(chunk)
+            np.add.at(nats, numbers, row_nats[: len(chunk)])
+            np.add.at(misses, numbers, row_misses[: len(chunk)])
             self.beat()
-        scores = zip(nats.tolist(), misses.tolist(), strict=True)
-        return [(-of_tokens, missed == 0) for of_tokens, missed in scores]
+        return list(zip((-nats).tolist(), (misses == 0).tolist(), strict=True))
 
     def _score(self, windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
         """Return nats and misses of each row; the first rows are the windows."""
@@ -117,52 +117,47 @@ class HarnessModel(TemplateLM):
         shape = self._rows, length
         inputs, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         targets = np.full(shape, -1, np.int32)
-        for row, (_, prefix, tokens) in enumerate(windows):
-            stop = len(prefix) + len(tokens) - 1
-            inputs[row, :stop] = [*prefix, *tokens][:-1]
-            targets[row, stop - len(tokens) : stop] = tokens
+        for row, window in enumerate(windows):
+            stop = window.length
+            inputs[row, :stop] = [*window.prefix, *window.tokens][:-1]
+            targets[row, stop - len(window.tokens) : stop] = window.tokens
             segment_ids[row, :stop] = 1
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-        like = jax.tree.map(
-            lambda field: field.update(shape=shape), self._program.batch
-        )
-        local_rows_index = np.concatenate(
-            [np.arange(self._rows)[rows] for rows in local_rows(like)]
-        )
+        like = jax.tree.map(lambda x: x.update(shape=shape), self._program.batch)
+        numbers = [np.arange(self._rows)[rows] for rows in local_rows(like)]
         batch = Batch(inputs, targets, segment_ids, positions)
-        batch = place(jax.tree.map(lambda field: field[local_rows_index], batch), like)
-        nats, misses = jax.device_get(self._step(self.params, batch))
+        batch = jax.tree.map(lambda x: x[np.concatenate(numbers)], batch)
+        nats, misses = jax.device_get(self._step(self.params, place(batch, like)))
         return nats, misses
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return the log-probability of each whole text, each of its tokens once."""
-        texts = (self.tok_encode(*request.args) for request in requests)
-        requests_of_texts = [(None, [self.prefix_token_id], tokens) for tokens in texts]
-        return [score for score, _ in self._loglikelihood_tokens(requests_of_texts)]
+        start = [self.prefix_token_id]
+        texts = [(None, start, self.tok_encode(r.args[0])) for r in requests]
+        return [score for score, _ in self._loglikelihood_tokens(texts)]
 
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
         """Return the continuation of each text, up to a stop or the end of the text."""
-        request_arguments: list[Any] = [request.args for request in requests]
+        arguments: list[Any] = [request.args for request in requests]
         same_settings: dict[str, list[int]] = {}
-        for number, (_, arguments) in enumerate(request_arguments):
-            same_settings.setdefault(repr(arguments), []).append(number)
+        for number, (_, settings) in enumerate(arguments):
+            same_settings.setdefault(repr(settings), []).append(number)
         texts = dict[int, str]()
         for numbers in same_settings.values():
-            contexts = {number: request_arguments[number][0] for number in numbers}
-            texts |= self._generate(
-                contexts, generation(request_arguments[numbers[0]][1])
-            )
+            contexts = {number: arguments[number][0] for number in numbers}
+            settings = generation(arguments[numbers[0]][1])
+            texts |= self._generate(contexts, settings)
         return [texts[number] for number in range(len(requests))]
 
     def _generate(
-        self, contexts: dict[int, str], generation: "Generation"
+        self, contexts: dict[int, str], settings: "Generation"
     ) -> Iterator[tuple[int, str]]:
         """Yield the number of each context and its continuation."""
-        room = self.max_length - generation.num_tokens
+        room = self.max_length - settings.num_tokens
         prompts = {
             number: self.tok_encode(context)[-room:] or [self.prefix_token_id]
             for number, context in contexts.items()
@@ -175,12 +170,12 @@ class HarnessModel(TemplateLM):
             texts = continue_rows(
                 self._program,
                 self.params,
-                encoding=self._encoding,
-                rows=rows,
-                num_tokens=generation.num_tokens,
-                sampling=generation.sampling,
+                self._encoding,
+                rows,
+                num_tokens=settings.num_tokens,
+                sampling=settings.sampling,
                 seed=first,
-                stop=[*generation.stop, END_OF_TEXT],
+                stop=[*settings.stop, END_OF_TEXT],
             )
             yield from zip(chunk, texts, strict=False)
             self.beat()
@@ -205,8 +200,7 @@ def generation(arguments: dict[str, Any]) -> Generation:
         top_k=settings.pop("top_k", None),
         top_p=settings.pop("top_p", None),
     )
-    stop = [stop] if isinstance(stop, str) else stop
-    stop = [text for text in stop if text]
+    stop = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
     return Generation(num_tokens, stop, sampling, unknown=sorted(settings))
 
 

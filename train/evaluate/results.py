@@ -17,13 +17,9 @@ from train.masking import mask
 from train.program import Program
 from train.run.evaluations import format_scores
 from train.run.goodput import account
-from train.run.metrics import (
-    Validation,
-    Validations,
-    read_events,
-    read_validations,
-)
-from train.sample.prompts import continue_prompts
+from train.run.metrics import Validation, Validations, read_events, read_validations
+from train.sample.generate import Sampling
+from train.sample.prompts import continue_rows, prompt_rows
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # the most text to compress; xz would take hours for more
@@ -43,7 +39,7 @@ def results(
     `validation_bytes` is the size of the scored text, and `compressed_bytes` that of
     its beginning, which was compressed for comparison.
     """
-    model, score = program.config.model, scores[""]
+    model, score, encoding = program.config.model, scores[""], sources.encoding
     learned = model.position is Position.learned
     room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
     num_tokens = sources.num_tokens("validation")
@@ -52,6 +48,14 @@ def results(
         share = min(1.0, (score.num_targets + 1) / num_tokens)
         scored_bytes = max(1, round(share * num_bytes))
     text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
+    (sample,) = continue_rows(
+        program,
+        params,
+        encoding,
+        rows=prompt_rows(encoding, [""]),
+        num_tokens=min(_SAMPLE_TOKENS, room - 1),
+        sampling=Sampling(),
+    )
     return {
         "step": step,
         **as_metrics(scores),
@@ -60,9 +64,7 @@ def results(
         "validation_bytes": scored_bytes,
         "compressed_bytes": len(text),
         "compressed": compression_bits_per_byte(text),  # bits per byte
-        "sample": continue_prompts(
-            program, params, sources, [""], min(_SAMPLE_TOKENS, room - 1)
-        )[0],
+        "sample": sample,
     }
 
 
@@ -85,13 +87,9 @@ def print_results(
         key = "schedule.final_fraction"
         # The key is a part of the run's name, unless that is given.
         name = config.run.name or config.run.dir
-        more = [f"run.name={run_dir.name}"] * (not name) + [
-            f"{key}=0.1",
-            f"run.allow_change=[{key}]",
-            *more,
-        ]
-    print()
-    print(f"finished    {step:,} steps")
+        more += [f"{key}=0.1", f"run.allow_change=[{key}]"]
+        more += [] if name else [f"run.name={run_dir.name}"]
+    print(f"\nfinished    {step:,} steps")
     validation, *sets = score_lines(values)
     print("\n".join([validation, f"            {_compared(values)}", *sets]))
     scored_often = read_validations(run_dir)
@@ -128,11 +126,10 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
         task, _, metric = key.rpartition("/")
         if task.startswith("eval") and metric == "loss":
             name = task.removeprefix("eval").strip("/")
+            line = f"  {name:<10}" if name else "validation  "
+            line += "not finite" if loss is None else f"{loss:.4f} nats a token"
             bits = metrics.get(f"{task}/bits_per_byte")
-            title = f"  {name:<10}" if name else "validation  "
-            shown = "not finite" if loss is None else f"{loss:.4f} nats a token"
-            shown += "" if bits is None else f", {bits:.3f} bits per byte"
-            lines.append(f"{title}{shown}")
+            lines.append(line if bits is None else f"{line}, {bits:.3f} bits per byte")
     return lines
 
 
@@ -152,7 +149,5 @@ def _compared(values: dict[str, Any]) -> str:
 def _changed(command: str, overrides: list[str]) -> str:
     """Return a command line with other values of some keys."""
     keys = {override.partition("=")[0] for override in overrides}
-    remaining_words = [
-        w for w in shlex.split(command) if w.partition("=")[0] not in keys
-    ]
-    return shlex.join([*remaining_words, *overrides])
+    words = (w for w in shlex.split(command) if w.partition("=")[0] not in keys)
+    return shlex.join([*words, *overrides])

@@ -91,9 +91,8 @@ def load_tasks(asked: Asked) -> dict[str, Any]:
     for task in loaded["tasks"].values():
         # A task that says 0 keeps it, as with the harness' own command.
         task_fewshot = task.config.num_fewshot
-        if task_fewshot is None or (
-            asked.num_fewshot is not None and task_fewshot != 0
-        ):
+        replaced = asked.num_fewshot is not None and task_fewshot != 0
+        if task_fewshot is None or replaced:
             task.set_config("num_fewshot", asked.num_fewshot or 0)
     return dict(loaded)
 
@@ -115,11 +114,7 @@ class Tasks:
     """Loaded tasks, and the program that they judge."""
 
     def __init__(
-        self,
-        loaded: dict[str, Any],
-        asked: Asked,
-        program: Program,
-        encoding: Encoding,
+        self, loaded: dict[str, Any], asked: Asked, program: Program, encoding: Encoding
     ):
         """Prepare to judge; nothing is compiled yet.
 
@@ -196,11 +191,9 @@ def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
             continue
         settings = generation(task.config.generation_kwargs or {})
         if settings.num_tokens >= length:
-            rule = (
-                f"asks for texts of {settings.num_tokens} tokens, but must leave room "
-            )
-            rule += f"for a prompt within data.sequence_length={length}; lower its "
-            rule += "generation_kwargs.max_gen_toks"
+            rule = f"asks for texts of {settings.num_tokens} tokens, but must leave "
+            rule += f"room for a prompt within data.sequence_length={length}; lower "
+            rule += "its generation_kwargs.max_gen_toks"
             mistakes.append(Mistake(key, name, rule))
         if settings.unknown:
             rule = f"asks for {', '.join(settings.unknown)} of its texts, which only "
@@ -215,13 +208,8 @@ def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
     `exact_match,strict-match` of gsm8k becomes `tasks/gsm8k/exact_match/strict-match`;
     a filter `none` is left out.
     """
-    groups = results.get("groups", {})
-    parts = {
-        part
-        for group, names in results["group_subtasks"].items()
-        for part in names
-        if group in groups
-    }
+    groups, subtasks = results.get("groups", {}), results["group_subtasks"]
+    parts = {part for group in groups for part in subtasks.get(group, ())}
     metrics = {}
     for task, values in results["results"].items():
         for key, value in values.items():

@@ -37,12 +37,10 @@ def evaluate(
             is a target once.
         beat: called after each batch.
     """
-    data = program.config.data
     rows = local_rows(program.batch)
+    batches = validation_batches(sources, program.config.data, num_batches, rows)
     nats = targets = 0.0
-    for batch in Feed(
-        validation_batches(sources, data, num_batches, rows), program.batch
-    ):
+    for batch in Feed(batches, program.batch):
         # Summed on the host in float64; also keeps a CPU's virtual devices in step.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats, targets = nats + float(batch_nats), targets + float(batch_targets)
@@ -62,17 +60,12 @@ def evaluate_all(
 ) -> dict[str, Score]:
     """Score the validation split as "", then each source of several, and each set.
 
-    Args:
-        program: model and layout.
-        params: sharded as `program.shardings.params`.
-        sources: tokens.
-        num_batches: of each, at most; -1 is all.
-        beat: called after each batch.
+    The arguments are those of `evaluate`.
     """
-    by_name = sources.validation_sets(program.config.eval.by_source)
+    sets = sources.validation_sets(program.config.eval.by_source)
     return {
         name: evaluate(program, params, set_sources, num_batches, beat)
-        for name, set_sources in {"": sources, **by_name}.items()
+        for name, set_sources in {"": sources, **sets}.items()
     }
 
 

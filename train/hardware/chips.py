@@ -1,7 +1,7 @@
 """The rates of chips, as their vendors state them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from train.hardware.achievable import (
     AMPERE,
@@ -82,6 +82,17 @@ def _flops(
 # jax-ml.github.io/scaling-book, "How to Think About TPUs"; for v5e and v5p none is
 # stated, so v4's is used. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
 # both ways, as NVIDIA states them.
+_H100 = Chip(
+    "H100",
+    _flops(989.5, 1979),
+    hbm_bytes=84_929_347_584,
+    hbm_bandwidth=3350 * GB,
+    links=18,
+    link_bandwidth=25 * GB,
+    dcn_bandwidth=400 / 8 * GB,
+    host_bandwidth=64 * GB,
+    achievable=HOPPER,
+)
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
     "v3": Chip("TPU v3", _flops(123), devices=2, matrix_unit=128),
@@ -162,27 +173,9 @@ CHIPS = {
         host_bandwidth=32 * GB,
         achievable=AMPERE,
     ),
-    "h100": Chip(
-        "H100",
-        _flops(989.5, 1979),
-        hbm_bytes=84_929_347_584,
-        hbm_bandwidth=3350 * GB,
-        links=18,
-        link_bandwidth=25 * GB,
-        dcn_bandwidth=400 / 8 * GB,
-        host_bandwidth=64 * GB,
-        achievable=HOPPER,
-    ),
-    "h200": Chip(
-        "H200",
-        _flops(989.5, 1979),
-        hbm_bytes=151_397_597_184,
-        hbm_bandwidth=4800 * GB,
-        links=18,
-        link_bandwidth=25 * GB,
-        dcn_bandwidth=400 / 8 * GB,
-        host_bandwidth=64 * GB,
-        achievable=HOPPER,
+    "h100": _H100,
+    "h200": replace(
+        _H100, kind="H200", hbm_bytes=151_397_597_184, hbm_bandwidth=4800 * GB
     ),
     # Superchips. GH200: 96 or 144 GB, neither of which is what an H200 has.
     "gh200": Chip("GH200", _flops(989.5, 1979), achievable=HOPPER),

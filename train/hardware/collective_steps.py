@@ -48,11 +48,9 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
         gather, scatter = _gather(near, slice_, chip), _scatter(near, slice_, chip)
         # XLA gathers small arrays by an all-reduce on a 2D torus.
         small = scatter if chip.links == 4 else gather
-        steps = AxisSteps(
-            axis, *((*sizes, slices) for sizes in (gather, small, scatter))
-        )
-        if any(size not in (1, len(members)) for size in (*steps.small, *scatter)):
-            all_steps.append(steps)
+        if any(size not in (1, len(members)) for size in (*small, slices, *scatter)):
+            sizes = ((*sizes, slices) for sizes in (gather, small, scatter))
+            all_steps.append(AxisSteps(axis, *sizes))
     return tuple(all_steps)
 
 
@@ -72,9 +70,8 @@ def _scatter(
 ) -> tuple[int, ...]:
     """Return the steps of a scatter over devices of a slice, in mesh order."""
     size, planes_and_lines = len(members), _planes_and_lines(members)
-    if chip.scatters_whole or size <= _FEW[chip.links or 0]:
-        return (size,)
-    if len(planes_and_lines) == 1:
+    is_small = size <= _FEW[chip.links or 0]
+    if chip.scatters_whole or is_small or len(planes_and_lines) == 1:
         return (size,)
 
     def links(group: Sequence[Device]) -> int:

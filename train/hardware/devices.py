@@ -70,10 +70,8 @@ def missing_compiler(target: Target) -> str | None:
         modules, extra = [f"jax_cuda{v}_plugin" for v in (12, 13)], "plan-gpu"
     if any(importlib.util.find_spec(module) for module in modules):
         return None
-    return (
-        f"the compiler for {target.name} is not installed: "
-        f"pip install -e '.[{extra}]' (it needs no accelerator)"
-    )
+    remedy = f"pip install -e '.[{extra}]' (it needs no accelerator)"
+    return f"the compiler for {target.name} is not installed: {remedy}"
 
 
 def fake_devices(target: Target) -> list[Device]:
@@ -140,21 +138,19 @@ class StandIn:
 def _stand_ins(target: Target) -> Iterator[StandIn]:
     kind, _ = _GPUS.get(target.family, (target.chip.kind, ""))
     bounds = (*target.host_bounds, 1, 1)[:3]
-    shape = (*target.topology, 1, 1)[:3]
+    sizes = *reversed((*target.topology, 1, 1)[:3]), target.chip.devices
     on_tpu = target.platform == "tpu"
-    ids = itertools.count()
     hosts: dict[tuple[int, ...], int] = {}
-    for at_slice in range(target.slices):
-        for z, y, x in itertools.product(*(range(n) for n in reversed(shape))):
-            coords = (x, y, z)
-            host = (at_slice, *(c // b for c, b in zip(coords, bounds, strict=True)))
-            for core in range(target.chip.devices):
-                yield StandIn(
-                    id=next(ids),
-                    platform="tpu" if on_tpu else "gpu",
-                    device_kind=kind,
-                    process_index=hosts.setdefault(host, len(hosts)),
-                    slice_index=at_slice,
-                    coords=coords if on_tpu else (at_slice, 0, x),
-                    core_on_chip=core,
-                )
+    places = itertools.product(range(target.slices), *map(range, sizes))
+    for number, (slice_, z, y, x, core) in enumerate(places):
+        coords = (x, y, z)
+        host = (slice_, *(c // b for c, b in zip(coords, bounds, strict=True)))
+        yield StandIn(
+            id=number,
+            platform="tpu" if on_tpu else "gpu",
+            device_kind=kind,
+            process_index=hosts.setdefault(host, len(hosts)),
+            slice_index=slice_,
+            coords=coords if on_tpu else (slice_, 0, x),
+            core_on_chip=core,
+        )

@@ -82,12 +82,10 @@ def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Grou
         if np.any(coordinate != coordinate[:, :1])
     )
     devices = mesh.devices.flat
-    domains = [[_domain(devices[i]) for i in group] for group in positions]
-    crosses = any(len(set(group)) > 1 for group in domains)
-    platform = devices[0].platform
-    network = _NETWORKS[platform][crosses]
-    near = [devices[i] for i in positions[0]]
-    return Group(axes, positions.shape[1], network, _links_of(near, mesh, dims))
+    groups = [[devices[i] for i in group] for group in positions]
+    crosses = any(num_slices(group) > 1 for group in groups)
+    network = _NETWORKS[devices[0].platform][crosses]
+    return Group(axes, positions.shape[1], network, _links_of(groups[0], mesh, dims))
 
 
 def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
@@ -95,8 +93,7 @@ def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
     chip = chip_of(members[0].device_kind)
     if members[0].platform != "tpu" or chip is None or not chip.links:
         return 0
-    home = _domain(members[0])
-    near = [device for device in members if _domain(device) == home]
+    near = _in_slice_of(members[0], members)
     return num_links(near, slice_of(mesh, members[0]), chip, dims)
 
 
@@ -117,8 +114,7 @@ def bandwidth(
         NotStated: if the chip's vendor does not state the bandwidth of the network.
     """
     members, part = members_along(mesh, axes), chip.achievable
-    home = _domain(members[0])
-    near = [device for device in members if _domain(device) == home]
+    near = _in_slice_of(members[0], members)
     if network == "DCN":
         return part.network * stated(chip, "dcn_bandwidth") / chip.devices
     link = stated(chip, "link_bandwidth")
@@ -132,13 +128,9 @@ def bandwidth(
 
 
 def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
-    """Count the slices, or nodes, that a group along mesh axes spans.
-
-    `members` is as in `group_along`.
-    """
+    """Count the slices, or nodes, that a group along axes spans (see `group_along`)."""
     devices = members_along(mesh, axes)
-    group = [devices[member] for member in members] or devices
-    return num_slices(group)
+    return num_slices([devices[member] for member in members] or devices)
 
 
 def num_slices(devices: Iterable[Device]) -> int:
@@ -155,11 +147,9 @@ def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
 
 
 def rings(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
-    """Return whether the links along each dim of a slice of TPUs form a ring.
+    """Return whether the links along each dim form a ring.
 
-    Args:
-        shape: the chips along each dim of the slice.
-        chip: the chip of the slice.
+    `shape` are the chips along each dim of a slice of TPUs.
     """
     if chip.links == 4:
         return tuple(size == _RING_OF_2D for size in shape)
@@ -177,12 +167,8 @@ def num_links(
     A collective along several dims at once sends equal parts along each, so that the
     dim with the fewest links sets the pace.
 
-    Args:
-        members: the devices of the group in the slice.
-        slice_: all devices of the slice.
-        chip: the chip of each device.
-        dims: how many dims of the grid the collective uses at once; None: all that
-            the members span.
+    `members` are the devices of the group among `slice_`, all devices of the slice.
+    The collective uses `dims` dims of the grid at once; None: all that they span.
     """
     slice_sizes, sizes = extents(slice_), extents(members)
     dims_of_group = zip(sizes, slice_sizes, rings(slice_sizes, chip), strict=True)
@@ -194,16 +180,18 @@ def num_links(
     if not spanned:
         return 1
     if dims == 1 and len(spanned) > 1:
-        return (
-            2  # One ring passes through all chips of a box, even if no dim is a ring.
-        )
+        # One ring passes through all chips of a box, even if no dim is a ring.
+        return 2
     return min(dims or len(spanned), len(spanned)) * min(spanned)
 
 
 def slice_of(mesh: Mesh, device: Device) -> list[Device]:
     """Return all devices of a mesh in the slice or node of one of them."""
-    home = _domain(device)
-    return [member for member in mesh.devices.flat if _domain(member) == home]
+    return _in_slice_of(device, mesh.devices.flat)
+
+
+def _in_slice_of(device: Device, devices: Iterable[Device]) -> list[Device]:
+    return [other for other in devices if _domain(other) == _domain(device)]
 
 
 def stated(chip: Chip, field: str) -> float:

@@ -87,17 +87,20 @@ def parse_target(name: str) -> Target:
         ConfigError: if there is no such machine; names those that exist.
     """
     match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
-    family = match[1] if match else ""
-    if match is None or family not in (*_TPUS, *_GPUS):
-        raise ConfigError([Mistake("target", name, f"must be one like {FORMS}")])
+    if match is None or (family := match[1]) not in (*_TPUS, *_GPUS):
+        raise _no_target(name, f"must be one like {FORMS}")
     size, slices = int(match[2]), int(match[3] or 1)
     if slices < 1:
-        rule = f"must have at least one {'node' if family in _GPUS else 'slice'}"
-        raise ConfigError([Mistake("target", name, rule)])
+        part = "node" if family in _GPUS else "slice"
+        raise _no_target(name, f"must have at least one {part}")
     topologies = _topologies(family)
     if size not in topologies:
-        raise ConfigError([Mistake("target", name, _sizes(family, size, topologies))])
+        raise _no_target(name, _sizes(family, size, topologies))
     return Target(name, family, topologies[size], slices)
+
+
+def _no_target(name: str, rule: str) -> ConfigError:
+    return ConfigError([Mistake("target", name, rule)])
 
 
 def _topologies(family: str) -> dict[int, tuple[int, ...]]:
@@ -127,13 +130,12 @@ def _compact(chips: int) -> tuple[int, int, int]:
 def _sizes(family: str, size: int, possible: dict[int, tuple[int, ...]]) -> str:
     if family in _GPUS:
         return f"must be {family}-n or {family}-nxm, m nodes of n = 1, 2, 4 or 8 GPUs"
-    below = [n for n in possible if n < size][-1:]
-    near = below + [n for n in possible if n > size][:1]
+    near = [n for n in possible if n < size][-1:] + [n for n in possible if n > size][
+        :1
+    ]
+    names = " and ".join(f"{family}-{n}" for n in near)
     counts = ", ".join(str(n) for n in possible if n <= 256)
+    unit = "chips"
     if family in _PODS:
-        counts += f", ... {max(possible)} cores (two a chip), from 128 on all multiples"
-    else:
-        counts += " chips"
-    return f"{family} comes in {counts}; next to it are " + (
-        " and ".join(f"{family}-{n}" for n in near)
-    )
+        unit = f"... {max(possible)} cores (two a chip), from 128 on all multiples"
+    return f"{family} comes in {counts} {unit}; next to it are {names}"

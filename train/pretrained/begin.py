@@ -5,7 +5,6 @@ directory; a start that has to read it again refuses anything else.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +80,34 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
     record = run / RECORD
     recorded = cluster.broadcast(lambda: _read_known(record))
     try:
-        names = (
-            sealed_files(path) if is_run(path) else recorded or weight_files(Path(path))
-        )
+        names = sealed_files(path) if is_run(path) else recorded
         hashed = digests(
-            run_folder(path), cluster.process, cluster.processes, names=names
+            run_folder(path),
+            cluster.process,
+            cluster.processes,
+            names=names or weight_files(Path(path)),
         )
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from error
-    parts = [hashed]
     if cluster.processes > 1:
         texts = cluster.gather("init_from", json.dumps(hashed))
-        parts = [json.loads(answer) for answer in texts]
-    file_digests = {name: digest for part in parts for name, digest in part.items()}
-    text = json.dumps(file_digests, indent=1, sort_keys=True) + "\n"
-    cluster.on_leader(
-        lambda: (
-            _compare(path, recorded, file_digests)
-            if recorded
-            else write_atomically(record, text)
-        )
-    )
+        hashed = {name: x for text in texts for name, x in json.loads(text).items()}
+
+    def compare_or_record() -> None:
+        if not recorded:
+            text = json.dumps(hashed, indent=1, sort_keys=True)
+            write_atomically(record, f"{text}\n")
+        elif differing := [
+            name
+            for name in sorted(recorded.keys() | hashed.keys())
+            if recorded.get(name) != hashed.get(name)
+        ]:
+            raise DataError(
+                f"{path}/{differing[0]}: is not what the first start of this run read, "
+                f"by its size and SHA-256 in {RECORD}. {_AGAIN}"
+            )
+
+    cluster.on_leader(compare_or_record)
 
 
 def _read_known(record: epath.Path) -> dict[str, Any]:
@@ -110,14 +116,3 @@ def _read_known(record: epath.Path) -> dict[str, Any]:
     if not all(isinstance(digest, list) for digest in record_values.values()):
         raise damaged(record, "does not hold sizes and hashes", _RECORD_REMEDY)
     return record_values
-
-
-def _compare(
-    path: str, recorded: Mapping[str, Any], digests: Mapping[str, Any]
-) -> None:
-    for name in sorted({*recorded} | {*digests}):
-        if recorded.get(name) != digests.get(name):
-            raise DataError(
-                f"{path}/{name}: is not what the first start of this run read, by its "
-                f"size and SHA-256 in {RECORD}. {_AGAIN}"
-            )

@@ -6,7 +6,7 @@ Settings, names and shapes are compared with the model's before anything is read
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,19 +39,17 @@ _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Folder:
-    """A folder of weights, opened: what tensors there are, and of which shapes.
+    """The opened files of a folder of weights: its settings, and shapes by tensor.
 
-    settings: config.json.
-    shapes: of the tensors by name.
+    The files are closed with `stack`.
+
+    Raises:
+        ConfigError: if it is no such folder.
+        DataError: naming a file that is missing or damaged.
     """
 
     def __init__(self, path: str, family: Family, stack: ExitStack):
-        """Open all files; they are closed with the stack.
-
-        Raises:
-            ConfigError: if it is no such folder.
-            DataError: naming a file that is missing or damaged.
-        """
+        """Open all files."""
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
@@ -62,14 +60,12 @@ class Folder:
         listed, files = _listed(folder)
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
         stored = set[str]()
-        prefix = next(iter(family.names)).split(".")[0] + "."
+        prefix = family.table.split(".")[0] + "."
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(folder / file, "numpy"))
             except (OSError, SafetensorError) as error:
-                raise DataError(
-                    f"{folder / file}: cannot be read ({error}). {_AGAIN}"
-                ) from error
+                raise _unreadable(folder / file, error) from error
             stored |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, it is no mapping
                 # GPT-2's files on the hub lack the prefix.
@@ -80,15 +76,13 @@ class Folder:
                     self._files[short_name] = opened, name, file
         if missing := {*listed} - stored:
             lost = min(missing)
-            raise DataError(
-                f"{folder / listed[lost]}: lacks {lost}, which {_INDEX} says it holds. "
-                f"{_AGAIN}"
-            )
+            file, rule = folder / listed[lost], f"which {_INDEX} says it holds"
+            raise DataError(f"{file}: lacks {lost}, {rule}. {_AGAIN}")
 
-    def read(self, name: str, *places: slice) -> np.ndarray:
-        """Read a part of a tensor."""
+    def read(self, name: str, places: Sequence[slice]) -> np.ndarray:
+        """Read a part of a tensor: one slice for each dim."""
         file, stored_name, _ = self._files[name]
-        return file.get_slice(stored_name)[places or slice(None)]
+        return file.get_slice(stored_name)[tuple(places)]
 
     def file(self, name: str) -> str:
         """Return the file that holds a tensor."""
@@ -97,10 +91,9 @@ class Folder:
     @property
     def digest(self) -> str:
         """The hash of settings, names and shapes."""
-        description = json.dumps(
-            [self.settings, sorted(self.shapes.items())], sort_keys=True
-        )
-        return hashlib.sha256(description.encode()).hexdigest()[:12]
+        described = [self.settings, sorted(self.shapes.items())]
+        text = json.dumps(described, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -122,7 +115,11 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
         listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return listed, sorted({*listed.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index}: cannot be read ({error}). {_AGAIN}") from error
+        raise _unreadable(index, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> DataError:
+    return DataError(f"{file}: cannot be read ({error}). {_AGAIN}")
 
 
 def check_folder(path: str, program: Program) -> dict[str, str]:
@@ -132,7 +129,7 @@ def check_folder(path: str, program: Program) -> dict[str, str]:
         ConfigError: with all that differs.
         DataError: naming a file that is missing or damaged.
     """
-    family = _family_in(path, program.config.model)
+    family = family_of_folder(path, program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         parts = parts_of_folder(folder, family, program)
@@ -143,8 +140,7 @@ def check_folder(path: str, program: Program) -> dict[str, str]:
 
 def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
     """Return what the tensors are made of, with as many tokens as the folder has."""
-    table = next(iter(family.names))
-    rows = folder.shapes.get(table, (0,))[0]
+    rows = folder.shapes.get(family.table, (0,))[0]
     return Parts(family, program.config.model, program.infos, rows)
 
 
@@ -157,7 +153,7 @@ def _settings_in(path: str) -> dict[str, Any]:
         raise ConfigError([Mistake(_KEY, path, rule)]) from None
 
 
-def _family_in(path: str, model: ModelConfig) -> Family:
+def family_of_folder(path: str, model: ModelConfig) -> Family:
     """Return the family of a folder's model, if by its settings it is this model.
 
     Raises:
@@ -169,9 +165,8 @@ def _family_in(path: str, model: ModelConfig) -> Family:
     if quantization:
         rule = f"holds quantized weights ({quantization.get('quant_method')}), which "
         rule += "cannot be read; load it in transformers with dequantize=True in its "
-        rule += (
-            "quantization_config, and start from the folder that save_pretrained writes"
-        )
+        rule += "quantization_config, and start from the folder that save_pretrained "
+        rule += "writes"
     elif not named:
         rule = f"holds a model of type {kind}, which is none of "
         rule += ", ".join(family.name for family in FAMILIES)
@@ -217,10 +212,8 @@ def _other_settings(
     theirs = with_layer_types(theirs, model.num_layers)
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
-    other_settings = {
-        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES
-    }
-    pairs = [(other_settings, theirs, _keys(family))]
+    others = {k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES}
+    pairs = [(others, theirs, _keys(family))]
     if family.needs["position"] is Position.rotary:
         there, here = rope_of(theirs), rope_of(ours)
         for layers, keys in ROPE_KEYS.items():
@@ -235,15 +228,11 @@ def _other_settings(
             is_set = there is not None or (name in their and name in NULL_IS_NONE)
             if is_set and there != value:
                 key = f"model.{keys[name]}" if name in keys else name
-                words = {"rope_type": _kind, "layer_types": pattern_of}.get(name)
-                differing[key] = (
-                    (words(value), words(there)) if words else (value, there)
-                )
+                if name == "layer_types" and there is not None:
+                    value, there = pattern_of(value), pattern_of(there)
+                pair = ("none" if x == "default" else x for x in (value, there))
+                differing[key] = next(pair), next(pair)
     return differing
-
-
-def _kind(rope_type: str) -> str:
-    return "none" if rope_type == "default" else rope_type
 
 
 def _keys(family: Family) -> dict[str, str]:
@@ -255,12 +244,10 @@ def _keys(family: Family) -> dict[str, str]:
 def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[str]:
     """Yield tensors that one side lacks, or has in another shape."""
     model = program.config.model
-    table = next(iter(parts.family.names))
     if parts.vocab_size > (model.vocab_size or 0):
-        yield (
-            f"has {parts.vocab_size} tokens, model.vocab_size is {model.vocab_size}; "
-            f"set model.vocab_size={parts.vocab_size} ({folder.file(table)})"
-        )
+        theirs, file = parts.vocab_size, folder.file(parts.family.table)
+        rule = f"has {theirs} tokens, model.vocab_size is {model.vocab_size}; "
+        yield f"{rule}set model.vocab_size={theirs} ({file})"
         return
     ours = parts.shapes(dict(named(program.state.params)))
     theirs = dict(folder.shapes)
@@ -273,7 +260,7 @@ def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[s
         yield f"has a tensor {name} {list(theirs[name])} that the model lacks ({file})"
     for name in sorted({*theirs} & {*ours}):
         params = parts.tensors[name].params
-        if not {*params} & {*parts.infos} and np.any(folder.read(name)):
+        if not {*params} & {*parts.infos} and np.any(folder.read(name, [slice(None)])):
             yield f"has {name}, which is not zero; set model.bias=true"
         if theirs[name] != ours[name]:
             shapes = f"{list(theirs[name])}, the model {list(ours[name])}"

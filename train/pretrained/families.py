@@ -98,6 +98,11 @@ class Family(NamedTuple):
     zeros: bool = False
     length: str = "max_position_embeddings"
 
+    @property
+    def table(self) -> str:
+        """The tensor of the embedding, which has a row for each token."""
+        return next(iter(self.names))
+
     def unmet(self, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
         """Return what a model has, and what this family needs, where these differ."""
         unmet_switches = dict[str, tuple[Any, Any]]()
@@ -113,23 +118,22 @@ class Family(NamedTuple):
         """List what a model of this family cannot be."""
         best = f"for transformers' {self.name}, the family that fits best; a model "
         best += "that no family can hold stays in the run's checkpoints"
-        return [
-            Mistake(f"model.{field}", have, f"must be {_said(need)} {best}")
+        needed = {
+            field: (have, "set" if need is SOME else as_typed(need))
             for field, (have, need) in self.unmet(model).items()
+        }
+        return [
+            Mistake(f"model.{field}", have, f"must be {need} {best}")
+            for field, (have, need) in needed.items()
         ]
 
     def tensors(self) -> dict[str, list[str]]:
         """Return the parameters that lie side by side in each tensor, by its name."""
-        names = dict[str, list[str]]()
-        for name, params in self.names.items():
-            for end in ("weight", "bias") if name.endswith("*") else ("",):
-                tensor_names = [param.replace("*", end) for param in params]
-                names[name.replace("*", end)] = tensor_names
-        return names
-
-
-def _said(need: Any) -> str:
-    return "set" if need is SOME else as_typed(need)
+        return {
+            name.replace("*", end): [param.replace("*", end) for param in params]
+            for name, params in self.names.items()
+            for end in (("weight", "bias") if name.endswith("*") else ("",))
+        }
 
 
 _SCALED = "rope_scaling.kind"
@@ -253,12 +257,12 @@ def family_of(model: ModelConfig) -> Family:
     Raises:
         ConfigError: if there is none, with all that keeps it from the nearest.
     """
-    mistakes = [family.mistakes(model) for family in FAMILIES]
 
-    def distance(listed: list[Mistake]) -> tuple[int, bool]:
-        return len(listed), any(mistake.key == "model.mlp" for mistake in listed)
+    def distance(family: Family) -> tuple[int, bool]:
+        unmet = family.unmet(model)
+        return len(unmet), "mlp" in unmet
 
-    nearest = min(mistakes, key=distance)
-    if nearest:
-        raise ConfigError(nearest)
-    return FAMILIES[mistakes.index(nearest)]
+    nearest = min(FAMILIES, key=distance)
+    if mistakes := nearest.mistakes(model):
+        raise ConfigError(mistakes)
+    return nearest

@@ -61,16 +61,9 @@ def write_folder(
     dtype: str,
     with_tokenizer: bool,
 ) -> str:
-    """Write everything; return a line that says what. Process 0 writes.
+    """Write a checkpoint into an empty folder; return a line about its contents.
 
-    Args:
-        folder: empty.
-        program: the model and its config.
-        params: its parameters on this process' devices.
-        sources: the run's text and tokenizer.
-        step: of the checkpoint.
-        dtype: of the weights in the files.
-        with_tokenizer: whether to write the tokenizer too.
+    Process 0 writes the parameters of all processes as `dtype`.
 
     Raises:
         ConfigError: if no family holds the model.
@@ -89,16 +82,14 @@ def write_folder(
     count = write_weights(folder, parts, dict(named(params)), jnp.dtype(dtype))
     if writes:
         results = read_results(run_folder(config.run.dir or ""))
-        write_atomically(
-            folder / "README.md", card(config, encoding, count, step, results)
-        )
+        text = card(config, encoding, count, step, results)
+        write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
         end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
         write_json(folder / "generation_config.json", end)
         write_json(folder / "config.json", settings)
-    return (
-        f"{format_count(count)} parameters in {dtype}, a model of family {family.name}"
-    )
+    counted = f"{format_count(count)} parameters in {dtype}"
+    return f"{counted}, a model of family {family.name}"
 
 
 def exported_settings(

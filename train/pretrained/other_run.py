@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -68,11 +69,11 @@ def read_run_weights(path: str, program: Program) -> TrainState:
         shared_rows = jax.lax.slice_in_dim(theirs, 0, rows, axis=dim)
         return jax.lax.dynamic_update_slice_in_dim(ours, shared_rows, 0, dim)
 
+    @partial(jax.jit, out_shardings=program.shardings.params, donate_argnums=0)
     def fit_all(ours: Any, theirs: Any) -> Any:
         return jax.tree.map(fit, program.infos, ours, theirs, is_leaf=is_info)
 
-    fitted = jax.jit(fit_all, out_shardings=program.shardings.params, donate_argnums=0)
-    return state._replace(params=fitted(state.params, params))
+    return state._replace(params=fit_all(state.params, params))
 
 
 def sealed_files(path: str) -> list[str]:
@@ -97,16 +98,14 @@ def _newest(path: str) -> int:
 
 def _program_of(other_config: Config, program: Program) -> Program:
     """Return the other run's program on this one's devices."""
-    model, own_config = other_config.model, program.config
-    execution_keys = {
-        "attention": own_config.model.attention,
-        "compute_dtype": own_config.model.compute_dtype,
-    }
-    config = replace(
-        own_config,
-        model=replace(model, **execution_keys, dropout=own_config.model.dropout),
+    own_config = program.config
+    model = replace(
+        other_config.model,
+        attention=own_config.model.attention,
+        compute_dtype=own_config.model.compute_dtype,
+        dropout=own_config.model.dropout,
     )
-    config = replace(config, optimizer=other_config.optimizer)
+    config = replace(own_config, model=model, optimizer=other_config.optimizer)
     return make_program(config, [*program.mesh.devices.flat])
 
 
@@ -118,7 +117,6 @@ def _other_model(other_config: Config, own_config: Config) -> Iterator[str]:
         if not covered(change.key, _FREE):
             old, new = as_typed(change.old), as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
-    theirs = other_config.model.vocab_size or 0
-    ours = own_config.model.vocab_size or 0
+    theirs, ours = (c.model.vocab_size or 0 for c in (other_config, own_config))
     if theirs > ours:
         yield f"has {theirs} tokens, model.vocab_size is {ours}; set it to {theirs}"

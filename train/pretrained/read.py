@@ -5,7 +5,7 @@ Each process reads only the rows and columns of each tensor that its devices hol
 
 import inspect
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 import jax
@@ -43,19 +43,16 @@ def read_folder(path: str, program: Program) -> TrainState:
     return state._replace(params=params)
 
 
-def _drawn(program: Program, names: Container[str]) -> TrainState:
+def _drawn(program: Program, names: Collection[str]) -> TrainState:
     """Return the state of step 0 with only the named parameters, by name."""
 
-    def some(state: TrainState) -> TrainState:
+    def select(state: TrainState) -> TrainState:
         params = {name: x for name, x in named(state.params) if name in names}
-        return state._replace(
-            params=params, optimizer=state.optimizer._replace(average=None)
-        )
+        optimizer = state.optimizer._replace(average=None)
+        return state._replace(params=params, optimizer=optimizer)
 
-    def start() -> TrainState:
-        return some(inspect.unwrap(program.init)())
-
-    return jax.jit(start, out_shardings=some(program.shardings))()
+    draw = inspect.unwrap(program.init)
+    return jax.jit(lambda: select(draw()), out_shardings=select(program.shardings))()
 
 
 class _Reader:
@@ -108,9 +105,7 @@ class _Reader:
             inside[dim] = first, last
         target = tuple(slice(0, last - first) for first, last in inside)
         for local in np.ndindex(part.shape[:lead]):
-            index = tuple(
-                i + first for i, (first, _) in zip(local, spans, strict=False)
-            )
+            index = tuple(spans[dim][0] + i for dim, i in enumerate(local))
             part[local][target] = self._read(name, index, inside)
 
     def _read(
@@ -126,19 +121,19 @@ class _Reader:
         columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
         earlier = siblings[: siblings.index(name)]
         if together:
-            turns, position = len(siblings), len(earlier)
+            turns = len(siblings)
             columns = slice(turns * columns.start, turns * columns.stop)
-            x = self.folder.read(tensor, *experts, *[rows] * bool(inputs), columns)
-            x = x[..., position::turns]
+            places = [*experts, rows, columns] if inputs else [*experts, columns]
+            x = self.folder.read(tensor, places)[..., len(earlier) :: turns]
             return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
-        split = [math.prod(self.likes[b].shape[lead:][inputs:]) for b in earlier]
-        columns = slice(columns.start + sum(split), columns.stop + sum(split))
+        skipped = sum(math.prod(self.likes[b].shape[lead:][inputs:]) for b in earlier)
+        columns = slice(columns.start + skipped, columns.stop + skipped)
         if not inputs:
-            x = self.folder.read(tensor, columns)
+            x = self.folder.read(tensor, [columns])
         elif self.parts.turned(name):
-            x = self.folder.read(tensor, columns, rows).T
+            x = self.folder.read(tensor, [columns, rows]).T
         else:
-            x = self.folder.read(tensor, rows, columns)
+            x = self.folder.read(tensor, [rows, columns])
         return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.experimental import multihost_utils
 
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
@@ -18,13 +18,13 @@ from train.pretrained.families import Family
 class Tensor(NamedTuple):
     """A tensor of a folder.
 
-    at: where in the leading dims of a parameter: (layer, expert), (layer,) or (); of
-        experts without the second it holds all.
+    at: its place in the leading dims of a parameter: (layer, expert), (layer,) or ().
+        A tensor of experts without the second holds all of them.
     params: names of the parameters that lie in it side by side, along their outputs.
     """
 
     at: tuple[int, ...]
-    params: list[str]
+    params: tuple[str, ...]
 
 
 class Parts:
@@ -43,52 +43,44 @@ class Parts:
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
         leading = range(model.num_layers), range(model.num_experts)
         self.tensors = {
-            name.format(*index): Tensor(index, params)
+            name.format(*index): Tensor(index, tuple(params))
             for name, params in family.tensors().items()
-            if all(self._present(param) for param in params)
+            if all(self._is_written(param) for param in params)
             for index in itertools.product(*leading[: name.count("{}")])
         }
-        self._gathered = jax.jit(self._gather, static_argnums=2)  # once a kind
+        self._made = jax.jit(self._make, static_argnums=2)  # compiled once a kind
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
 
-    def _present(self, name: str) -> bool:
-        """Tell whether there is such a parameter, or a bias that is zero."""
+    def _is_written(self, name: str) -> bool:
         zero = self.family.zeros and name.endswith(".bias")
         return name in self.infos or zero
 
     def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
         """Bring a tensor to this machine's memory; all processes must."""
-        index, names = self.tensors[name]
-        return np.asarray(self._gathered(params, index, tuple(names)))
+        array = self._made(params, *self.tensors[name])
+        if array.is_fully_addressable:
+            return np.asarray(array)
+        return multihost_utils.process_allgather(array, tiled=True)
 
     def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name; nothing is read."""
-        first = {tuple(tensor.params): name for name, tensor in self.tensors.items()}
+        index_of = {tensor.params: tensor.at for tensor in self.tensors.values()}
         shapes = jax.eval_shape(
-            lambda p: {tensor: self.make(p, name) for tensor, name in first.items()},
+            lambda p: {
+                names: self._make(p, at, names) for names, at in index_of.items()
+            },
             params,
         )
-        tensors = self.tensors.items()
-        return {name: shapes[tuple(tensor.params)].shape for name, tensor in tensors}
+        return {name: shapes[names].shape for name, (_, names) in self.tensors.items()}
 
-    def make(self, params: dict[str, jax.Array], name: str) -> jax.Array:
-        """Make a tensor of parameters."""
-        index, names = self.tensors[name]
-        return self._made(params, index, tuple(names))
-
-    def _gather(self, *arguments: Any) -> jax.Array:
-        array = self._made(*arguments)
-        if jax.process_count() == 1:
-            return array
-        return jax.lax.with_sharding_constraint(array, PartitionSpec())
-
-    def _made(
+    def _make(
         self,
         params: dict[str, jax.Array],
         index: tuple[int, ...],
         names: tuple[str, ...],
     ) -> jax.Array:
+        """Make a tensor of parameters."""
         arrays = [self._flat(params, param, index) for param in names]
         if self.together(names[0], index):
             return jnp.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
@@ -96,14 +88,14 @@ class Parts:
         return joined.T if self.turned(names[0]) else joined
 
     def rows(self, params: Mapping[str, Any], name: str) -> int:
-        """Return how many tokens a parameter has a row, or a column, of; mostly 0."""
+        """Return the number of tokens that a parameter has a row or column of, or 0."""
         axes = self.infos[name].axes
         return params[name].shape[axes.index("vocab")] if "vocab" in axes else 0
 
     def together(self, name: str, index: tuple[int, ...]) -> bool:
-        """Return whether a parameter's tensor at that place holds those of all experts.
+        """Return whether a parameter's tensor at that place holds all experts.
 
-        What lies in it side by side takes turns, and its outputs are the last dim.
+        Parameters that lie in it side by side alternate, and outputs are the last dim.
         """
         return name in self.infos and len(index) < self.infos[name].stack
 
@@ -120,10 +112,7 @@ class Parts:
     def _flat(
         self, params: dict[str, jax.Array], name: str, index: tuple[int, ...]
     ) -> jax.Array:
-        """Return a parameter as [inputs, outputs], [rows, D] or [size].
-
-        All experts' have a dim in front.
-        """
+        """Return a parameter as [inputs, outputs], [rows, D] or [size], per expert."""
         if name not in params:
             like = name.removesuffix("bias")
             like += "scale" if like + "scale" in params else "weight"
@@ -133,6 +122,6 @@ class Parts:
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
         lead, inputs = max(0, info.stack - len(index)), self.inputs(name)
-        rows = [math.prod(x.shape[lead:][:inputs])] if inputs else []
-        outputs = math.prod(x.shape[lead + inputs :])
-        return x.reshape(*x.shape[:lead], *rows, outputs)
+        shape = x.shape[:lead]
+        shape += (math.prod(x.shape[lead:][:inputs]),) if inputs else ()
+        return x.reshape(*shape, math.prod(x.shape[lead + inputs :]))

@@ -26,14 +26,7 @@ def write_weights(
 ) -> int:
     """Write the weights and, if they are several files, an index.
 
-    Args:
-        folder: where.
-        parts: what the tensors are made of.
-        params: arrays by name, sharded in any way.
-        dtype: of what is written.
-
-    Returns:
-        How many parameters were written.
+    `params` are arrays by name, sharded in any way. Returns the number of parameters.
     """
     shapes = parts.shapes(params)
     files = list(_files({k: math.prod(s) * dtype.itemsize for k, s in shapes.items()}))
@@ -49,10 +42,9 @@ def write_weights(
         file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
     if len(files) > 1 and jax.process_index() == 0:
-        index = {"metadata": {"total_size": count * dtype.itemsize}}
-        write_json(
-            folder / "model.safetensors.index.json", index | {"weight_map": file_of}
-        )
+        size = {"total_size": count * dtype.itemsize}
+        index = {"metadata": size, "weight_map": file_of}
+        write_json(folder / "model.safetensors.index.json", index)
     return count
 
 
@@ -62,7 +54,7 @@ def _content(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
 ) -> Iterator[bytes]:
-    """Yield a file of tensors piece by piece. All processes must.
+    """Yield a file of tensors piece by piece; all processes must iterate over it.
 
     Source: safetensors 0.8, README, "Format". Older versions of transformers refuse a
     file whose metadata do not say "pt".
@@ -71,14 +63,13 @@ def _content(
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
         first, end = end, end + math.prod(shape) * dtype.itemsize
-        about = {"dtype": dtype_name, "shape": shape, "data_offsets": [first, end]}
-        header[name] = about
+        offsets = [first, end]
+        header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in shapes:
-        tensor = parts.read(params, name)
-        yield tensor.astype(dtype).tobytes()
+        yield parts.read(params, name).astype(dtype).tobytes()
 
 
 def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -47,17 +47,15 @@ def main(config: ProfileConfig) -> int:
     from train.run.starts import existing_run
 
     folder = existing_run(run_dir(Config(run=config.run)))
+    profile = folder / "profiles" / str(config.step)
     if config.step is None:
         profile = _request(folder, config)
-    else:
-        profile = folder / "profiles" / str(config.step)
-        if not (profile / "profile.json").exists():
-            files = folder.glob("profiles/*/profile.json")
-            names = (file.parent.name for file in files)
-            steps = sorted(int(name) for name in names if name.isdigit())
-            existing = ", ".join(map(str, steps)) or "none"
-            rule = f"must be the first step of an existing profile: {existing}"
-            raise ConfigError([Mistake("step", config.step, rule)])
+    elif not (profile / "profile.json").exists():
+        names = (file.parent.name for file in folder.glob("profiles/*/profile.json"))
+        steps = sorted(int(name) for name in names if name.isdigit())
+        existing = ", ".join(map(str, steps)) or "none"
+        rule = f"must be the first step of an existing profile: {existing}"
+        raise ConfigError([Mistake("step", config.step, rule)])
     _show(profile)
     return 0
 

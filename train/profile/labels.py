@@ -65,9 +65,7 @@ class Labels:
             return Label(OTHER, OTHER)
         if instruction not in self._labels:
             executed = self._by_name.get(instruction)
-            label = Label(UNNAMED, UNNAMED)
-            if executed is not None:
-                label = self._label_of(executed)
+            label = self._label_of(executed) if executed else Label(UNNAMED, UNNAMED)
             self._labels[instruction] = label
         return self._labels[instruction]
 
@@ -78,9 +76,7 @@ class Labels:
         inner = instruction.with_nested
         opcodes = {part.opcode for part in inner}
         if names := split_name(instruction.op_name):  # It serves several operations.
-            scopes = _by_count(
-                scope_in_name(name) or _outermost(name) for name in names
-            )
+            scopes = _by_count(scope_in_name(n) or _outermost(n) for n in names)
             return Label((*scopes, UNNAMED)[0], self._kind(executed, "", opcodes))
         inner_scopes = (scope_of(executed, part) for part in inner if part.op_name)
         stack = _first([scope_of(executed, instruction), *_by_count(inner_scopes)])

@@ -9,7 +9,7 @@ instructions.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,12 +97,8 @@ def time_spent(
 ) -> dict[Event | None, float]:
     """Divide a span of time among events, each moment to at most one event.
 
-    Args:
-        events: the events of one device.
-        begin: the start of the span.
-        end: the end of the span.
-        rank: at each moment the event with the lowest rank counts, and among equal ones
-            the one that began last.
+    At each moment the event with the lowest rank counts, and among equal ones the one
+    that began last.
 
     Returns:
         Nanoseconds by event. None stands for time without an event.
@@ -122,12 +118,8 @@ def time_spent(
             spent[None] += until - now
         return max(now, until)
 
-    for event in sorted(_overlapping(events, begin, end)):
+    for event in sorted(e for e in events if e.begin < end and begin < e.end):
         now = pass_time(max(event.begin, begin), now)
         heapq.heappush(active, (rank(event), -event.begin, min(event.end, end), event))
     pass_time(end, now)
     return spent
-
-
-def _overlapping(events: Sequence[Event], begin: float, end: float) -> Iterable[Event]:
-    return (event for event in events if event.begin < end and begin < event.end)

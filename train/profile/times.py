@@ -18,9 +18,7 @@ from train.profile.profiler_trace import Event, read_trace, time_spent
 def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:
     """Return the mean seconds of each label over devices, and the number of devices.
 
-    Args:
-        folder: the folder of the profile.
-        text: the text of the compiled step.
+    `text` is that of the compiled step.
 
     Raises:
         ValueError: if a trace or the text cannot be read.

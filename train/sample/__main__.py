@@ -100,63 +100,62 @@ def sample_mistakes(config: SampleConfig) -> list[Mistake]:
     return mistakes
 
 
-def main(sample_config: SampleConfig) -> int:
+def main(config: SampleConfig) -> int:
     """Print prompt and continuation, samples separated by a line of dashes.
 
     Raises:
         ConfigError: if the prompts cannot be read, or are too long, or if nothing can
             be written to the output.
     """
-    prompts = (
-        read_prompts(sample_config.prompts)
-        if sample_config.prompts
-        else [sample_config.prompt]
-    )
-    output = output_file(sample_config.output) if sample_config.output else None
-    import jax
+    prompts = read_prompts(config.prompts) if config.prompts else [config.prompt]
+    output = output_file(config.output) if config.output else None
+    from jax import monitoring
 
     from data.encoding import encode
     from train.console import printable
     from train.load_run import load_run
     from train.sample.generate import Sampling
-    from train.sample.prompts import continue_prompts
+    from train.sample.prompts import continue_rows, prompt_rows
 
-    program, sources, _, params = load_run(
-        sample_config.run, sample_config.runtime, sample_config.step
-    )
-    sampling = Sampling(
-        sample_config.temperature, sample_config.top_k, sample_config.top_p
-    )
+    program, sources, _, params = load_run(config.run, config.runtime, config.step)
+    encoding = sources.encoding
 
     def go_on(prompts: Sequence[str], seed: int) -> list[str]:
-        with jax.set_mesh(program.mesh):
-            return continue_prompts(
-                program,
-                params,
-                sources=sources,
-                prompts=prompts,
-                num_tokens=sample_config.num_tokens,
-                sampling=sampling,
-                seed=seed,
-                stop=sample_config.ends,
-            )
+        return continue_rows(
+            program,
+            params,
+            encoding,
+            rows=prompt_rows(encoding, prompts),
+            num_tokens=config.num_tokens,
+            sampling=Sampling(config.temperature, config.top_k, config.top_p),
+            seed=seed,
+            stop=config.ends,
+        )
 
-    if sample_config.interactive:
-        for text in chat(go_on, sample_config.prompt, sample_config.seed):
+    if config.interactive:
+        for text in chat(go_on, config.prompt, config.seed):
             print(printable(text), flush=True)
         return 0
-    rows = [prompt for prompt in prompts for _ in range(sample_config.num_samples)]
-    with _Clock() as clock:
-        texts = continue_all(go_on, rows, sample_config.batch_size, sample_config.seed)
+    rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    compiled_s = [0.0]
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        compiled_s.append(duration_secs * (event in _COMPILING))
+
+    monitoring.register_event_duration_secs_listener(note)
+    began = time.monotonic()
+    texts = continue_all(go_on, rows, config.batch_size, config.seed)
+    seconds, compiling_s = time.monotonic() - began, sum(compiled_s)
     pairs = zip(rows, texts, strict=True)
     if output:
         lines = (json.dumps({"prompt": row, "text": text}) for row, text in pairs)
         output.write_text("".join(f"{line}\n" for line in lines))
     else:
-        complete_texts = (printable(row + text) for row, text in pairs)
-        print(f"\n{'-' * 72}\n".join(complete_texts))
-    count = sum(len(encode(sources.encoding, text.encode())) for text in texts)
-    print(f"{count:,} tokens in {clock.speed(count)}", file=sys.stderr)
+        print(f"\n{'-' * 72}\n".join(printable(row + text) for row, text in pairs))
+    count = sum(len(encode(encoding, text.encode())) for text in texts)
+    speed = f"{count / (seconds - compiling_s):,.0f} tokens/s"
+    took = f"{seconds:.1f} s, {compiling_s:.1f} of it compiling"
+    print(f"{count:,} tokens in {took}: {speed}", file=sys.stderr)
     return 0
 
 
@@ -174,32 +173,6 @@ def continue_all(
             batch += batch[-1:] * (batch_size - len(batch))
         texts |= zip(numbers, go_on(batch, seed + first), strict=False)
     return [texts[i] for i in range(len(rows))]
-
-
-class _Clock:
-    """Measures a block, and how long of it XLA compiled."""
-
-    def __enter__(self) -> "_Clock":
-        """Begin."""
-        from jax import monitoring
-
-        self._began, self._compiled_s = time.monotonic(), 0.0
-        monitoring.register_event_duration_secs_listener(self._note)
-        return self
-
-    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event in _COMPILING:
-            self._compiled_s += duration_secs
-
-    def __exit__(self, *_: object) -> None:
-        """End."""
-        self._seconds = time.monotonic() - self._began
-
-    def speed(self, count: int) -> str:
-        """Return the time, and the number of tokens a second."""
-        rate = count / (self._seconds - self._compiled_s)
-        of_it = f", {self._compiled_s:.1f} of it compiling"
-        return f"{self._seconds:.1f} s{of_it}: {rate:,.0f} tokens/s"
 
 
 def output_file(path: str) -> epath.Path:

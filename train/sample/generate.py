@@ -36,158 +36,130 @@ class Sampling(NamedTuple):
     top_p: float | None = None
 
 
+class Decoder(NamedTuple):
+    """A model and the settings with which it continues prompts, all of them static.
+
+    execution: its placement is ignored, because a batch may be one row.
+    vocab_size: the size of the tokenizer. Ids from it on only pad the vocabulary and
+        are never drawn.
+    trained_length: the number of newest keys that a query sees.
+    cache_sharding: the sharding of keys and values [L, B, S, K, H].
+    """
+
+    model: GPT
+    execution: Execution
+    vocab_size: int
+    sampling: Sampling
+    trained_length: int
+    cache_sharding: NamedSharding
+
+    def features(
+        self, model: GPT, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Return the features of tokens, and the cache with their keys and values."""
+        x_BTD, longer_cache, _ = model.features(
+            tokens_BT,
+            positions_BT,
+            segment_ids_BT=None,
+            execution=self.execution._replace(placement=ONE_DEVICE),
+            cache=cache,
+            call=CallContext(trained_length=self.trained_length),
+        )
+        assert longer_cache is not None
+        return x_BTD, self.constrain(longer_cache)
+
+    def constrain(self, cache: Cache) -> Cache:
+        """Constrain the sharding of keys and values."""
+        constrain = partial(
+            jax.lax.with_sharding_constraint, shardings=self.cache_sharding
+        )
+        return tuple(
+            c._replace(keys=constrain(c.keys), values=constrain(c.values))
+            for c in cache
+        )
+
+
 def generate(
-    model: GPT,
+    decoder: Decoder,
     params: Any,
     prompt_BP: np.ndarray,
     lengths_B: np.ndarray,
     key: jax.Array,
     num_tokens: int,
-    vocab_size: int,
-    sampling: Sampling,
-    execution: Execution,
-    trained_length: int | None = None,
-    cache_sharding: NamedSharding | None = None,
 ) -> Iterator[np.ndarray]:
     """Continue prompts of any lengths until the caller stops taking tokens.
 
     Args:
-        model: the abstract model.
+        decoder: the model and the settings.
         params: its parameters.
         prompt_BP: int32, each prompt at the right end of its row. Columns before it are
             ignored.
         lengths_B: int32 lengths of the prompts, at least 1.
         key: random key.
         num_tokens: the number of tokens to add to each prompt.
-        vocab_size: the size of the tokenizer. Ids from it on only pad the vocabulary
-            and are never drawn.
-        sampling: how to draw.
-        execution: its placement is ignored, because a batch may be one row.
-        trained_length: the number of newest keys that a query sees. None means all.
-        cache_sharding: of keys and values [L, B, S, K, H]. None leaves it to XLA.
 
     Yields:
         int32 [B, C], the next tokens of each row. The last ones may be fewer.
     """
-    execution = execution._replace(placement=ONE_DEVICE)
-    call = CallContext(trained_length=trained_length)
     room = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
-    cache = _read(
-        model,
-        params,
-        prompt_BP=prompt_BP,
-        lengths_B=lengths_B,
-        room=room,
-        execution=execution,
-        call=call,
-        cache_sharding=cache_sharding,
-    )
+    cache = _read(decoder, params, prompt_BP, lengths_B, room)
     token_B = prompt_BP[:, -1]
     for step in range(0, room, _TOKENS_PER_CALL):
         # Virtual devices of a CPU deadlock if two programs run at once.
         jax.block_until_ready(cache)
-        cache, drawn_BC = _draw(
-            model,
-            params,
-            cache=cache,
-            token_B=token_B,
-            key=key,
-            step=np.int32(step),
-            vocab_size=vocab_size,
-            sampling=sampling,
-            execution=execution,
-            call=call,
-            cache_sharding=cache_sharding,
-        )
+        steps = np.arange(step, step + _TOKENS_PER_CALL, dtype=np.int32)
+        cache, drawn_BC = _draw(decoder, params, cache, token_B, key=key, steps=steps)
         drawn_BC = jax.device_get(drawn_BC)
         token_B = drawn_BC[:, -1]
         yield drawn_BC[:, : num_tokens - step]
 
 
-@partial(jax.jit, static_argnums=(0, 4, 5, 6, 7))
+@partial(jax.jit, static_argnums=(0, 4))
 def _read(
-    model: GPT,
+    decoder: Decoder,
     params: Any,
     prompt_BP: jax.Array,
     lengths_B: jax.Array,
     room: int,
-    execution: Execution,
-    call: CallContext,
-    cache_sharding: NamedSharding | None,
 ) -> Cache:
     """Return a cache that holds all columns but the last one and has room for more."""
     B, P = prompt_BP.shape
-    first_B, model = P - lengths_B, bind(model, params)
-    cache = model.empty_cache(B, P + room, execution, first_B)
-    cache = _constrain(cache, cache_sharding)
+    first_B, model = P - lengths_B, bind(decoder.model, params)
+    execution = decoder.execution._replace(placement=ONE_DEVICE)
+    cache = decoder.constrain(model.empty_cache(B, P + room, execution, first_B))
     if P > 1:
         positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
-        _, cache, _ = model.features(
-            prompt_BP[:, :-1],
-            positions_BP,
-            segment_ids_BT=None,
-            execution=execution,
-            cache=cache,
-            call=call,
-        )
-    return _constrain(cache, cache_sharding)
+        _, cache = decoder.features(model, prompt_BP[:, :-1], positions_BP, cache)
+    return cache
 
 
-@partial(jax.jit, static_argnums=(0, 6, 7, 8, 9, 10), donate_argnums=2)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _draw(
-    model: GPT,
+    decoder: Decoder,
     params: Any,
     cache: Cache,
     token_B: jax.Array,
     key: jax.Array,
-    step: jax.Array,
-    vocab_size: int,
-    sampling: Sampling,
-    execution: Execution,
-    call: CallContext,
-    cache_sharding: NamedSharding | None,
+    steps: jax.Array,
 ) -> tuple[Cache, jax.Array]:
     """Return the longer cache and the next C tokens of each row."""
-    model = bind(model, params)
+    model = bind(decoder.model, params)
 
     def next_token(carry, step):
         cache, token_B = carry
         positions_B1 = (cache[0].length[0] - cache[0].first_B[0])[:, None]
-        x_B1D, cache, _ = model.features(
-            token_B[:, None],
-            positions_B1,
-            segment_ids_BT=None,
-            execution=execution,
-            cache=cache,
-            call=call,
-        )
+        x_B1D, cache = decoder.features(model, token_B[:, None], positions_B1, cache)
+        execution = decoder.execution._replace(placement=ONE_DEVICE)
         logits_BV = model.logits(x_B1D, execution)[:, 0]
-        logits_BV = jnp.where(
-            jnp.arange(logits_BV.shape[-1]) < vocab_size, logits_BV, -jnp.inf
-        )
-        drawn_B = pick(logits_BV, jax.random.fold_in(key, step), sampling)
-        return (_constrain(cache, cache_sharding), drawn_B), drawn_B
+        is_token_V = jnp.arange(logits_BV.shape[-1]) < decoder.vocab_size
+        logits_BV = jnp.where(is_token_V, logits_BV, -jnp.inf)
+        drawn_B = pick(logits_BV, jax.random.fold_in(key, step), decoder.sampling)
+        return (cache, drawn_B), drawn_B
 
-    steps = step + jnp.arange(_TOKENS_PER_CALL)
     (cache, _), drawn_CB = jax.lax.scan(next_token, (cache, token_B), steps)
-    if cache_sharding is not None:  # Every process reads all tokens.
-        replicated = NamedSharding(cache_sharding.mesh, PartitionSpec())
-        drawn_CB = jax.lax.with_sharding_constraint(drawn_CB, replicated)
-    return cache, drawn_CB.T
-
-
-def _constrain(cache: Cache | None, sharding: NamedSharding | None) -> Cache:
-    """Constrain the sharding of keys and values."""
-    assert cache is not None
-    if sharding is None:
-        return cache
-
-    def constrain(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    return tuple(
-        c._replace(keys=constrain(c.keys), values=constrain(c.values)) for c in cache
-    )
+    # Every process reads all tokens.
+    replicated = NamedSharding(decoder.cache_sharding.mesh, PartitionSpec())
+    return cache, jax.lax.with_sharding_constraint(drawn_CB, replicated).T
 
 
 def pick(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

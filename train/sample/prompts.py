@@ -10,67 +10,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiktoken import Encoding
 
 from data.encoding import decode, encode
-from data.sources import Sources
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake
 from train.program import Program
-from train.sample.generate import Sampling, generate
+from train.sample.generate import Decoder, Sampling, generate
 
 # A batch of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
 _MIN_COLUMNS = 64
-_DEFAULT_SAMPLING = Sampling()
 
 
-def continue_prompts(
-    program: Program,
-    params: Any,
-    sources: Sources,
-    prompts: Sequence[str],
-    num_tokens: int,
-    sampling: Sampling = _DEFAULT_SAMPLING,
-    *,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-) -> list[str]:
-    """Continue each prompt; an empty prompt stands for an end-of-text token.
-
-    Args:
-        program: the program of the model.
-        params: its parameters.
-        sources: the data, for its tokenizer.
-        prompts: one for each row of the batch.
-        num_tokens: the maximum number of tokens of a continuation.
-        sampling: how to draw.
-        seed: of the draws.
-        stop: a continuation ends before the first of these texts.
-
-    Returns:
-        The continuations, without their prompts.
-
-    Raises:
-        ConfigError: if the model has too few positions for prompt and continuation.
-    """
-    encoding = sources.encoding
-    rows = [encode(encoding, prompt.encode()) for prompt in prompts]
-    rows = [row if len(row) else np.array([encoding.eot_token]) for row in rows]
-    return continue_rows(
-        program,
-        params,
-        encoding=encoding,
-        rows=rows,
-        num_tokens=num_tokens,
-        sampling=sampling,
-        seed=seed,
-        stop=stop,
-    )
+def prompt_rows(encoding: Encoding, prompts: Sequence[str]) -> list[list[int]]:
+    """Encode each prompt; an empty prompt becomes an end-of-text token."""
+    rows = (encode(encoding, prompt.encode()).tolist() for prompt in prompts)
+    return [row or [encoding.eot_token] for row in rows]
 
 
 def continue_rows(
     program: Program,
     params: Any,
     encoding: Encoding,
-    rows: Sequence[np.ndarray | list[int]],
+    rows: Sequence[Sequence[int]],
     num_tokens: int,
     sampling: Sampling,
     *,
@@ -81,41 +41,40 @@ def continue_rows(
 
     A position sees at most as many keys as a row had in training. If the number of
     devices that share a batch divides the number of rows, rows are sharded over them.
-    Drawing ends when all texts have ended. The arguments are those of
-    `continue_prompts`.
+    Drawing ends when all texts have ended.
+
+    Args:
+        program: the program of the model.
+        params: its parameters.
+        encoding: the tokenizer.
+        rows: the token ids of each prompt.
+        num_tokens: the maximum number of tokens of a continuation.
+        sampling: how to draw.
+        seed: of the draws.
+        stop: a continuation ends before the first of these texts.
 
     Returns:
-        The text of each row's next `num_tokens` tokens, up to the first of `stop`.
+        The continuations, without their prompts.
 
     Raises:
         ConfigError: if the model has too few positions for rows and continuation.
     """
-    config = program.config
+    model = program.config.model
     lengths = np.array([len(row) for row in rows], np.int32)
-    learned = config.model.position is Position.learned
-    if learned and (room := config.model.max_sequence_length) is not None:
-        max_columns = room - int(lengths.max())
-        if num_tokens > max_columns:
-            rule = (
-                f"must be at most {max_columns}: the model has {room} learned positions"
-            )
+    room = model.max_sequence_length
+    if model.position is Position.learned and room is not None:
+        max_tokens = room - int(lengths.max())
+        if num_tokens > max_tokens:
+            rule = f"must be at most {max_tokens}: the model has {room} learned "
+            rule += "positions"
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
         row[-len(ids) :] = ids
+    decoder = make_decoder(program, encoding.n_vocab, sampling, len(rows))
     drawn_BT, texts = np.zeros((len(rows), 0), np.int32), list[str]()
     for drawn_BC in generate(
-        program.model,
-        params,
-        prompt_BP=prompt_BP,
-        lengths_B=lengths,
-        key=jax.random.key(seed),
-        num_tokens=num_tokens,
-        vocab_size=encoding.n_vocab,
-        sampling=sampling,
-        execution=program.execution,
-        trained_length=config.data.sequence_length,
-        cache_sharding=_cache_sharding(program, len(rows)),
+        decoder, params, prompt_BP, lengths, jax.random.key(seed), num_tokens=num_tokens
     ):
         drawn_BT = np.concatenate([drawn_BT, drawn_BC], axis=1)
         decoded = [decode(encoding, row) for row in drawn_BT]
@@ -136,8 +95,10 @@ def _columns(longest: int) -> int:
     return 1 + columns * (longest > 1)
 
 
-def _cache_sharding(program: Program, num_rows: int) -> NamedSharding:
-    """Return the sharding of keys and values, over rows and heads if they divide."""
+def make_decoder(
+    program: Program, vocab_size: int, sampling: Sampling, num_rows: int
+) -> Decoder:
+    """Return a decoder whose cache is sharded over rows and heads if they divide."""
     config, mesh = program.config, program.mesh
     rules = program.execution.placement.rules
     rows, heads = rules.spec("batch"), rules.spec("kv_heads")
@@ -148,7 +109,14 @@ def _cache_sharding(program: Program, num_rows: int) -> NamedSharding:
     sizes = (mesh.shape[axis] for entry in heads for axis in mesh_axes(entry))
     if config.model.kv_heads % math.prod(sizes):
         heads = [None]
-    return NamedSharding(mesh, PartitionSpec(None, *rows, None, *heads))
+    return Decoder(
+        program.model,
+        program.execution,
+        vocab_size,
+        sampling,
+        trained_length=config.data.sequence_length,
+        cache_sharding=NamedSharding(mesh, PartitionSpec(None, *rows, None, *heads)),
+    )
 
 
 def text_before(text: str, stop: Sequence[str]) -> str:

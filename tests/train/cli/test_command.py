@@ -8,7 +8,6 @@ import yaml
 from tests.fleet import REPOSITORY
 from tests.train.cli.conftest import entry
 from train.cli.rules import must_name_run
-from train.evaluate.__main__ import EvaluateConfig
 from train.sample.__main__ import SampleConfig
 
 
@@ -57,11 +56,8 @@ def test_cfg_shows_every_key_and_runs_nothing(run):
     assert "pid" not in result.stdout
     for line in ("accumulation_steps: 1", "tokenizer_sha256: null", "num_steps: 7"):
         assert f"  {line}\n" in result.stdout
-    assert run("--cfg", "job", "train.num_step=7").returncode == 78
     result = run("--cfg", "job", "train.accumulation_steps=3")
-    assert "divisible by train.accumulation_steps" in entry(
-        result, "data.batch_size = 8"
-    )
+    assert "train.accumulation_steps" in entry(result, "data.batch_size = 8")
     assert "accumulation_steps: 3\n" in result.stdout
     result = run("--cfg", "jobb", "train.num_step=7")
     assert "must be one of job, hydra, all" in entry(result, "--cfg = jobb")
@@ -75,25 +71,18 @@ def test_help_is_short_and_says_what_one_needs(run):
     for text in ("python -m train ", "mesh: auto, ddp", "78 the config", "--multirun"):
         assert text in result.stdout
     commands = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
-    for name in commands - {"train", "launch"}:
-        assert re.search(rf"\b(train|data)\.{name}\b", result.stdout), name
-    assert "  launch " in result.stdout
-    assert "Hydra is" not in result.stdout
+    for name in commands - {"train"}:
+        assert re.search(rf"\b{name}\b", result.stdout), name
 
 
 def test_a_sweep_runs_each_job_in_its_own_process_and_survives_failures(process):
     result = process("--multirun", "seed=0,9,6,2", "log.interval_steps=3")
     assert result.returncode == 9
-    lines = [x.split() for x in result.stdout.splitlines() if x.startswith("seed 2 ")]
-    lines += [x.split() for x in result.stdout.splitlines() if x.startswith("seed 0 ")]
-    assert len(lines) == 2
-    assert lines[0][3] != lines[1][3]
-    assert "exit code 134" in result.stderr
+    processes = re.findall(r"^seed [02] pid (\d+)$", result.stdout, re.M)
+    assert len({*processes}) == 2
     assert result.stdout.count("interval_steps: 3") == 2
-    table = [
-        line.split() for line in result.stdout.partition("\nsweep\n")[2].splitlines()
-    ]
-    assert table[2:] == [
+    table = result.stdout.partition("\nsweep\n")[2].splitlines()
+    assert [line.split() for line in table][2:] == [
         ["0", "seed=0", "0", "1.5000", "runs/x"],
         ["1", "seed=9", "9", "-", "runs/x"],
         ["2", "seed=6", "134", "-", "runs/x"],
@@ -101,23 +90,16 @@ def test_a_sweep_runs_each_job_in_its_own_process_and_survives_failures(process)
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "schema", "right", "wrong"),
-    [
-        ("evaluate", EvaluateConfig, ["run.dir=r", "step=3"], ["model=gpt_nano"]),
-        ("sample", SampleConfig, ["run.name=r", "prompt='a b'"], ["top_k=x"]),
-    ],
-)
-def test_commands_on_a_run(run, name, schema, right, wrong):
-    of = (print, name, schema, must_name_run)
-    result = run(*right, of=of)
+def test_commands_on_a_run(run):
+    of = (print, "sample", SampleConfig, must_name_run)
+    result = run("run.name=r", "prompt='a b'", of=of)
     assert result.returncode == 0
-    assert result.stdout.startswith(schema.__name__)
-    assert f"python -m train.{name}" in run("--help", of=of).stdout
-    result = run(*wrong, of=of)
+    assert result.stdout.startswith("SampleConfig")
+    assert "python -m train.sample" in run("--help", of=of).stdout
+    result = run("top_k=x", "model=gpt_nano", of=of)
     assert result.returncode == 78
-    assert wrong[0].partition("=")[0] in result.stderr
-    assert "run.dir" in result.stderr
+    for key in ("top_k", "model", "run.dir"):
+        assert f"\n  {key} = " in result.stderr
 
 
 def test_several_trackers_are_chosen_at_once(run):
@@ -153,12 +135,12 @@ def test_a_table_of_sections_is_set_as_a_whole(run):
     assert config["sources"]["web"] == {"path": "a", "weight": 0.8, "epochs": None}
     assert config["sources"]["code"] == {"path": "b", "weight": 1.0, "epochs": 4.0}
     assert config["weight_changes"] == [{"step": 9, "weights": {"web": 1.0}}]
-    wrong = run("data=mixture", "data.sources={web: {path: a, weights: 2, epochs: x}}")
-    assert wrong.returncode == 78
-    assert "did you mean data.sources.web.weight" in entry(
-        wrong, "data.sources.web.weights = 2"
-    )
-    assert "must be a number, or null" in entry(wrong, "data.sources.web.epochs = x")
-    assert wrong.stderr.startswith("2 mistakes")
-    single = run("data=mixture", "data.sources.web.path=a", "--cfg", "job")
-    assert yaml.safe_load(single.stdout)["data"]["sources"]["web"]["path"] == "a"
+    web = "data.sources={web: {path: a, weights: 2, epochs: x}, b: 3}"
+    wrong = run("data=mixture", web)
+    for title, rule in (
+        ("data.sources.web.weights = 2", "did you mean data.sources.web.weight"),
+        ("data.sources.web.epochs = x", "must be a number, or null"),
+        ("data.sources.b = 3", "section"),
+    ):
+        assert rule in entry(wrong, title)
+    assert wrong.stderr.startswith("3 mistakes")

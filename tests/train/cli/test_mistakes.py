@@ -6,7 +6,7 @@ import yaml
 from tests.fleet import REPOSITORY
 from tests.train.cli.conftest import entry
 from train.cli.hints import keys_of
-from train.cli.other_trainers import NAMES, RESUME
+from train.cli.other_trainers import NAMES
 from train.config import Config
 
 
@@ -57,23 +57,6 @@ def test_all_mistakes_at_once(run):
     assert "[1, 4096]" in entry(result, "runtime.cpu_devices = -2")
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ("data.batch_size = 3",),
-        ("data.batch_size =3",),
-        ("data.batch_size", "=", "3"),
-        ("data.batch_size", "=3"),
-        ("data.batch_size=", "3"),
-    ],
-)
-def test_spaces_around_the_sign_are_named(run, typed: tuple[str, ...]):
-    result = run("--cfg", "job", *typed, "seed=x")
-    assert "type data.batch_size=3" in entry(result, "data.batch_size = 3")
-    assert "must be a whole number" in entry(result, "seed = x")
-    assert result.stderr.startswith("2 mistakes")
-
-
 def test_a_whole_number_too_large_for_jax_is_a_mistake(run):
     huge = "99999999999999999999"
     keys = ("seed", "model.num_layers", "data.batch_size", "mesh.fsdp")
@@ -82,12 +65,6 @@ def test_a_whole_number_too_large_for_jax_is_a_mistake(run):
     assert result.stderr.startswith("5 mistakes")
     assert "must be in [-2147483648, 4294967296)" in entry(result, f"seed = {huge}")
     assert "must be in [1, 2147483647]" in entry(result, f"data.batch_size = {huge}")
-
-
-def test_values_are_shown_as_they_are_typed(run):
-    result = run("profile.steps=[9]", "optimizer=lion", "optimizer.offload=true")
-    assert "ascending" in entry(result, "profile.steps = [9]")
-    assert "must be false" in entry(result, "optimizer.offload = true")
 
 
 def test_null_takes_the_place_of_a_presets_list_where_it_may(run):
@@ -126,7 +103,6 @@ def test_a_preset_is_checked_too(run, tmp_path, name: str, text: str, keys: list
         assert f"  {key} = " in result.stderr
     if name == "keys":
         assert f"in {folder}/keys.yaml" in result.stderr
-        assert "one of adamw, muon, adafactor, lion" in result.stderr
 
 
 def test_each_value_of_a_sweep_is_checked_before_the_first_job(run):
@@ -153,11 +129,7 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "2")  # so many that one does not know
     result = run(*sizes, "mesh.tensor=8", "model.num_hedas=3")
     assert result.stderr.startswith("4 mistakes")
-    assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
     assert "num_kv_heads=4 on 8" in entry(result, "mesh.params.kv_heads = tensor")
-    whole = ("mesh.tensor=8", "mesh.params.kv_heads=null")
-    result = run(*sizes, *whole, "model.num_hedas=3")
-    assert "num_kv_heads=4 on 8" in entry(result, "mesh.activations.kv_heads = tensor")
 
 
 def test_rules_that_are_missing_or_clash_are_named(run):
@@ -171,17 +143,8 @@ def test_rules_that_are_missing_or_clash_are_named(run):
     )
     assert "kv_heads does" in result.stderr
     assert result.stderr.startswith("5 mistakes")
-    result = run(
-        "mesh.params.embed=5", "model=moe_nano", "mesh.params.experts=[{a: 1}]"
-    )
+    result = run("mesh.params.embed=5")
     assert "must be a mesh axis" in entry(result, "mesh.params.embed = 5")
-
-
-def test_habits_of_other_programs_are_answered(run):
-    result = run("--num_steps=30", "resume=true", "data.tokenizer=gpt3")
-    assert "train.num_steps=30?" in entry(result, "--num_steps=30")
-    assert "the same command continues a run" in entry(result, "resume = true")
-    assert "did you mean gpt2?" in entry(result, "data.tokenizer = gpt3")
 
 
 def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
@@ -204,30 +167,23 @@ def test_a_tracker_that_is_none_is_named(run):
     assert "none stands alone" in entry(result, "tracker = [none,wandb]")
 
 
-def test_mistakes_in_a_table_of_sections_hide_no_others(run):
-    result = run("data=mixture", "data.sources={web: {pathh: 1}, b: 3}", "seed=x")
-    assert "did you mean data.sources.web.path" in result.stderr
-    assert "section" in entry(result, "data.sources.b = 3")
-    assert "whole number" in entry(result, "seed = x")
-
-
 def test_a_key_of_another_trainer_is_translated(run):
-    result = run("block_size=256", "training.seq_len=64", "steps=4", "--max_iters=5")
-    for typed, key in (
-        ("block_size = 256", "data.sequence_length"),
-        ("training.seq_len = 64", "data.sequence_length"),
-        ("steps = 4", "train.num_steps"),
-        ("--max_iters=5", "train.num_steps"),
+    typed = ("block_size=256", "training.seq_len=64", "--max_iters=5")
+    result = run(*typed, "--num_steps=30", "resume=true")
+    for title, text in (
+        ("block_size = 256", "it is called data.sequence_length here"),
+        ("training.seq_len = 64", "it is called data.sequence_length here"),
+        ("--max_iters=5", "it is called train.num_steps here"),
+        ("--num_steps=30", "train.num_steps=30?"),
+        ("resume = true", "the same command continues a run"),
     ):
-        assert f"it is called {key} here" in entry(result, typed)
+        assert text in entry(result, title)
 
 
 def test_translations_name_keys_that_exist_and_agree_with_the_docs():
     rows = (REPOSITORY / "docs/guides/switching.md").read_text().splitlines()
     keys = keys_of(Config)
     for name, here in NAMES.items():
-        if here == RESUME:
-            continue
         key = here.partition(",")[0]
         assert key in keys, name
         mentions = [row for row in rows if f"`{name}`" in row]

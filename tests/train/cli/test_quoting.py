@@ -14,17 +14,7 @@ def read(argument):
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "def main(",
-            'say "hi"',
-            "a\\",
-            'a\\"b',
-            'end\\\\"',
-            "x, y",
-            "[1",
-            "{",
-            "[1, 2]",
-        ),
+        *("def main(", 'say "hi"', "a\\", 'a\\"b', 'end\\\\"', "x, y", "[1", "{"),
         *("it's", "a=b", "\\n", '{"a": 1}', "line\nbreak", "ü é", "  lead ", "42"),
         # What a number would not give back: a date, a version, a commit, a score.
         *("20240101_1200", "1.10", "1e52341", "3.140", "0x10", "nan", "true"),

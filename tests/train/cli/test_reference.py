@@ -189,11 +189,3 @@ def takes_any_number(hint: Any) -> bool:
     if any(isinstance(limit, Le | Lt) for limit in limits):
         return False
     return hint is int or any(map(takes_any_number, typing.get_args(hint)))
-
-
-def test_the_page_shows_what_the_command_has_where_its_presets_differ():
-    lines = page().splitlines()
-    (row,) = [line for line in lines if line.startswith("| `data.batch_size` ")]
-    default, composed = Config().data.batch_size, compose([]).data.batch_size
-    assert default != composed
-    assert f"| `{default}` | `{composed}` |" in row

@@ -1,13 +1,11 @@
 """Tasks through the doors: in a run, and of its checkpoint; of one process and two."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fleet import REPOSITORY, TINY, Fleet, of_text, write_text
+from tests.fleet import TINY, Fleet, of_text, write_text
 from tests.train.evaluate.task_files import NAMES, write_tasks
 from tests.train.pages import data_of
 from train.run.goodput import account
@@ -112,28 +110,3 @@ def test_processes_that_are_asked_other_things_say_so(run, folder):
     )
     assert fleet.wait() == [78, 78]
     assert "is no task of" in fleet.said()
-
-
-NO_HARNESS = """
-import sys
-from importlib import util
-
-find = util.find_spec
-util.find_spec = lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
-from train.__main__ import main, run_command
-
-run_command(main)
-"""
-
-
-def test_without_the_extra_a_run_says_so_and_leaves_nothing(folder):
-    words = [*TINY, *of_text(folder), f"run.dir={folder}/none", "eval.tasks=[piqa]"]
-    said = subprocess.run(
-        [sys.executable, "-c", NO_HARNESS, *words],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert said.returncode == 78
-    assert 'pip install -e ".[eval]"' in said.stderr
-    assert not (folder / "none").exists()

@@ -2,10 +2,9 @@
 
 import jax
 import pytest
-from flax import nnx
 
-from model.gpt import GPT, params_of
 from tests.train.evaluate.task_files import NAMES, write_tasks
+from tests.train.pretrained.conftest import perturbed
 from train.pretrained.folder import empty_folder, write_folder
 
 pytestmark = pytest.mark.slow
@@ -26,28 +25,23 @@ def test_both_give_the_same_answers_to_each_example(
     from train.evaluate.harness import HarnessModel
 
     program = programs(*MODEL, devices=1)
-    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-    params = jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
-    )
+    params = perturbed(program.config.model)
     folder = empty_folder(str(tmp_path / "exported"))
     write_folder(folder, program, params, store, 0, "float32", True)
     ours = HarnessModel(program, store.encoding)
     ours.params = jax.device_put(params, program.shardings.params)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
     path = write_tasks(tmp_path / "tasks")
-    with jax.set_mesh(program.mesh):
-        mine, its = (
-            simple_evaluate(
-                model,
-                tasks=NAMES,
-                num_fewshot=num_fewshot,
-                task_manager=TaskManager(include_path=path, include_defaults=False),
-                bootstrap_iters=10,
-            )
-            for model in (ours, theirs)
+    mine, its = (
+        simple_evaluate(
+            model,
+            tasks=NAMES,
+            num_fewshot=num_fewshot,
+            task_manager=TaskManager(include_path=path, include_defaults=False),
+            bootstrap_iters=10,
         )
+        for model in (ours, theirs)
+    )
     for name in NAMES:
         own = {row["doc_id"]: row for row in mine["samples"][name]}
         assert len(own) == len(its["samples"][name]) > 5

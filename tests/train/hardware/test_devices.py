@@ -22,49 +22,30 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
 
 
-def seen(devices) -> list[tuple]:
-    return sorted(
-        (
-            device.platform,
-            device.device_kind,
-            device.process_index,
-            getattr(device, "slice_index", 0),  # of one slice they have none
-            tuple(device.coords),
-            device.core_on_chip,
-        )
-        for device in devices
-    )
-
-
 @pytest.mark.tpu
 @needs_libtpu
-@pytest.mark.parametrize("name", TPUS)
-def test_stand_ins_of_a_tpu_are_where_its_devices_are(name, planning, monkeypatch):
-    target = parse_target(name)
-    devices = seen(fake_devices(target))
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    assert seen(fake_devices(target)) == devices
-
-
-@pytest.mark.tpu
-@needs_libtpu
-@pytest.mark.parametrize(
-    "name", ["v5p-128", "v4-256x2", "tpu7x-128", "v6e-8", "v5e-256"]
-)
-def test_the_mesh_has_stand_ins_in_the_order_of_the_devices(
-    name, planning, monkeypatch
-):
+@pytest.mark.parametrize("name", [*TPUS, "v5p-128", "v4-256x2", "tpu7x-128", "v5e-256"])
+def test_a_mesh_of_stand_ins_is_that_of_the_devices(name, planning, monkeypatch):
     target = parse_target(name)
     dcn = DcnConfig(data=target.slices)
     config = MeshConfig(data=target.slices, fsdp=-1, dcn=dcn)
 
-    def places():
-        mesh = make_mesh(config, fake_devices(target))
-        return [(tuple(d.coords), d.core_on_chip) for d in mesh.devices.flat]
+    def described():
+        return [
+            (
+                device.platform,
+                device.device_kind,
+                device.process_index,
+                getattr(device, "slice_index", 0),  # of one slice they have none
+                tuple(device.coords),
+                device.core_on_chip,
+            )
+            for device in make_mesh(config, fake_devices(target)).devices.flat
+        ]
 
-    found = places()
+    devices = described()
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    assert places() == found
+    assert described() == devices
 
 
 @pytest.mark.tpu
@@ -98,11 +79,9 @@ def test_stand_ins_are_as_many_as_the_machine_has(name, no_compiler):
     assert len({device.slice_index for device in devices}) == target.slices
 
 
-@pytest.mark.parametrize(("name", "extra"), [("v5e-8", "plan"), ("h100-8", "plan-gpu")])
-def test_a_missing_compiler_is_named_with_what_installs_it(name, extra, no_compiler):
-    said = missing_compiler(parse_target(name))
-    assert said is not None
-    assert f"pip install -e '.[{extra}]'" in said
+def test_a_missing_compiler_is_named_with_what_installs_it(no_compiler):
+    assert "[plan]" in (missing_compiler(parse_target("v5e-8")) or "")
+    assert "[plan-gpu]" in (missing_compiler(parse_target("h100-8")) or "")
 
 
 def test_what_the_user_has_set_stays(planning, monkeypatch):

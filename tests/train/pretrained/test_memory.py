@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from model.gpt import abstract_gpt, params_of
 from model.params import named, param_infos
 from tests.fleet import REPOSITORY
-from tests.train.pretrained.test_export import BYTES
+from tests.train.pretrained.conftest import BYTES
 from train.cli.command import compose
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
@@ -43,8 +43,7 @@ program = make_program(compose(sys.argv[2:]), jax.devices())
 done, seen = False, [anonymous()]
 watcher = threading.Thread(target=watch)
 watcher.start()
-with jax.set_mesh(program.mesh):
-    state = jax.block_until_ready(start_from(sys.argv[1], program))
+state = jax.block_until_ready(start_from(sys.argv[1], program))
 done = True
 watcher.join()
 print(max(seen) - seen[0])

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import tiktoken
-from flax import nnx
 
 from data import bpe
 from data.batches import Batch
@@ -14,11 +13,10 @@ from data.encoding import decode, encode
 from data.tokenizer import RANK_FILE_PATTERN, parse_ranks
 from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
 from data.tokenizer_json import tokenizer_config, tokenizer_json
-from model.gpt import GPT, abstract_gpt, params_of
+from model.gpt import abstract_gpt, params_of
 from model.params import named, param_infos
-from model.placement import ONE_DEVICE
 from tests.data.test_tokenizer_folder import TEXTS
-from tests.train.pretrained.test_export import BYTES, MODELS, export
+from tests.train.pretrained.conftest import BYTES, MODELS, export, perturbed
 from train.cli.command import compose
 from train.feed import place
 from train.pretrained.begin import start_from
@@ -26,20 +24,12 @@ from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
 from train.pretrained.tensors import Parts
 from train.sample.generate import Sampling, generate
+from train.sample.prompts import make_decoder
 from train.step import make_gradients
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
-
-
-def drawn_anew(program):
-    """Return parameters of which none is what it was drawn."""
-    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 99))
-    return jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params
-    )
 
 
 def a_batch(theirs):
@@ -86,7 +76,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
     program = programs(*named_so, *rows, vocabulary, devices=1)
-    params = drawn_anew(program)
+    params = perturbed(program.config.model)
     parts = export(tmp_path, program, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
@@ -94,8 +84,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     batch, expected = a_batch(theirs)
     expected.backward()
     step = make_gradients(program.model, program.execution, program.config.train)
-    with jax.set_mesh(program.mesh):
-        loss, grads, *_ = jax.jit(step)(params, place(batch, program.batch))
+    loss, grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     ours = {name: parts.read(dict(named(grads)), name) for name in parts.tensors}
     assert ours.keys() == {name for name, _ in theirs.named_parameters()}
@@ -108,14 +97,11 @@ def test_gradients_are_the_same(programs, tmp_path, family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt-oss", "gpt2"])
 def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
-    named_so = (
-        *MODELS[family],
-        "model.num_layers=2",
-        f"model.vocab_size={BYTES.n_vocab}",
-    )
+    vocabulary = f"model.vocab_size={BYTES.n_vocab}"
+    named_so = (*MODELS[family], "model.num_layers=2", vocabulary)
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     program = programs(*named_so, *rows, "model.router_aux_weight=0", devices=1)
-    export(tmp_path, program, drawn_anew(program))
+    export(tmp_path, program, perturbed(program.config.model))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
@@ -125,21 +111,14 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
         prompt = torch.tensor(tokens[:1, :16])
         more = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
         said = theirs.generate(prompt, **more)[0, 16:].tolist()
-    with jax.set_mesh(program.mesh):
-        state = start_from(str(tmp_path), program)
-        execution = program.execution._replace(placement=ONE_DEVICE)
-        (ids,) = generate(
-            program.model,
-            state.params,
-            tokens[:1, :16],
-            np.array([16]),
-            jax.random.key(0),
-            12,
-            BYTES.n_vocab,
-            Sampling(temperature=0.0),
-            execution,
-        )
-        _, metrics = program.train_step(state, place(batch, program.batch))
+    state = start_from(str(tmp_path), program)
+    decoder = make_decoder(program, BYTES.n_vocab, Sampling(temperature=0.0), 1)
+    (ids,) = generate(
+        *(decoder, state.params, tokens[:1, :16], np.array([16])),
+        key=jax.random.key(0),
+        num_tokens=12,
+    )
+    _, metrics = program.train_step(state, place(batch, program.batch))
     assert float(metrics["loss"]) == pytest.approx(float(expected), abs=1e-4)
     assert ids[0].tolist() == said
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.pretrained.test_export import BYTES, LENGTH, MODELS
+from tests.train.pretrained.conftest import BYTES, LENGTH, MODELS
 from train.cli.command import compose
 from train.errors import ConfigError
-from train.pretrained.compare import _family_in
+from train.pretrained.compare import family_of_folder
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
 
@@ -33,7 +33,6 @@ def write(folder: Path, name: str, **changed: object) -> str:
 @pytest.mark.parametrize(
     ("name", "said", "pattern"),
     [
-        ("gemma2", {}, "local,global"),
         ("gemma2", {"sliding_window_pattern": 3}, "local,local,global"),
         ("gemma3", {}, "local,local,local,local,local,global"),
         ("gemma3", {"sliding_window_pattern": 3}, "local,local,global"),
@@ -44,18 +43,12 @@ def write(folder: Path, name: str, **changed: object) -> str:
 )
 def test_another_pattern_is_refused_by_name(tmp_path, name, said, pattern):
     folder = write(tmp_path, name, layer_types=None, **said)
-    _family_in(folder, of(name, f"model.layer_pattern=[{pattern}]"))
+    family_of_folder(folder, of(name, f"model.layer_pattern=[{pattern}]"))
     for other in {"local", "local,global", "global,local", "local,local,global"}:
         if other != pattern:
             with pytest.raises(ConfigError, match="layer_pattern is") as error:
-                _family_in(folder, of(name, f"model.layer_pattern=[{other}]"))
+                family_of_folder(folder, of(name, f"model.layer_pattern=[{other}]"))
             assert f"model.layer_pattern=[{pattern}]" in str(error.value)
-
-
-def test_a_pattern_that_is_said_goes_before_the_usual_one(tmp_path):
-    said = {"layer_types": ["sliding_attention", "full_attention"] * 6}
-    folder = write(tmp_path, "gemma3", **said, _sliding_window_pattern=6)
-    _family_in(folder, of("gemma3"))
 
 
 @pytest.mark.parametrize(
@@ -64,10 +57,10 @@ def test_a_pattern_that_is_said_goes_before_the_usual_one(tmp_path):
 )
 def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other):
     for usual in (not other, None):
-        _family_in(write(tmp_path, "gpt2", **{setting: usual}), of("gpt2"))
+        family_of_folder(write(tmp_path, "gpt2", **{setting: usual}), of("gpt2"))
     folder = write(tmp_path, "gpt2", **{setting: other})
     with pytest.raises(ConfigError, match=rf"{setting} is \w+, there \w+"):
-        _family_in(folder, of("gpt2"))
+        family_of_folder(folder, of("gpt2"))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +74,9 @@ def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other)
 def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
     keys = ("rope_parameters", "rope_theta", "rope_local_base_freq")
     folder = write(tmp_path, name, **dict.fromkeys(keys))
-    _family_in(folder, of(name, f"model.{usual}"))
+    family_of_folder(folder, of(name, f"model.{usual}"))
     with pytest.raises(ConfigError, match=f"model.{other.split('=')[0]} is"):
-        _family_in(folder, of(name, f"model.{other}"))
+        family_of_folder(folder, of(name, f"model.{other}"))
 
 
 @pytest.mark.parametrize(
@@ -96,17 +89,17 @@ def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
 )
 def test_null_says_that_there_is_none(tmp_path, name, setting, key):
     folder, model = write(tmp_path, name), of(name)
-    _family_in(folder, model)
+    family_of_folder(folder, model)
     said = json.loads((tmp_path / "config.json").read_text()) | {setting: None}
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ConfigError, match=rf"model\.{key} is \S+, there null"):
-        _family_in(folder, model)
+        family_of_folder(folder, model)
 
 
 def test_what_a_family_does_not_read_is_not_advised(tmp_path):
     said = {"sliding_window": 131072, "layer_types": ["full_attention"] * 12}
     folder = write(tmp_path, "qwen2", **said)
     with pytest.raises(ConfigError, match=r"model\.embed_dim=128") as error:
-        _family_in(folder, of("qwen2", "model.embed_dim=64"))
+        family_of_folder(folder, of("qwen2", "model.embed_dim=64"))
     assert "model.window" not in str(error.value)
     assert "layer_pattern" not in str(error.value)

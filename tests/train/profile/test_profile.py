@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +14,7 @@ from etils import epath
 
 from tests.fleet import Fleet, of_text, write_text
 from train.config import RunConfig
-from train.distributed.preemption import TRACE, Preemption
+from train.distributed.preemption import TRACE
 from train.distributed.processes import Cluster
 from train.errors import ConfigError
 from train.profile.__main__ import ProfileConfig, main
@@ -164,17 +163,6 @@ def test_hardly_an_instruction_of_a_step_is_unnamed(stored_step, name):
     assert labels.label("no_such", "").scope == UNNAMED
     loops = (e for e in compiled.module.executed if e.instruction.opcode == "while")
     assert labels.label(next(loops).instruction.name, "") is None
-
-
-def test_a_trace_is_due_beside_a_save_and_never_without_a_step():
-    preemption = object.__new__(Preemption)
-    preemption._told = threading.Condition()
-    preemption._due, preemption._traces = {}, {}
-    preemption._note("save", 7)
-    preemption._note(f"{TRACE}5", 7)
-    preemption._note(f"{TRACE}5", -2)  # some have no step yet
-    assert preemption.step_done(7) == "save"
-    assert [preemption.steps_to_trace(step) for step in (6, 7, 7)] == [0, 5, 0]
 
 
 def command(folder, *more):

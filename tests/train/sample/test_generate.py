@@ -9,6 +9,7 @@ from flax import nnx
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.sample.generate import Sampling, generate, pick
+from train.sample.prompts import make_decoder
 
 PROMPT = np.array([[5, 17, 200, 3], [99, 98, 97, 96]], np.int32)
 GREEDY = Sampling(temperature=0)
@@ -30,25 +31,18 @@ def params(program):
     return params
 
 
-def continued(program, params, num_tokens, sampling, seed=0, num_ids=NUM_IDS):
-    prompts = np.pad(PROMPT, ((0, 0), (3, 0)), constant_values=7)  # not seen
-    parts = generate(
-        program.model,
-        params,
-        prompts,
-        np.full(2, 4),
-        jax.random.key(seed),
-        num_tokens,
-        num_ids,
-        sampling,
-        program.execution,
-    )
+def continued(program, params, sampling, seed=0):
+    """Return 12 tokens after each prompt; the columns of padding are not seen."""
+    prompts = np.pad(PROMPT, ((0, 0), (3, 0)), constant_values=7)
+    decoder = make_decoder(program, NUM_IDS, sampling, 2)
+    key = jax.random.key(seed)
+    parts = generate(decoder, params, prompts, np.full(2, 4), key, 12)
     return np.concatenate([*parts], axis=1)
 
 
 @pytest.fixture(scope="module")
 def greedy(program, params):
-    return continued(program, params, 12, GREEDY)
+    return continued(program, params, GREEDY)
 
 
 def test_greedy_is_the_argmax_of_a_full_forward_at_each_step(program, params, greedy):
@@ -73,16 +67,9 @@ def test_greedy_is_the_argmax_of_a_full_forward_at_each_step(program, params, gr
     assert len(np.unique(greedy)) > 2
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6)]
-)
-def test_the_likeliest_alone_is_greedy(program, params, greedy, sampling):
-    np.testing.assert_array_equal(continued(program, params, 12, sampling), greedy)
-
-
 def test_padding_is_never_drawn_and_the_seed_decides(program, params):
     hot = Sampling(temperature=5.0)
-    one, same, other = (continued(program, params, 12, hot, s) for s in (0, 0, 1))
+    one, same, other = (continued(program, params, hot, s) for s in (0, 0, 1))
     assert max(one.max(), other.max()) < NUM_IDS
     np.testing.assert_array_equal(one, same)
     assert (one != other).any()
@@ -101,13 +88,11 @@ def drawn(sampling: Sampling) -> np.ndarray:
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [
-        (Sampling(1.0), [0, 1, 2, 3]),
         (Sampling(1.0, top_k=3), [1, 2, 3]),
         (Sampling(1.0, top_k=99), [0, 1, 2, 3]),
         (Sampling(1.0, top_k=0), [0, 1, 2, 3]),
         (Sampling(1.0, top_p=0.7), [1, 3]),
         (Sampling(1.0, top_p=0.45), [1]),
-        (Sampling(1.0, top_p=0.85), [1, 2, 3]),
         (Sampling(1.0, top_p=1.0), [0, 1, 2, 3]),
         (Sampling(1.0, top_k=3, top_p=0.6), [1, 3]),
         (Sampling(0), [1]),

@@ -1,0 +1,82 @@
+"""Small models of all families, and folders of their weights."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from data.tokenizer import load_tokenizer
+from model.gpt import GPT, params_of
+from model.params import named
+from train.pretrained.families import family_of
+from train.pretrained.folder import exported_settings
+from train.pretrained.tensors import Parts
+from train.pretrained.weights import write_json, write_weights
+from train.run.folder import run_folder
+
+BYTES = load_tokenizer("bytes")
+LENGTH = 48
+MODELS = {
+    "llama": ("model=llama_nano",),
+    "llama with biases, tied": (
+        "model=llama_nano",
+        "model.bias=true",
+        "model.tied_head=true",
+    ),
+    "qwen3": ("model=qwen3_nano",),
+    "llama 3.1": (
+        "model=llama_nano",
+        "model.rope_scaling.kind=llama3",
+        *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
+    ),
+    "llama, yarn": (
+        "model=llama_nano",
+        "model.rope_scaling.kind=yarn",
+        *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
+    ),
+    "mistral": ("model=mistral_nano", "model.window=7"),
+    "qwen2": ("model=qwen2_nano",),
+    "olmo2": ("model=olmo2_nano",),
+    "gemma2": ("model=gemma2_nano", "model.window=7", "model.attention_soft_cap=2"),
+    "gemma3": (
+        *("model=gemma3_nano", "model.window=7", "model.layer_pattern=[local,global]"),
+        *("model.rope_scaling.kind=linear", "model.rope_scaling.factor=4"),
+    ),
+    "mixtral": ("model=mixtral_nano", "model.embed_dim=32", "model.window=7"),
+    "qwen3 with experts": (
+        *("model=mixtral_nano", "model.embed_dim=32", "model.qk_norm=true"),
+        "model.router_normalized=false",
+    ),
+    "gpt-oss": (
+        *("model=gpt_oss_nano", "model.embed_dim=32", "model.window=7"),
+        *("model.expert_dim=24", "model.swiglu_limit=0.5"),
+        *("model.rope_scaling.kind=yarn", "model.rope_scaling.truncate=false"),
+        *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
+    ),
+    "gpt2": ("model=gpt2_nano", "model.max_sequence_length=48"),
+    "gpt2 without biases, untied": (
+        "model=gpt2_nano",
+        "model.max_sequence_length=48",
+        "model.bias=false",
+        "model.tied_head=false",
+    ),
+}
+
+
+def perturbed(model, scale=0.1, seed=0):
+    """Return parameters of a model of which none is what it was drawn."""
+    params = params_of(GPT(model, nnx.Rngs(seed)))
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    return jax.tree.map(
+        lambda x: x + scale * jax.random.normal(next(keys), x.shape, x.dtype), params
+    )
+
+
+def export(folder, program, params, dtype="float32"):
+    """Write weights and settings to a folder, and return what the tensors hold."""
+    family = family_of(program.config.model)
+    parts = Parts(family, program.config.model, program.infos, BYTES.n_vocab)
+    where = run_folder(str(folder))
+    write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))
+    settings = exported_settings(family, program.config.model, BYTES, LENGTH, dtype)
+    write_json(where / "config.json", settings)
+    return parts
