@@ -101,9 +101,8 @@ class Lease:
                 self._replace(owner)
             except StorageError as error:
                 if not self._failing:
-                    log.warning(
-                        "%s; training continues, and the lease is tried again", error
-                    )
+                    message = "%s; training continues, and the lease is tried again"
+                    log.warning(message, error)
                 self._failing = True
                 return
             except Exit as lost:
@@ -164,14 +163,7 @@ def take_lease(
         version = _take(storage, me, interval_s, timeout_s)
     except StorageError as error:
         raise access_error(folder, error) from error
-    return Lease(
-        storage,
-        me,
-        version,
-        interval_s=interval_s,
-        timeout_s=timeout_s,
-        on_lost=on_lost,
-    )
+    return Lease(storage, me, version, interval_s, timeout_s, on_lost)
 
 
 def read_owner(folder: str) -> Owner | None:
@@ -187,11 +179,7 @@ def _take(
     storage: KeyValueStore, me: Owner, interval_s: float, timeout_s: float
 ) -> bytes:
     """Write the lease once no live process has it; return its version."""
-    watched, watched_since_s, silent = (
-        None,
-        0.0,
-        f"gave no sign of life for {timeout_s:g} s",
-    )
+    watched, watched_since_s = None, 0.0
     while True:
         owner, version = _read(storage)
         reason = "is dead"
@@ -206,7 +194,8 @@ def _take(
                         "%s: waiting up to %g s for a sign of life of its owner, %s",
                         *(storage, timeout_s, owner),
                     )
-                alive, reason = version != watched, silent
+                reason = f"gave no sign of life for {timeout_s:g} s"
+                alive = version != watched
                 if not alive and time.monotonic() - watched_since_s < timeout_s:
                     time.sleep(interval_s / 4)
                     continue

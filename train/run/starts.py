@@ -86,10 +86,9 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     if not numbers:
         return _start_of_newest_checkpoint(path)
     if step is not None:
-        events = read_events(path)
         restored = {
             event["start"]: event["step"]
-            for event in events
+            for event in read_events(path)
             if event["event"] == "restore" and isinstance(event.get("step"), int)
         }
         numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
@@ -99,8 +98,8 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     start = read_record(file, _START_REMEDY) or {}
     for key, kind in _START_TYPES.items():
         if not isinstance(start.get(key), kind | None):
-            message = f"its {key} must be a {kind.__name__}"
-            raise damaged(file, message, _START_REMEDY)
+            damage = f"its {key} must be a {kind.__name__}"
+            raise damaged(file, damage, _START_REMEDY)
     changes = (start.get("changes") or {}).items()
     renamed_changes = dict(renamed(str(key), value) for key, value in changes)
     return {**start, "changes": renamed_changes}
@@ -108,12 +107,12 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
 
 def start_numbers(path: epath.Path) -> list[int]:
     """Return the numbers of the starts that left a record, ascending."""
-    files = (path / "starts").glob("*.yaml")
-    return sorted(int(file.stem) for file in files if file.stem.isdigit())
+    names = (file.stem for file in (path / "starts").glob("*.yaml"))
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
-    """Return what a start would have recorded that saved the newest checkpoint."""
+    """Return the record of the start that saved the newest checkpoint."""
     config, described = newest_described_config(path)
     if config is None:
         return {}
@@ -265,16 +264,8 @@ def yaml_value(value: object) -> object:
 
 
 def _git_commit() -> str | None:
-    folder = Path(__file__).parents[1]
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-    ]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "-C", str(Path(__file__).parents[1]), *describe]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):

@@ -138,7 +138,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
         log.append({"n": n})
         log.flush()
     log.close()
-    left, unlink, drop = kills, type(epath.Path(RUN)).unlink, jsonl._rewrite
+    left, unlink, write = kills, type(epath.Path(RUN)).unlink, jsonl.write_atomically
 
     def counted(change: Any) -> Any:
         def changed(*args: Any) -> None:
@@ -152,7 +152,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(epath.Path(RUN)), "unlink", counted(unlink))
-        patch.setattr(jsonl, "_rewrite", counted(drop))
+        patch.setattr(jsonl, "write_atomically", counted(write))
         try:
             open_lines(RUN, "log", lambda row: row["n"] <= last)
         except KeyboardInterrupt:
