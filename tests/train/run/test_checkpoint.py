@@ -104,12 +104,6 @@ def test_the_latest_are_kept_and_every_so_many(saved, folder):
     assert sorted(steps) == [4, 8, 10, 11]
 
 
-def test_a_step_is_saved_once(saved):
-    checkpoints = saved(1)
-    checkpoints.save(1, make_state(1, seed=5), ABOUT)
-    same(checkpoints.saved.restore(like()), make_state(1))
-
-
 def test_rewinding_sets_aside_what_is_later(saved, folder):
     checkpoints = saved(1, 3, 5, keep_latest=3)
     with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
@@ -132,14 +126,6 @@ def test_a_state_for_which_there_is_no_memory_sets_nothing_aside(
         checkpoints.saved.restore(like())
     assert "memory, disk or network failed" in error.value.__notes__[0]
     assert checkpoints.saved.steps() == [1]
-
-
-def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
-    checkpoints = saved(1)
-    with pytest.raises(ConfigError, match="shape"):
-        checkpoints.saved.restore(like(32))
-    assert checkpoints.saved.steps() == [1]
-    assert not (folder / "quarantine").exists()
 
 
 def test_due_by_steps_and_by_minutes(folder, monkeypatch):

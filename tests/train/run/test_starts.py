@@ -64,11 +64,6 @@ def test_a_batch_is_of_the_start_that_took_its_step(tmp_path):
     }
 
 
-def test_no_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no .*config\.yaml"):
-        read_run(str(tmp_path))
-
-
 def start_with(
     folder: Path,
     steps: int,
