@@ -108,7 +108,7 @@ class Checkpoints:
 
         Args:
             step: completed updates.
-            state: on the devices; may be donated as soon as this returns.
+            state: may be donated as soon as this returns.
             metadata: JSON that is saved with the state, the step and the run's id.
             last: no other save will follow; wait for the one in flight first.
 
@@ -266,11 +266,9 @@ class Checkpoints:
         self._saving = None
         error = saving.exception()
         if failure := self._cluster.first_error(_one_line(error) if error else None):
-            raise Exit(
-                CRASHED,
-                f"the last save, of step {step}, failed: {failure}. Older steps are "
-                f"intact: the same command continues from them",
-            )
+            message = f"the last save, of step {step}, failed: {failure}. Older steps "
+            message += "are intact: the same command continues from them"
+            raise Exit(CRASHED, message)
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the save in flight, unless earlier saves have failed."""

@@ -31,12 +31,8 @@ _IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     """Return the content of a page that compares runs, as plain values.
 
-    Args:
-        folders: the folders of the runs, each with a config.yaml.
-
-    Returns:
-        Tables as (title, headers, rows), and charts by their axis. A run without logged
-        FLOPs is missing from the charts over FLOPs.
+    It has tables as (title, headers, rows), and charts by their axis. A run without
+    logged FLOPs is missing from the charts over FLOPs.
     """
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):

@@ -131,11 +131,9 @@ class Lease:
             owner, version = _read(self._storage)
             if owner is None or owner.token != self._owner.token:
                 event = f"taken over by {owner}" if owner else "removed"
-                raise Exit(
-                    OWNED,
-                    f"{self._storage}: the lease of this process was {event}, after it "
-                    f"was silent for too long. It ends here and saves no more",
-                )
+                message = f"{self._storage}: the lease of this process was {event}, "
+                message += "after it was silent for too long. It ends and saves no more"
+                raise Exit(OWNED, message)
             self._version = version  # a write that seemed to fail has succeeded
 
 
@@ -145,10 +143,10 @@ def take_lease(
     timeout_s: float,
     on_lost: Callable[[str], None],
 ) -> Lease:
-    """Become the owner of a run directory.
+    """Become the owner of a run directory, which is made if missing.
 
     Args:
-        folder: a local path, gs:// or s3://; made if missing.
+        folder: a local path, gs:// or s3://.
         interval_s: the time between two renewals.
         timeout_s: an owner on another machine is dead after this time without one.
         on_lost: called once from another thread, with the reason, if another process
@@ -190,21 +188,17 @@ def _take(
             if alive is None:
                 if watched is None:
                     watched, watched_since_s = version, time.monotonic()
-                    log.info(
-                        "%s: waiting up to %g s for a sign of life of its owner, %s",
-                        *(storage, timeout_s, owner),
-                    )
+                    message = "%s: waiting up to %g s for a sign of life of its owner, "
+                    log.info(f"{message}%s", storage, timeout_s, owner)
                 reason = f"gave no sign of life for {timeout_s:g} s"
                 alive = version != watched
                 if not alive and time.monotonic() - watched_since_s < timeout_s:
                     time.sleep(interval_s / 4)
                     continue
             if alive:
-                raise Exit(
-                    OWNED,
-                    f"{storage}: the run is owned by {owner}, which is alive. Wait for "
-                    f"its end, stop it, or start another run.name",
-                )
+                message = f"{storage}: the run is owned by {owner}, which is alive. "
+                message += "Wait for its end, stop it, or start another run.name"
+                raise Exit(OWNED, message)
         new_version = storage.replace(_KEY, me.to_json(), version, ANSWER_S)
         if new_version is not None:
             if owner is not None:

@@ -125,8 +125,7 @@ def open_metrics(
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
-        last_step: the number of completed updates of the restored state, 0 when fresh.
-            Lines of later steps are dropped, atomically.
+        last_step: lines of later steps are dropped, atomically.
         scored_again: drop the scores of that step too, because this start repeats
             them: an earlier one was killed before it could write the results.
 
@@ -195,13 +194,9 @@ class EventLog:
         until: float | None = None,
         **fields: Any,
     ) -> None:
-        """Record the time since the last lap.
+        """Record the time since the last lap, up to `until` (time.monotonic()) or now.
 
-        Args:
-            event: the name of the lap.
-            parts: seconds of the lap that other events account for, by their names.
-            until: when the lap ended (time.monotonic()), if not now.
-            fields: further JSON values of the line.
+        `parts` are the seconds of it that other events account for, by their names.
         """
         now = time.monotonic()
         ended = now if until is None else until

@@ -73,14 +73,10 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 
 
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
-    """Return the record of the last start; {} if there is none.
+    """Return the record of the last start, or of the last that took a step.
 
-    If `starts/` is missing, the newest checkpoint describes the start that saved it,
-    except for the machine.
-
-    Args:
-        path: the folder of the run.
-        step: return the record of the last start that took this step instead.
+    It is {} if there is none. If `starts/` is missing, the newest checkpoint describes
+    the start that saved it, except for the machine.
     """
     numbers = start_numbers(path)
     if not numbers:
@@ -127,10 +123,7 @@ def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
 def newest_described_config(
     path: epath.Path, run_id: str | None = None
 ) -> tuple[Config | None, dict[str, Any]]:
-    """Return the config of the newest checkpoint, and its whole description.
-
-    The config is None if there is no checkpoint, or none of the run with that identity.
-    """
+    """Return the config of the run's newest checkpoint, if any, and its description."""
     step, described = newest_description(path / "checkpoints", run_id)
     if "config" not in described:
         return None, described
@@ -175,11 +168,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
-    """Return the config of an existing run, with the changes of its starts.
-
-    Args:
-        directory: the folder of the run.
-        step: return the config that this step was trained with; None: the newest one.
+    """Return the config of an existing run: the newest, or that of a trained step.
 
     Raises:
         ConfigError: run.dir is missing or holds no run.

@@ -14,7 +14,7 @@ from train.checkpoints import CheckpointsConfig, main
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
-from train.run.digests import SEAL, damage, is_sealed, saved_steps
+from train.run.digests import SEAL, damage, is_sealed
 from train.run.restore import SavedSteps
 
 
@@ -145,15 +145,6 @@ def test_steps_and_runs_that_state_no_identity_are_taken(saved, folder):
     same(saved().saved.restore(like()), make_state(2))
 
 
-def test_a_folder_whose_name_is_no_step_is_left_alone(saved, folder):
-    saved(1)
-    for name in ("0025", "²", "٢"):
-        (folder / name).mkdir()
-    same(saved().saved.restore(like()), make_state(1))
-    assert saved_steps(folder) == [1]
-    assert (folder / "0025").exists()
-
-
 def test_a_pipe_in_place_of_a_file_is_damage_and_blocks_nothing(saved, folder):
     saved(1)
     for file in files_of(Path(folder) / "1"):
@@ -225,17 +216,6 @@ def test_a_command_on_a_run_moves_nothing(saved, folder):
     assert sorted(Path(folder).rglob("*")) == before
     with pytest.raises(DataError):
         reader.restore_params(like(), 2)
-
-
-def test_a_save_that_died_half_way_is_no_checkpoint(saved, folder):
-    saved(1)
-    (left,) = [folder / "2.orbax-checkpoint-tmp-1"]
-    left.mkdir()
-    (left / "half").write_text("of it")
-    again = saved()
-    assert again.saved.steps() == [1]
-    same(again.saved.restore(like()), make_state(1))
-    assert not left.exists()
 
 
 @pytest.fixture

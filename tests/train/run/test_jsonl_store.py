@@ -164,17 +164,6 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
     assert numbers(RUN) == list(range(last + 2))
 
 
-def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypatch):
-    monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
-    folder = epath.Path(RUN)
-    (folder / "log.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4)))
-    log = open_lines(RUN, "log", lambda row: row["n"] < 3)
-    log.append({"n": 3})
-    log.close()
-    assert store.names() == ["log.jsonl", "log/1.jsonl"]
-    assert numbers(RUN) == [0, 1, 2, 3]
-
-
 def test_a_part_that_is_damaged_as_a_whole_is_kept_under_another_name(store, caplog):
     memory = fsspec.filesystem("memory")
     memory.pipe(f"{RUN}/log/1.jsonl", b'{"n": 1}\n')

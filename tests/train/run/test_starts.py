@@ -181,11 +181,3 @@ def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
         return
     with pytest.raises(ConfigError, match=refused):
         compare_with_run(epath.Path(tmp_path), moved, sources)
-
-
-def test_a_start_writes_what_the_mesh_is_in_words(tmp_path):
-    sources: Any = SimpleNamespace(fingerprints={})
-    record_start(epath.Path(tmp_path), Config(), sources, 1, 1600)
-    written = yaml.safe_load((tmp_path / "starts" / "1.yaml").read_text())
-    assert written["mesh"]["context_attention"] == "auto"
-    assert written["schedule_steps"] == 1600
