@@ -62,12 +62,9 @@ def _show(drill: Drill, outcome: Outcome | None = None) -> None:
     done, expected = drill.done_and_expected
     verdict = f"{outcome.verdict}  {outcome.seconds:.0f} s" if outcome else ""
     print(f"{drill.number:>5}  {drill.name:<58}{verdict}".rstrip())
-    seen = {"seen": outcome.seen} if outcome else {}
-    for title, text in {"done": done, "expected": expected, **seen}.items():
-        lines = [textwrap.wrap(line, 72) or [""] for line in text.splitlines()]
-        first, *rest = [line for part in lines for line in part] or [""]
-        print(f"     {title:<9} {first}")
-        print("".join(f"{'':15}{line}\n" for line in rest), end="", flush=True)
+    told = {"done": done, "expected": expected}
+    for title, text in (told | ({"seen": outcome.seen} if outcome else {})).items():
+        print(textwrap.indent(f"{title}: {text}", " " * 7), flush=True)
 
 
 if __name__ == "__main__":

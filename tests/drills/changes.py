@@ -65,30 +65,6 @@ def another_model_batch_dtype_and_tokenizer(ground: Ground) -> str:
     return f"78, {len(changes)} keys with both values; then bits equal"
 
 
-@drill(25)
-def config_and_starts_gone(ground: Ground) -> str:
-    """A run of 20 steps leaves out batches 22 to 24; then config.yaml and starts/ are
-    removed, and a start asks for another seed and batch -> 78, both keys named; the
-    command of before goes on without those batches, and both are there again."""
-    run, straight = ground.half(), ground.half(name="straight")
-    skips = "data.skip_batches=[22,24]"
-    for each in (run, straight):
-        each.finish(skips, "train.num_steps=21")
-    (run.path / "config.yaml").unlink()
-    shutil.rmtree(run.path / "starts")
-    fleet = run.start("seed=1", "data.batch_size=32")
-    expect("exit codes", fleet.wait(), [78])
-    said = fleet.said()
-    assert "seed = 1" in said, said
-    assert "data.batch_size = 32" in said, said
-    for each in (run, straight):
-        each.finish()
-    expect("losses", run.losses(), straight.losses())
-    assert (run.path / "config.yaml").exists()
-    expect("losses", run.start("seed=1").wait(), [78])
-    return "78, both keys named; then the same losses as with the files"
-
-
 def _content(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}

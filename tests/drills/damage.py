@@ -99,34 +99,3 @@ def every_step_damaged(ground: Ground) -> str:
     return (
         f"65 twice, {len(run.aside())} steps set aside; from step 10 then, bits equal"
     )
-
-
-@drill(10)
-def a_step_under_a_later_number(ground: Ground) -> str:
-    """The folder of step 20 is called 25, before any step 25 was trained -> it is set
-    aside, loudly; the start goes on from step 19, saves step 25, and ends with the same
-    bits."""
-    run = ground.half()
-    run.folder(HALF).rename(run.folder(HALF + 5))
-    said = run.finish("checkpoint.keep_every_steps=5").said()
-    assert f"from step {HALF - 1}\n" in said, said[-2000:]
-    assert f"it holds step {HALF}. Give its folder that name" in said, said[-2000:]
-    expect("set aside", run.aside(), [HALF + 5])
-    assert HALF + 5 in run.sealed(), run.sealed()
-    ground.check(run)
-    return f"set aside, from step {HALF - 1}, bits equal"
-
-
-@drill(10)
-def a_step_of_another_run(ground: Ground) -> str:
-    """Step 25 of a run with another seed is put into a run of 20 steps -> it is set
-    aside, loudly; the start goes on from step 20 and ends with the same bits."""
-    run, other = ground.half(), ground.run("seed=1", name="other")
-    other.finish(f"train.num_steps={HALF + 5}")
-    shutil.copytree(other.folder(HALF + 5), run.folder(HALF + 5))
-    said = run.finish().said()
-    assert f"from step {HALF}\n" in said, said[-2000:]
-    assert "it was saved by another run" in said, said[-2000:]
-    expect("set aside", run.aside(), [HALF + 5])
-    ground.check(run)
-    return f"set aside, from step {HALF}, bits equal"

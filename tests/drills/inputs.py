@@ -12,7 +12,7 @@ import numpy as np
 from tests.drills.damage import flip
 from tests.drills.drill import drill, expect
 from tests.drills.ground import STEPS, Ground, check_equal, command_of
-from tests.drills.preemption import after_steps, goes_on
+from tests.drills.preemption import after_steps
 from tests.drills.run import Run
 
 _WRONG_DATA = 65
@@ -98,28 +98,6 @@ def damaged_store(ground: Ground) -> str:
         assert named in fleet.said(), fleet.said()
         expect("lines", run.losses(), {})
     return f"65 {len(ways)} times, each file named"
-
-
-@drill(20)
-def another_text(ground: Ground) -> str:
-    """A file is added to a run's folder of text, then taken away -> 65, both contents
-    named, nothing trained; then it goes on."""
-    folder = ground.place / "texts"
-    folder.mkdir()
-    for number, part in enumerate(ground.text.read_text().split("def ")):
-        (folder / f"{number:03}.txt").write_text(part)
-    run = ground.run()
-    run.overrides = (*run.overrides, f"data.path={folder}", "train.num_steps=10")
-    run.finish()
-    metrics = (run.path / "metrics.jsonl").read_bytes()
-    (folder / "more.txt").write_text("more")
-    fleet = run.start("train.num_steps=20")
-    expect("exit codes", fleet.wait(), [_WRONG_DATA])
-    assert "was started on other data" in fleet.said(), fleet.said()
-    assert (run.path / "metrics.jsonl").read_bytes() == metrics, "lines changed"
-    (folder / "more.txt").unlink()
-    goes_on(run, 10, "train.num_steps=20")
-    return "65, then from step 10"
 
 
 @drill(21)

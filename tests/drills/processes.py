@@ -4,7 +4,7 @@ import signal
 import time
 
 from tests.drills.drill import drill, expect
-from tests.drills.ground import STEPS, Ground, check_equal
+from tests.drills.ground import Ground
 from tests.drills.preemption import goes_on
 from tests.fleet import free_port
 
@@ -141,22 +141,3 @@ def a_copy_of_a_parameter_flipped(ground: Ground) -> str:
     goes_on(run, 10)
     ground.check(run, rel=1e-5)
     return f"134: {said[-1]}; from step 10, losses equal to 1e-5"
-
-
-@drill(17)
-def killed_with_rows_and_experts_apart(ground: Ground) -> str:
-    """Two processes of two devices, mesh.context=2 (one half of a row each) and
-    mesh.expert=2; SIGKILL to process 1 -> the other ends with 134; the same command
-    goes on to the bits of an undisturbed run."""
-    shape = ("model=moe_nano", "model.expert_dim=24", "model.dense_layers=0")
-    mesh = ("mesh.context=2", "mesh.expert=2", "runtime.cpu_devices=2")
-    straight = ground.run(*shape, *mesh, name="undisturbed")
-    straight.finish(count=2)
-    run, ground.traceback = ground.run(*shape, *mesh), True
-    fleet = run.start(count=2)
-    fleet.await_that(lambda: 5 in run.sealed())
-    fleet.send(signal.SIGKILL, 1)
-    expect("exit codes", fleet.wait(120), [_ABORTED, _KILLED])
-    goes_on(run, run.sealed()[-1], count=2)
-    check_equal(run, straight, STEPS)
-    return "134 and 137; bits equal"

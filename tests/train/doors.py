@@ -4,11 +4,12 @@ import inspect
 import json
 import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 import pytest
+from etils import epath
 
 from tests.forks import Forks
 from train.program import make_program
@@ -65,20 +66,21 @@ def door(folder: Path, forks: Forks) -> Door:
     )
 
     def run(
-        path: Path,
+        path: Path | str,
         *overrides: str,
         at_step: int = 0,
         number: int = 0,
         module: str = "train",
         config: tuple[str, ...] = tiny,
         drill: str = "",
+        environment: Mapping[str, str] | None = None,
     ) -> Result:
         door = [str(folder / "stopped.py")] if number else ["-m", module]
-        more = {"AT_STEP": str(at_step), "SIGNAL": str(number)}
+        more = {"AT_STEP": str(at_step), "SIGNAL": str(number), "LONGHAUL_DRILL": drill}
         words = [*door, f"run.dir={path}", *config, *overrides]
         if drill:
             words.append("runtime.allow_fault_injection=true")
-        return forks.run(words, folder, more | {"LONGHAUL_DRILL": drill})
+        return forks.run(words, folder, more | dict(environment or {}))
 
     return run
 
@@ -93,8 +95,8 @@ def steps(run: Path) -> list[dict]:
     return [{k: x[k] for k in keys} for x in lines(run) if "loss" in x]
 
 
-def state_of(run: Path, step: int):
+def state_of(run: Path | epath.Path, step: int):
     config = read_run(str(run))
     program = make_program(config, jax.devices()[:2])
-    saved = SavedSteps(run / "checkpoints")
+    saved = SavedSteps(epath.Path(run) / "checkpoints")
     return jax.device_get(saved.restore(program.state, step))

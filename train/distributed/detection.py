@@ -6,19 +6,16 @@ Each of the three is taken from the first of these that tells it:
 2. The variables of torchrun (and of whoever sets the same), or of SkyPilot.
 3. JAX's own detection: Open MPI, Slurm, GKE and Cloud TPU VMs, Kubernetes.
 
-Where none of them tells anything, this process is alone. Where something looks like
-one of several, but not enough is known, it is not: many processes that each believe
-to be alone cost as much as a run, and are none.
+If none of them tells anything, this process is alone. It is an error if something
+looks like one of several processes and not enough is known.
 """
 
 import logging
 import os
-import warnings
 from typing import NamedTuple
 
-from jax._src.clusters import ClusterEnv  # no public door: jax 0.10 to 0.12
-
 from train.config import DistributedConfig
+from train.distributed.compat import detect_place
 from train.errors import ABORTED, CRASHED, ConfigError, Exit, Mistake
 
 log = logging.getLogger(__name__)
@@ -70,11 +67,9 @@ def find_place(config: DistributedConfig) -> ProcessPlace | None:
         return None
     if address is None or processes is None or process is None:
         keys = {"coordinator_address": address, "num_processes": processes}
+        keys = [key for key, v in (keys | {"process_id": process}).items() if v is None]
         rule = "is needed with the others: one of the three was given or found"
-        given = {**keys, "process_id": process}.items()
-        raise ConfigError(
-            [Mistake(f"distributed.{k}", v, rule) for k, v in given if v is None]
-        )
+        raise ConfigError([Mistake(f"distributed.{k}", None, rule) for k in keys])
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
         rule = "must be host:port of process 0, say 10.0.0.1:8476"
@@ -112,20 +107,15 @@ def _ask_jax(
     others of the host idle where there is one process a host.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one says that Kubernetes needs a package
-            address, processes, process, local = (
-                ClusterEnv.auto_detect_unset_distributed_params(
-                    address, processes, process, None, None, timeout_s
-                )
-            )
+        address, processes, process, local = detect_place(
+            address, processes, process, timeout_s
+        )
     except Exception as error:  # many services are asked, and some may start later
         code = ABORTED if isinstance(error, OSError) else CRASHED
         message = f"the other processes were not found: {error}\nOr {_REMEDY}"
         raise Exit(code, message) from None
     several = _several_here("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    number_here = local[0] if local and several else None
-    return address, processes, process, number_here
+    return address, processes, process, local[0] if local and several else None
 
 
 def _not_in_a_step() -> bool:
@@ -145,11 +135,7 @@ def _not_in_a_step() -> bool:
 
 
 def _refuse_one_of_several() -> None:
-    """Refuse to train alone if a variable says that there are other processes.
-
-    Raises:
-        ConfigError: naming the variable that is missing.
-    """
+    """Refuse to train alone if a variable says that there are other processes."""
     env, reason = os.environ, ""
     if _number("WORLD_SIZE", 1) > 1 and "RANK" in env:
         reason = "MASTER_ADDR is not set, but RANK and WORLD_SIZE are"
@@ -178,11 +164,7 @@ def _one_device_each() -> bool:
 
 
 def _number(variable: str, default: int = 0) -> int:
-    """Read a variable.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
+    """Read a variable; raises ConfigError if it is not a number."""
     value = os.environ.get(variable, str(default))
     if not value.isdigit():
         raise ConfigError([Mistake(variable, value, "must be a whole number")])

@@ -33,16 +33,12 @@ class FaultInjection:
     def __init__(self, process: int, allowed: bool):
         """Read the variable, and say what it does."""
         fault = os.environ.get("LONGHAUL_DRILL", "")
+        drill = f"LONGHAUL_DRILL={fault}"
         if fault and allowed:
-            log.warning(
-                "FAULT INJECTION: this run is a drill of LONGHAUL_DRILL=%s", fault
-            )
+            log.warning("FAULT INJECTION: this run is a drill of %s", drill)
         elif fault:
-            log.warning(
-                "LONGHAUL_DRILL=%s has no effect without "
-                "runtime.allow_fault_injection=true",
-                fault,
-            )
+            key = "runtime.allow_fault_injection=true"
+            log.warning("%s has no effect without %s", drill, key)
         self._process = str(process)
         self._kind, *self._rest = fault.split(":") if allowed else ("",)
 

@@ -108,11 +108,7 @@ class Preemption:
             self._listener.join(_PATIENCE_S)
 
     def step_done(self, step: int) -> str | int | None:
-        """Note that a step is done; return what is due right after it.
-
-        Returns:
-            An exit code, SAVE, or None.
-        """
+        """Note that a step is done; return what is due: an exit code, SAVE or None."""
         with self._told:
             self._passed = step
             request = self._due.pop(step, None)
@@ -187,12 +183,7 @@ class Preemption:
             self._leave(ABORTED)
 
     def _settle(self, key: str) -> bool:
-        """Wait for a request, and agree on it; False if it is the last.
-
-        Raises:
-            Exit: some did not answer.
-            TimeoutError: process 0 did not.
-        """
+        """Wait for a request, and agree on it; False if it is the last."""
         cluster = self._cluster
         request = cluster.get(key)
         if request == _END:
@@ -205,9 +196,8 @@ class Preemption:
                     cluster.set(f"{key}/code", str(code))
                 self._leave(int(cluster.get(f"{key}/code", 2 * cluster.timeout_s)))
             if cluster.is_leader:
-                cluster.set(
-                    f"{key}/step", str(_due_step([int(w) for w in passed_steps]))
-                )
+                due = _due_step([int(passed) for passed in passed_steps])
+                cluster.set(f"{key}/step", str(due))
             # Process 0 waits as long for the others.
             step = cluster.get(f"{key}/step", 2 * cluster.timeout_s)
             self._note(request, int(step))
@@ -246,8 +236,7 @@ class Preemption:
 def _due_step(passed: list[int]) -> int:
     """Return the step after which a request is due, or _LEAVE.
 
-    Some may be through with the last step while others are about to be: these will
-    meet the request when they have saved it (`training_done`).
+    Processes that are through with the last step wait for the others there.
     """
     if _BEFORE in passed or min(passed) == _AFTER:
         return _LEAVE

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax._src.distributed import global_state  # no public door: jax 0.10 to 0.12
 
 from data.errors import DataError
 from train.config import DistributedConfig
+from train.distributed.compat import key_values
 from train.distributed.detection import find_place
-from train.distributed.differences import differences
 from train.distributed.rendezvous import await_processes, join_processes, numbered
 from train.errors import ABORTED, WRONG_CONFIG, ConfigError, Exit, exit_code
 
@@ -52,7 +51,7 @@ class Cluster:
     def set(self, key: str, value: str) -> bool:
         """Set a key that all can read; False if it is taken."""
         try:
-            _client().key_value_set(f"{_PREFIX}/{key}", value)
+            key_values().key_value_set(f"{_PREFIX}/{key}", value)
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -60,14 +59,11 @@ class Cluster:
         return True
 
     def get(self, key: str, timeout_s: float | None = None) -> str:
-        """Wait until the key is there, and read it.
-
-        Raises:
-            TimeoutError: it did not come.
-        """
+        """Wait until the key is there, and read it; raises TimeoutError."""
         milliseconds = int(1000 * (timeout_s or _FOREVER_S))
         try:
-            return _client().blocking_key_value_get(f"{_PREFIX}/{key}", milliseconds)
+            key = f"{_PREFIX}/{key}"
+            return key_values().blocking_key_value_get(key, milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -78,7 +74,7 @@ class Cluster:
         if self.processes == 1:
             return True
         try:
-            _client().wait_at_barrier(f"{_PREFIX}/{barrier}", int(1000 * timeout_s))
+            key_values().wait_at_barrier(f"{_PREFIX}/{barrier}", int(1000 * timeout_s))
         except jax.errors.JaxRuntimeError:
             return False
         return True
@@ -91,8 +87,10 @@ class Cluster:
         """
         self.set(f"{key}/{self.process}", value)
         values, late = list[str](), list[int]()
+        if not self.is_leader:
+            return values
         deadline = time.monotonic() + self.timeout_s
-        for process in range(self.processes) if self.is_leader else ():
+        for process in range(self.processes):
             try:
                 left_s = max(0.001, deadline - time.monotonic())
                 values.append(self.get(f"{key}/{process}", left_s))
@@ -104,15 +102,12 @@ class Cluster:
                 f"no answer from {numbered(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
-        if self.is_leader:  # its memory would fill with the values of each save
-            _client().key_value_delete(f"{_PREFIX}/{key}/")
+        # Its memory would fill with the values of each save.
+        key_values().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
     def broadcast(self, value: Callable[[], Any]) -> Any:
-        """Return on all processes what a function returns on process 0.
-
-        Args:
-            value: returns something that fits in JSON; called on process 0 only.
+        """Return on all processes the JSON value that a function returns on process 0.
 
         Raises:
             Exit: on the others, with its code, when it failed on process 0.
@@ -126,14 +121,12 @@ class Cluster:
     ) -> Any:
         """Broadcast what may take long: the others wait as long as there is progress.
 
-        Args:
-            value: as in `broadcast`; takes a function, which it calls whenever it has
-                made progress.
-            beat: called on all processes when process 0 has made progress.
+        `value` is given a function to call whenever it has made progress; then `beat`
+        is called on all processes.
 
         Raises:
-            Exit: on the others, with its code, when it failed on process 0; ABORTED, if
-                there was no progress for twice `timeout_s`.
+            Exit: as for `broadcast`; ABORTED if there was no progress for twice
+                `timeout_s`.
         """
         if self.processes == 1:
             return value(beat)
@@ -189,9 +182,7 @@ class Cluster:
         """Return on all processes the first one's error; None if there is none."""
         if self.processes == 1:
             return error
-        return self._reduce(
-            error or "", lambda errors: next(filter(None, errors), None)
-        )
+        return self._reduce(error or "", lambda all: next(filter(None, all), None))
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Go on only if all processes can, and if their facts are the same.
@@ -220,7 +211,7 @@ class Cluster:
             if failed := {p: a for p, a in enumerate(values) if "code" in a}:
                 lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
                 raise Exit(next(iter(failed.values()))["code"], "\n".join(lines))
-            if differing := differences([answer["facts"] for answer in values]):
+            if differing := _differences([answer["facts"] for answer in values]):
                 rule = "must be the same on all processes:"
                 raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
 
@@ -234,8 +225,22 @@ class Cluster:
         return self.broadcast(lambda: verdict(self.gather(key, mine)))
 
 
-def _client() -> Any:
-    return global_state.client
+def _differences(facts: list[dict[str, str]]) -> list[str]:
+    """Return lines of who has what of each fact that differs, the many first."""
+    lines = []
+    for name in dict.fromkeys(key for fact in facts for key in fact if key != "host"):
+        holders: dict[str, list[int]] = {}
+        for process, fact in enumerate(facts):
+            holders.setdefault(fact.get(name, "nothing"), []).append(process)
+        if len(holders) > 1:
+            most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
+            lines.append(f"  {name}:")
+            lines += [
+                f"    {value} on {numbered(processes)} "
+                f"(host {facts[processes[0]]['host']})"
+                for value, processes in most_first
+            ]
+    return lines
 
 
 def _message(error: Exception) -> str:

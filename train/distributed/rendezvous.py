@@ -6,6 +6,7 @@ the time is over, or when one of them leaves, all are informed. A client that se
 something else, or nothing, is no process of the run and delays no one.
 """
 
+import contextlib
 import json
 import logging
 import resource
@@ -103,9 +104,8 @@ def numbered(processes: Iterable[int]) -> str:
     """Format numbers: `process 3`, `processes 3, 5, 6`, the first ten of many."""
     numbers = sorted(processes)
     more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
-    return (
-        f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:10]))}{more}"
-    )
+    listed = ", ".join(map(str, numbers[:10]))
+    return f"process{'es' * (len(numbers) > 1)} {listed}{more}"
 
 
 def _allow_open_files(needed: int) -> None:
@@ -162,12 +162,10 @@ def _await_all(
                 remind = now + _REMIND_S
             for key, _ in ready.select(min(deadline, remind) - now + 0.01):
                 if key.fileobj is server:
-                    try:
+                    with contextlib.suppress(OSError):  # it may be gone again
                         connection, (host, *_) = server.accept()
-                    except OSError:  # it has thought better of it
-                        continue
-                    connection.setblocking(False)
-                    ready.register(connection, selectors.EVENT_READ, host)
+                        connection.setblocking(False)
+                        ready.register(connection, selectors.EVENT_READ, host)
                 else:
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
@@ -189,22 +187,18 @@ def _hear(
         hello = json.loads(connection.recv(1024))
         number, total = int(hello["process"]), int(hello["processes"])
     except (OSError, ValueError, KeyError, TypeError):
-        for number, (connection_of, _) in arrived.items():
-            if connection_of is connection:
-                message = (
-                    f"process {number} on {host} left while the others were waited for"
-                )
-                raise Exit(ABORTED, message) from None
+        for number, (known, _) in arrived.items():
+            if known is connection:
+                message = f"process {number} on {host} left while the others were "
+                raise Exit(ABORTED, f"{message}waited for") from None
         return False
     _tell(connection, _HEARD)
     if total != processes or not 0 < number < processes or number in arrived:
         first_host = arrived[number][1] if number in arrived else "process 0's host"
-        message = f"process {number} of {total} came from {host}, but "
-        message += (
-            f"there are {processes} processes"
-            if total != processes
-            else f"there is one of that number already, on {first_host}"
-        )
+        reason = f"there is one of that number already, on {first_host}"
+        if total != processes:
+            reason = f"there are {processes} processes"
+        message = f"process {number} of {total} came from {host}, but {reason}"
         arrived[-1] = connection, host  # it is informed too
         raise Exit(
             WRONG_CONFIG,

@@ -101,13 +101,10 @@ def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Findi
 
 
 def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
-    indices = [int(i) for i in np.unravel_index(number, mesh.devices.shape)]
-    coordinates = {
-        axis: i
-        for (axis, size), i in zip(mesh.shape.items(), indices, strict=True)
-        if size > 1
-    }
-    device: Any = mesh.devices[tuple(indices)]
+    indices = map(int, np.unravel_index(number, mesh.devices.shape))
+    axes = zip(mesh.shape.items(), indices, strict=True)
+    coordinates = {axis: index for (axis, size), index in axes if size > 1}
+    device: Any = mesh.devices.flat[number]
     return Finding(array, device.id, device.process_index, coordinates, certain)
 
 
@@ -137,14 +134,9 @@ def flip(state: Any, array: str, device: int) -> Any:
 
 def _copy_axes(sharding: NamedSharding) -> list[int]:
     """Return the numbers of the mesh axes along which devices hold copies."""
-    entries = (e if isinstance(e, tuple) else (e,) for e in sharding.spec)
-    splitting = {axis for entry in entries for axis in entry}
-    sizes = sharding.mesh.shape.items()
-    return [
-        number
-        for number, (axis, size) in enumerate(sizes)
-        if size > 1 and axis not in splitting
-    ]
+    splitting = set(jax.tree.leaves(tuple(sharding.spec)))
+    axes = enumerate(sharding.mesh.shape.items())
+    return [n for n, (axis, size) in axes if size > 1 and axis not in splitting]
 
 
 def _checksum(part: jax.Array) -> jax.Array:

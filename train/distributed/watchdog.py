@@ -54,13 +54,12 @@ class Watchdog:
         Reports and stacks go to `stacks` in the run's absolute folder.
         """
         self._config = config
-        self._allowed = {
+        steps_s = dict.fromkeys(("log", "data", "step"), config.step_timeout_s)
+        self._allowed: dict[str, float] = {
+            **steps_s,
             "init": config.init_timeout_s,
             "compile": config.compile_timeout_s,
             "restore": config.restore_timeout_s,
-            "log": config.step_timeout_s,
-            "data": config.step_timeout_s,
-            "step": config.step_timeout_s,
             "eval": config.eval_timeout_s,
             "save": config.save_timeout_s,
         }

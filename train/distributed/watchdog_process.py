@@ -56,11 +56,10 @@ class Stall(NamedTuple):
     allowed: float
 
     def __str__(self) -> str:
-        return (
-            f'process {self.process} on host {self.host}: no progress in phase "'
-            f'{self.phase}" (step {self.step}) for {self.seconds:.0f} s, allowed '
-            f"{self.allowed:g} s"
-        )
+        place = f"process {self.process} on host {self.host}"
+        phase = f'phase "{self.phase}" (step {self.step})'
+        times = f"{self.seconds:.0f} s, allowed {self.allowed:g} s"
+        return f"{place}: no progress in {phase} for {times}"
 
 
 def main(trainer: WatchedTrainer) -> None:
@@ -92,15 +91,8 @@ def watch(trainer: WatchedTrainer) -> Stall | None:
         if beat != last_beat:
             last_beat, silent = beat, 0.0
         elif silent > allowed:
-            host = socket.gethostname()
-            return Stall(
-                trainer.process,
-                host,
-                phase=PHASES[phase],
-                step=step,
-                seconds=silent,
-                allowed=allowed,
-            )
+            place = trainer.process, socket.gethostname()
+            return Stall(*place, PHASES[phase], step, seconds=silent, allowed=allowed)
         time.sleep(_TICK_S)
     return None
 
@@ -133,10 +125,9 @@ def behind(stalls: list[Stall], processes: int) -> str:
     places = {stall: (stall.step, PHASES.index(stall.phase)) for stall in stalls}
     first = min(places.values())
     last = [
-        f"process {stall.process} on host {stall.host} "
-        f"(phase {stall.phase}, step {stall.step})"
-        for stall in sorted(stalls)
-        if places[stall] == first
+        f"process {s.process} on host {s.host} (phase {s.phase}, step {s.step})"
+        for s in sorted(stalls)
+        if places[s] == first
     ]
     silent = sorted({*range(processes)} - {stall.process for stall in stalls})
     names = _few(last) if len(last) < len(stalls) else "none, all heard of are here"

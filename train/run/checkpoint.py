@@ -108,7 +108,7 @@ class Checkpoints:
 
         Args:
             step: completed updates.
-            state: on the devices; may be donated as soon as this returns.
+            state: may be donated as soon as this returns.
             metadata: JSON that is saved with the state, the step and the run's id.
             last: no other save will follow; wait for the one in flight first.
 
@@ -142,11 +142,9 @@ class Checkpoints:
             self.failures = self.failures + 1 if error else 0
             if error:
                 failure = f"the save of step {previous_step} failed: {_one_line(error)}"
-                self._remove(
-                    previous_step,
-                    including_step=previous_step == step
-                    or self._other_sealed(previous_step),
-                )
+                others = (s for s in self.saved.steps() if s != previous_step)
+                other_sealed = any(is_sealed(self._directory / f"{s}") for s in others)
+                self._remove(previous_step, previous_step == step or other_sealed)
         save = step not in self.saved.steps() or failure is not None
         obstacle = None
         if not ended:
@@ -170,15 +168,10 @@ class Checkpoints:
             "fatal": fatal,
         }
 
-    def _other_sealed(self, step: int) -> bool:
-        others = (self._directory / str(s) for s in self.saved.steps() if s != step)
-        return any(map(is_sealed, others))
-
     def _remove(self, step: int, including_step: bool) -> None:
         """Remove what a failed save left, before retention deletes a good step for it.
 
-        A step that lacks only its seal stays unless `including_step`:
-        it may be the only step left.
+        A step that lacks only its seal may be the only one left.
         """
         try:
             for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
@@ -187,9 +180,8 @@ class Checkpoints:
                 (self._directory / str(step)).rmtree(missing_ok=True)
                 unsealed_mark(self._directory, step).unlink(missing_ok=True)
         except OSError as error:
-            log.warning(
-                "could not remove the failed step %d: %s", step, _one_line(error)
-            )
+            reason = _one_line(error)
+            log.warning("could not remove the failed step %d: %s", step, reason)
 
     def _mark_begun(self, step: int, size: int, last: bool) -> str | None:
         """Mark a step that is about to be written; return what prevents its save.
@@ -240,10 +232,8 @@ class Checkpoints:
                 custom_metadata=metadata,
             )
         except Exception as error:
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            self._saving = step, failed
-            return
+            written = Future[None]()
+            written.set_exception(error)
         sealing = self._sealer.submit(self._seal, step, self._attempts, written)
         self._saving = step, sealing
 
@@ -276,11 +266,9 @@ class Checkpoints:
         self._saving = None
         error = saving.exception()
         if failure := self._cluster.first_error(_one_line(error) if error else None):
-            raise Exit(
-                CRASHED,
-                f"the last save, of step {step}, failed: {failure}. Older steps are "
-                f"intact: the same command continues from them",
-            )
+            message = f"the last save, of step {step}, failed: {failure}. Older steps "
+            message += "are intact: the same command continues from them"
+            raise Exit(CRASHED, message)
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the save in flight, unless earlier saves have failed."""

@@ -7,10 +7,9 @@ from etils import epath
 
 from train.identity import flatten
 from train.run.evaluations import Scored, read_scores
-from train.run.goodput import finite
-from train.run.report import Point, Row, chart, finite_points, series_of
+from train.run.report import Series, chart, finite_points, series_of
 from train.run.starts import read_run
-from train.run.thinned import thinned_metrics
+from train.run.thinned import Point, thinned_metrics
 from train.units import format_count
 
 _CHARTS = (  # title, metric, whether the axis starts at zero
@@ -32,45 +31,34 @@ _IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     """Return the content of a page that compares runs, as plain values.
 
-    Args:
-        folders: the folders of the runs, each with a config.yaml.
-
-    Returns:
-        Tables as (title, headers, rows), and charts by their axis. A run without logged
-        FLOPs is missing from the charts over FLOPs.
+    It has tables as (title, headers, rows), and charts by their axis. A run without
+    logged FLOPs is missing from the charts over FLOPs.
     """
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]
-    rows = dict(
-        zip(names, (thinned_metrics(folder).rows for folder in folders), strict=True)
-    )
+    rows = [thinned_metrics(folder).rows for folder in folders]
+    runs = dict(zip(names, map(series_of, rows), strict=True))
     configs = [flatten(read_run(str(folder))) for folder in folders]
-    figures = [[name, *_figures(of_run)] for name, of_run in rows.items()]
-    marks = _marks(
-        [
-            read_scores(folder, of_run)
-            for folder, of_run in zip(folders, rows.values(), strict=True)
-        ]
-    )
+    marks = _marks(list(map(read_scores, folders, rows)))
     return {
         "name": ", ".join(names),
         "tables": [
-            ("Runs", [*_FIGURES], figures),
+            ("Runs", [*_FIGURES], [[name, *_figures(runs[name])] for name in names]),
             *([("Newest score of each run", ["", *names], marks)] if marks else []),
             ("Config", ["", *names], _differences(configs)),
         ],
-        "axes": {axis: _charts(rows, metric) for axis, metric in _AXES.items()},
+        "axes": {axis: _charts(runs, metric) for axis, metric in _AXES.items()},
         "restarts": [],
     }
 
 
-def _figures(rows: Sequence[Row]) -> list[str]:
+def _figures(series: Series) -> list[str]:
     """Return the cells of a run under the headers of _FIGURES."""
-    last = {key: finite(value) for row in rows for key, value in row.items()}
-    scored = finite_points(series_of(rows, "eval/loss"))
+    last = {key: points[-1][1] for key, points in series.items()}
+    scored = finite_points(series, "eval/loss")
     step, best = min(scored, key=lambda point: point[1], default=(None, None))
-    bits = dict(series_of(rows, "eval/bits_per_byte"))
+    bits = dict(finite_points(series, "eval/bits_per_byte"))
     return [
         f"{last.get('step') or 0:,.0f}",
         format_count(last.get("tokens") or 0),
@@ -107,25 +95,22 @@ def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     ]
 
 
-def _charts(rows: Mapping[str, Sequence[Row]], axis: str | None) -> list[Any]:
+def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:
     """Return the charts over steps, or over another metric that grows with them."""
     charts = []
     for title, key, from_zero in _CHARTS:
-        series = {name: _over(of_run, key, axis) for name, of_run in rows.items()}
-        lines = [(name, name) for name in series]
-        charts.append(chart(series, title, lines, from_zero))
+        series = {name: _over(run, key, axis) for name, run in runs.items()}
+        charts.append(chart(series, title, {name: name for name in runs}, from_zero))
     return [drawn for drawn in charts if drawn]
 
 
-def _over(rows: Sequence[Row], key: str, axis: str | None) -> list[Point]:
+def _over(series: Series, key: str, axis: str | None) -> Sequence[Point]:
     """Return a metric over steps, or over a metric that grows evenly with them."""
-    points = series_of(rows, key)
+    points = series.get(key, ())
     if axis is None:
         return points
-    rows_with_axis = [row for row in rows if row.get(axis) and row.get("step")]
-    per_step = (
-        rows_with_axis[-1][axis] / rows_with_axis[-1]["step"]
-        if rows_with_axis
-        else None
-    )
-    return [(x * per_step, y) for x, y in points] if per_step else []
+    grown = [(step, value) for step, value in finite_points(series, axis) if step]
+    if not grown:
+        return []
+    step, value = grown[-1]
+    return [(x * value / step, y) for x, y in points]

@@ -17,7 +17,6 @@ from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
 from train.optimizer.schedule import make_schedule
-from train.run.contents import fits_padded
 from train.run.digests import newest_description
 from train.run.metrics import read_events
 from train.run.starts import (
@@ -32,25 +31,27 @@ from train.run.starts import (
 
 log = logging.getLogger(__name__)
 
+_PLACE = re.compile(r"data\.(sources\..+\.)?path")  # of data, as opposed to its choice
+
 
 class Continuation(NamedTuple):
     """How a start continues the run.
 
     schedule_steps: the schedule's length, train.num_steps of the first start. `wsd`
         accepts another length until it begins to fall.
-    known_skips: data.skip_batches of earlier starts.
+    run_id: the run's identity, which its starts and checkpoints carry.
     skip_batches: the batches that any start leaves out.
+    known_skips: data.skip_batches of earlier starts.
     rewind_to: run.rewind_to, unless an earlier start has done it.
     finished: whether the run has ended.
-    run_id: the run's identity, which its starts and checkpoints carry.
     """
 
     schedule_steps: int
-    known_skips: list[int]
-    skip_batches: list[int]
-    rewind_to: int | None
-    finished: bool
     run_id: str
+    skip_batches: list[int]
+    known_skips: list[int]
+    rewind_to: int | None = None
+    finished: bool = False
 
 
 def compare_with_run(
@@ -67,26 +68,16 @@ def compare_with_run(
     saved, described = newest_described_config(path, last.get("run_id"))
     run_id = last.get("run_id") or described.get("run_id") or uuid.uuid4().hex
     if earlier is None:
-        return Continuation(
-            schedule_steps=num_steps,
-            known_skips=[],
-            skip_batches=skip_batches,
-            rewind_to=None,
-            finished=False,
-            run_id=run_id,
-        )
+        return Continuation(num_steps, run_id, skip_batches, known_skips=[])
     rewind_to, changes = config.run.rewind_to, config_differences(earlier, config)
     if saved is not None and not is_recorded(path):
-        changed_keys = {change.key for change in changes}
-        changes += [
-            c for c in config_differences(saved, config) if c.key not in changed_keys
-        ]
+        known = {change.key for change in changes}
+        of_saved = config_differences(saved, config)
+        changes += [change for change in of_saved if change.key not in known]
     if last.get("data_fingerprints") == sources.fingerprints:  # only its path changed
         changes = [
-            change._replace(kind=ChangeKind.allowed)
-            if _is_place(change.key)
-            else change
-            for change in changes
+            c._replace(kind=ChangeKind.allowed) if _PLACE.fullmatch(c.key) else c
+            for c in changes
         ]
     if not_allowed := refused(changes, config.run.allow_change):
         raise ConfigError(_refusals(not_allowed, path, earlier, config))
@@ -116,12 +107,12 @@ def compare_with_run(
     if not finished:
         schedule_steps = _schedule_steps(config, schedule_steps, newest)
     return Continuation(
-        schedule_steps=schedule_steps,
-        known_skips=known_skips,
+        schedule_steps,
+        run_id,
         skip_batches=skip_batches,
+        known_skips=known_skips,
         rewind_to=rewind_to,
         finished=finished,
-        run_id=run_id,
     )
 
 
@@ -152,49 +143,33 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
         {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
         for model in (saved, wanted)
     )
-    return saved_shapes.keys() == wanted_shapes.keys() and all(
-        fits_padded(shape, wanted_shapes[name]) for name, shape in saved_shapes.items()
-    )
+    return saved_shapes == wanted_shapes
 
 
 def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
     """Return the schedule's length; log if it differs from train.num_steps.
 
-    Args:
-        config: the config of this start.
-        previous_steps: the length so far.
-        newest: the step that this start continues from.
+    `newest` is the step that this start continues from.
     """
     schedule, wanted_steps = config.schedule, config.train.num_steps
     if wanted_steps == previous_steps or schedule.name is Schedule.constant:
         return previous_steps
-    falls_from = min(
-        schedule.falls_from(previous_steps), schedule.falls_from(wanted_steps)
-    )
+    falls_from = min(map(schedule.falls_from, (previous_steps, wanted_steps)))
     if schedule.name is Schedule.wsd and newest <= falls_from:  # the past is the same
-        log.info(
-            "the schedule's length was %d steps, and is %d now",
-            previous_steps,
-            wanted_steps,
-        )
+        lengths = previous_steps, wanted_steps
+        log.info("the schedule's length was %d steps, and is %d now", *lengths)
         return wanted_steps
     if wanted_steps > previous_steps:
-        log.info(
-            "the schedule keeps its length, %d steps, and stays at its last value "
-            "after them",
-            previous_steps,
-        )
+        message = "the schedule keeps its length, %d steps, and stays at its last value"
+        log.info(f"{message} after them", previous_steps)
         if schedule.final_fraction == 0:
             log.warning(
-                "that value is 0: nothing is learned after them; add "
-                "schedule.final_fraction=0.1 "
-                "run.allow_change=[schedule.final_fraction]"
+                "that value is 0: nothing is learned after them; add schedule."
+                "final_fraction=0.1 run.allow_change=[schedule.final_fraction]"
             )
         return previous_steps
-    rate, remedy = (
-        make_schedule(schedule, previous_steps),
-        "one of that length needs another run.name",
-    )
+    rate = make_schedule(schedule, previous_steps)
+    remedy = "one of that length needs another run.name"
     if schedule.name is Schedule.wsd:
         remedy = f"add run.rewind_to={falls_from}, if a checkpoint up to there is kept"
     log.warning(
@@ -220,11 +195,6 @@ def _passed_end(
         f"another run.name"
     )
     return ConfigError([Mistake("train.num_steps", num_steps, rule)])
-
-
-def _is_place(key: str) -> bool:
-    """Return whether a key is the path of data, as opposed to its choice."""
-    return re.fullmatch(r"data\.(sources\..+\.)?path", key) is not None
 
 
 def _check_changed_data(

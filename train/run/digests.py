@@ -81,12 +81,9 @@ def is_sealed(step: epath.Path) -> bool:
 def unsealed_steps(
     directory: epath.Path, steps: Sequence[int], clean: bool
 ) -> list[int]:
-    """Return the steps that were never hashed, because their process died before.
+    """Return which steps of a folder were not hashed before their process died.
 
-    Args:
-        directory: the folder of all steps.
-        steps: the steps in it.
-        clean: remove the marks of steps that were sealed or never written.
+    `clean` also removes the marks of steps that were sealed or never written.
     """
     unsealed = [
         step
@@ -151,9 +148,7 @@ def refusal(
 def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
     """Return why a step does not belong into its folder; None if it does.
 
-    Args:
-        step: a folder whose name is a number.
-        run_id: the identity of the run; None skips this check.
+    The identity of the run is not checked if `run_id` is None.
     """
     return _contradiction(int(step.name), description(step) or {}, run_id)
 

@@ -30,15 +30,16 @@ from train.run.live_report import LiveReport
 from train.run.metrics import (
     EventLog,
     Validations,
+    followed_by,
     newest_metrics,
     open_metrics,
     read_events,
     read_validations,
-    validation_in,
 )
 from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
 from train.run.tracker import Tracker, open_tracker
+from train.run.trackers.writer import Tracked
 from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class RunDir:
         """
         if self.write:
             number, continuation = self.events.start, self.continuation
+            at_end = step == self.config.train.num_steps
             try:
                 record_start(
                     self.path,
@@ -87,11 +89,10 @@ class RunDir:
                     schedule_steps=continuation.schedule_steps,
                     run_id=continuation.run_id,
                 )
+                self.metrics = open_metrics(self.path, step, scored_again=at_end)
             except OSError as error:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
-            at_end = step == self.config.train.num_steps
-            self.metrics = open_metrics(self.path, step, scored_again=at_end)
             self.validations = read_validations(self.path)
             first_line = self.config.log.interval_steps
             if step >= first_line and next(newest_metrics(self.path), None) is None:
@@ -103,11 +104,13 @@ class RunDir:
                 )
         self.tracker = open_tracker(
             self.config.tracker,
-            self.path,
-            run_name(self.config),
-            mask_values(asdict(self.config)),
-            step=step,
-            start=self.events.start,
+            Tracked(
+                self.path,
+                run_name(self.config),
+                mask_values(asdict(self.config)),
+                step=step,
+                start=self.events.start,
+            ),
             write=self.write,
         )
 
@@ -124,10 +127,7 @@ class RunDir:
         """Write a line to metrics.jsonl and to the trackers."""
         if self.metrics is not None:
             self.metrics.append({"step": step, **values})
-        if score := validation_in(step, values):
-            earlier = self.validations
-            new = earlier.followed_by(score) if earlier else Validations(score, score)
-            self.validations = new
+        self.validations = followed_by(self.validations, step, values)
         self.tracker.log(step, values)
         if self.write:
             self.report.update()
@@ -191,11 +191,6 @@ class RunDir:
             self.report.close()
 
 
-def _open_events(path: epath.Path) -> EventLog:
-    """Open the events; the number of this start follows all recorded ones."""
-    return EventLog(path, recorded=max(start_numbers(path), default=0))
-
-
 @contextmanager
 def open_run(
     config: Config, sources: Sources, cluster: Cluster, preemption: Preemption
@@ -219,23 +214,17 @@ def open_run(
 
     with ExitStack() as stack:
         cluster.broadcast(lambda: check_layout(path))
-        lease = cluster.on_leader(
-            lambda: take_lease(
-                os.fspath(path),
-                interval_s=config.run.lease_interval_s,
-                timeout_s=config.run.lease_timeout_s,
-                on_lost=lost,
-            )
-        )
+        times_s = config.run.lease_interval_s, config.run.lease_timeout_s
+        lease = cluster.on_leader(lambda: take_lease(os.fspath(path), *times_s, lost))
         if lease:
             stack.callback(lease.close)
-        fields = cluster.broadcast(
-            lambda: compare_with_run(path, config, sources)._asdict()
-        )
-        continuation = Continuation(**fields)
+        compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))
+        continuation = Continuation(*compared)
         data = replace(config.data, skip_batches=continuation.skip_batches)
         try:
-            events = cluster.on_leader(lambda: _open_events(path))
+            events = cluster.on_leader(
+                lambda: EventLog(path, recorded=max(start_numbers(path), default=0))
+            )
         except OSError as error:
             raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error
         run = RunDir(

@@ -34,8 +34,8 @@ class Scored(NamedTuple):
     subject: str
     metric: str
     value: str  # with its standard error, if known
-    step: int = 0
-    options: str = ""
+    step: int
+    options: str
 
 
 def write_evaluation(
@@ -49,7 +49,7 @@ def write_evaluation(
     Args:
         run_dir: the folder of the run.
         step: the step of the checkpoint.
-        options: the options of the evaluation, as JSON.
+        options: JSON.
         metrics: values by their names in metrics.jsonl.
 
     Raises:
@@ -64,27 +64,19 @@ def write_evaluation(
 
 def read_scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
     """Return the newest scores by tasks of a run's metrics, and all evaluations."""
-    rows_with_tasks = [
-        row for row in rows if any(key.startswith("tasks/") for key in row)
-    ]
-    scores = [
-        score._replace(step=row["step"], options=_IN_RUN)
-        for row in rows_with_tasks[-1:]
-        for score in format_scores(
-            {k: v for k, v in row.items() if k.startswith("tasks/")}
-        )
-    ]
+    judged = [row for row in rows if any(key.startswith("tasks/") for key in row)]
+    scores = list[Scored]()
+    for row in judged[-1:]:
+        by_tasks = {k: v for k, v in row.items() if k.startswith("tasks/")}
+        scores += format_scores(by_tasks, row["step"], _IN_RUN)
     for answer in _read(run_dir / "evaluations"):
-        step, options_asked = answer.pop("step"), answer.pop("asked")
+        step, asked = answer.pop("step"), answer.pop("asked")
         options = " ".join(
             f"{key}={value:g}"
-            for key, value in options_asked.items()
+            for key, value in asked.items()
             if key not in _NAMED_BY_SCORES and isinstance(value, int | float)
         )
-        scores += (
-            score._replace(step=step, options=options)
-            for score in format_scores(answer)
-        )
+        scores += format_scores(answer, step, options)
     return scores
 
 
@@ -94,12 +86,10 @@ def _read(folder: epath.Path) -> Iterable[dict[str, Any]]:
     numbered = [(file.name.partition("-")[0], file) for file in files]
     for _, file in sorted((int(n), file) for n, file in numbered if n.isdigit()):
         evaluation = record_or_warn(file, _REMEDY)
-        if evaluation is None:
-            continue
-        if _is_answer(evaluation):
-            yield evaluation
-        else:
+        if evaluation is not None and not _is_answer(evaluation):
             log.warning("%s", damaged(file, "does not hold scores", _REMEDY))
+        elif evaluation is not None:
+            yield evaluation
 
 
 def _is_answer(evaluation: Mapping[str, Any]) -> bool:
@@ -112,7 +102,9 @@ def _is_answer(evaluation: Mapping[str, Any]) -> bool:
     )
 
 
-def format_scores(metrics: Mapping[str, float | None]) -> list[Scored]:
+def format_scores(
+    metrics: Mapping[str, float | None], step: int = 0, options: str = ""
+) -> list[Scored]:
     """Format the scores of tasks and validation sets, each with its standard error."""
     scores = []
     for name, value in metrics.items():
@@ -125,6 +117,6 @@ def format_scores(metrics: Mapping[str, float | None]) -> list[Scored]:
         error = metrics.get("/".join([kind, *subject, metric + _STDERR, *chosen]))
         shown = "-" if value is None else f"{value:.4f}"
         shown += "" if error is None else f" ± {error:.4f}"
-        subject = subject or ["validation"]
-        scores.append(Scored(subject[0], " ".join([metric, *chosen]), shown))
+        title, metric = subject[0] if subject else "validation", [metric, *chosen]
+        scores.append(Scored(title, " ".join(metric), shown, step, options))
     return scores

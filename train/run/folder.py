@@ -33,8 +33,7 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
 def access_error(run_dir: str, error: Exception) -> ConfigError | Exit:
     """Return the error to raise when the folder of a run can't be read or written.
 
-    It is a ConfigError if the folder is missing or refuses, and an Exit with CRASHED
-    if another start may succeed, because its store did not answer.
+    Only if its store did not answer may another start succeed.
     """
     if not isinstance(error, StorageError):
         error = StorageError(run_dir, error, "read or written")
@@ -55,9 +54,9 @@ def check_layout(run_dir: epath.Path) -> None:
         return
     for name in (*_FILES, *_SUBFOLDERS):
         path, kind = Path(run_dir / name), "folder" if name in _SUBFOLDERS else "file"
-        is_kind = path.is_dir if kind == "folder" else path.is_file
         try:
-            is_wrong = path.exists() and not is_kind()
+            is_kind = path.is_dir() if kind == "folder" else path.is_file()
+            is_wrong = path.exists() and not is_kind
         except PermissionError as error:
             raise access_error(str(run_dir), error) from None
         if is_wrong:

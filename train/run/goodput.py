@@ -115,9 +115,8 @@ def account(events: Iterable[dict[str, Any]]) -> Goodput:
     """
     by_start: dict[int, list[dict[str, Any]]] = {}
     for event in events:
-        number, seconds = event.get("start"), event.get("seconds")
-        times = finite(event.get("time")), finite(seconds)
-        if isinstance(number, int) and None not in times:
+        times = finite(event.get("time")), finite(event.get("seconds"))
+        if isinstance(number := event.get("start"), int) and None not in times:
             by_start.setdefault(number, []).append(event)
     starts, again_from = list[StartAccount](), math.inf
     for number in sorted(by_start, reverse=True):

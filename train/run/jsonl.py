@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,12 +30,10 @@ from data.storage import AppendedFile, is_remote, write_atomically
 from train.run.jsonl_reader import (
     IsRow,
     Row,
-    Scan,
     any_row,
-    kept_lines,
+    complete_lines,
     log_part,
     part_paths,
-    scan,
 )
 from train.run.records import json_compatible
 
@@ -72,9 +69,7 @@ class Appender(abc.ABC):
                     log.warning(
                         "%s cannot be written: %s; up to %d lines wait in memory "
                         "until it can, further ones are lost",
-                        self._name,
-                        error,
-                        _MAX_LINES,
+                        *(self._name, error, _MAX_LINES),
                     )
 
     def flush(self) -> None:
@@ -130,19 +125,10 @@ def open_lines(
     lines: list[bytes] = []
     # Newest first, so that a kill in between leaves no gap.
     for number, path in sorted(parts.items(), reverse=True):
-        content = scan(path, keep, is_row)
-        if content.kept_bytes or number == min(parts):
-            _rewrite(path, content, keep, is_row)
+        if _reduce(path, keep, is_row):
             # The appender of a store writes the newest part again, whole.
-            lines = list(kept_lines(path, keep, is_row)) if remote else []
+            lines = [line for line, _ in complete_lines(path, is_row)] if remote else []
             break
-        if content.num_damaged:
-            log.warning(
-                "%s: %d lines are damaged, and no other line of it is needed. The "
-                "original file is kept as %s",
-                *(path, content.num_damaged, _keep_copy(path)),
-            )
-        path.unlink()
         del parts[number]
     number = max(parts, default=int(remote))
     if remote:
@@ -152,57 +138,32 @@ def open_lines(
     return _FileAppender(path)
 
 
-def _rewrite(
-    path: epath.Path, content: Scan, keep: Callable[[Row], bool], is_row: IsRow
-) -> None:
-    """Reduce a file to the lines to keep, atomically."""
-    if (
-        not content.num_damaged
-        and content.kept_bytes == content.end
-        and not is_remote(path)
-    ):
-        os.truncate(path, content.end)  # needs no room on a full disk
-        return
-    if not content.num_damaged and content.kept_bytes == path.stat().length:
-        return
-    lines = kept_lines(path, keep, is_row)
-    if not content.num_damaged:
-        write_atomically(path, lines)
-        return
-    copy = None
-    try:
-        copy = _keep_copy(path)
-        write_atomically(path, lines)
-    except OSError as error:
-        if copy is not None:  # it may be a link to the file, which will grow
-            copy.unlink(missing_ok=True)
+def _reduce(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> bool:
+    """Reduce a file to the lines to keep, atomically, and remove it if it has none."""
+    size = end = kept_bytes = num_damaged = 0
+    for line, row in complete_lines(path, is_row):
+        size += len(line)
+        num_damaged += row is None
+        if row is not None and keep(row):
+            kept_bytes, end = kept_bytes + len(line), size
+    if num_damaged:
+        names = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
+        copy = next(name for name in names if not name.exists())
+        path.copy(copy)
         log.warning(
-            "%s: %d lines are damaged. They stay where they are, since the file cannot "
-            "be written again (%s); all readers skip them",
-            *(path, content.num_damaged, error),
+            "%s: %d lines are damaged and are left out of curves and reports. The "
+            "original file is kept as %s",
+            *(path, num_damaged, copy),
         )
-        if not is_remote(path):
-            os.truncate(path, content.end)
-        return
-    log.warning(
-        "%s: %d lines are damaged and were left out, and are missing from curves "
-        "and reports. The original file is kept as %s",
-        *(path, content.num_damaged, copy),
-    )
-
-
-def _keep_copy(path: epath.Path) -> epath.Path:
-    """Give a file a second name, and return that."""
-    names = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
-    copy = next(name for name in names if not name.exists())
-    if is_remote(path):
-        copy.write_bytes(path.read_bytes())
-        return copy
-    try:
-        os.link(path, copy)
-    except OSError:  # some file systems have no links
-        shutil.copyfile(path, copy)
-    return copy
+    if not kept_bytes:
+        path.unlink()
+    elif kept_bytes == end and not is_remote(path):
+        os.truncate(path, end)  # needs no room on a full disk
+    elif kept_bytes < path.stat().length:
+        rows = complete_lines(path, is_row)
+        kept = (line for line, row in rows if row is not None and keep(row))
+        write_atomically(path, kept)
+    return kept_bytes > 0
 
 
 class _FileAppender(Appender):

@@ -6,8 +6,9 @@ The files of a log, and how they are written: train/run/jsonl.py.
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
@@ -42,21 +43,14 @@ def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
 
 
 def iterate_rows(
-    run_dir: epath.Path | Path,
-    name: str,
-    is_row: IsRow = any_row,
-    containing: bytes = b"",
+    run_dir: epath.Path | Path, name: str, is_row: IsRow = any_row
 ) -> Iterator[Row]:
     """Yield a log's rows in order, reading one line at a time.
 
-    Args:
-        run_dir: the run's directory, local or remote.
-        name: the name of the log.
-        is_row: tells a line of this log from a damaged one.
-        containing: lines without these bytes are skipped before parsing.
+    `is_row` tells a line of this log from a damaged one.
     """
     for line in _lines(list(part_paths(run_dir, name).values())):
-        if containing in line and (row := parse_row(line, is_row)) is not None:
+        if (row := parse_row(line, is_row)) is not None:
             yield row
 
 
@@ -79,53 +73,22 @@ def parse_row(line: bytes, is_row: IsRow) -> Row | None:
     return row if isinstance(row, dict) and is_row(row) else None
 
 
-class Scan(NamedTuple):
-    """The content of a log file.
-
-    end: the offset in bytes at which the newest line to keep ends.
-    kept_bytes: the number of bytes of all lines to keep.
-    num_damaged: the number of complete lines that are not rows.
-    """
-
-    end: int
-    kept_bytes: int
-    num_damaged: int
-
-
-def scan(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> Scan:
-    """Read a file once, line by line, and count what to keep."""
-    offset = end = kept_bytes = num_damaged = 0
+def complete_lines(
+    path: epath.Path, is_row: IsRow
+) -> Iterator[tuple[bytes, Row | None]]:
+    """Yield each line that has an end, with its row; None if it is damaged."""
     with path.open("rb") as file:
         for line in file:
-            offset += len(line)
-            row = parse_row(line, is_row) if line.endswith(b"\n") else None
-            if row is None:
-                num_damaged += line.endswith(b"\n")
-            elif keep(row):
-                kept_bytes, end = kept_bytes + len(line), offset
-    return Scan(end, kept_bytes, num_damaged)
-
-
-def kept_lines(
-    path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow
-) -> Iterator[bytes]:
-    """Yield the lines of a file that are rows to keep, with their line ends."""
-    with path.open("rb") as file:
-        for line in file:
-            row = parse_row(line, is_row) if line.endswith(b"\n") else None
-            if row is not None and keep(row):
-                yield line
+            if line.endswith(b"\n"):
+                yield line, parse_row(line, is_row)
 
 
 def _lines(paths: list[epath.Path]) -> Iterator[bytes]:
     """Yield the lines of files; parts in a store are read ahead."""
     if not (paths and is_remote(paths[0])):
         for path in paths:
-            try:
-                with path.open("rb") as file:
-                    yield from file
-            except FileNotFoundError:  # a new start of the run has just dropped it
-                continue
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                yield from file
         return
     with ThreadPoolExecutor(_READERS) as pool:
         for first in range(0, len(paths), _READERS):
@@ -138,27 +101,15 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
     if is_remote(path):  # a part is small
         yield from reversed(_read(path).split(b"\n"))
         return
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        end = file.seek(0, 2)
-        pieces: list[
-            bytes
-        ] = []  # chunks of a line that begins before `end`, last first
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        end, later = file.seek(0, 2), b""  # the beginning of what was read so far
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)
-            first, *lines = file.read(end - start).split(b"\n")
-            if lines:
-                pieces.append(lines.pop())
-                yield b"".join(reversed(pieces))
-                yield from reversed(lines)
-                pieces = []
-            pieces.append(first)
+            later, *lines = (file.read(end - start) + later).split(b"\n")
+            yield from reversed(lines)
             end = start
-        yield b"".join(reversed(pieces))
+        yield later
 
 
 def _read(path: epath.Path) -> bytes:

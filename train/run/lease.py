@@ -101,9 +101,8 @@ class Lease:
                 self._replace(owner)
             except StorageError as error:
                 if not self._failing:
-                    log.warning(
-                        "%s; training continues, and the lease is tried again", error
-                    )
+                    message = "%s; training continues, and the lease is tried again"
+                    log.warning(message, error)
                 self._failing = True
                 return
             except Exit as lost:
@@ -132,11 +131,9 @@ class Lease:
             owner, version = _read(self._storage)
             if owner is None or owner.token != self._owner.token:
                 event = f"taken over by {owner}" if owner else "removed"
-                raise Exit(
-                    OWNED,
-                    f"{self._storage}: the lease of this process was {event}, after it "
-                    f"was silent for too long. It ends here and saves no more",
-                )
+                message = f"{self._storage}: the lease of this process was {event}, "
+                message += "after it was silent for too long. It ends and saves no more"
+                raise Exit(OWNED, message)
             self._version = version  # a write that seemed to fail has succeeded
 
 
@@ -146,10 +143,10 @@ def take_lease(
     timeout_s: float,
     on_lost: Callable[[str], None],
 ) -> Lease:
-    """Become the owner of a run directory.
+    """Become the owner of a run directory, which is made if missing.
 
     Args:
-        folder: a local path, gs:// or s3://; made if missing.
+        folder: a local path, gs:// or s3://.
         interval_s: the time between two renewals.
         timeout_s: an owner on another machine is dead after this time without one.
         on_lost: called once from another thread, with the reason, if another process
@@ -164,14 +161,7 @@ def take_lease(
         version = _take(storage, me, interval_s, timeout_s)
     except StorageError as error:
         raise access_error(folder, error) from error
-    return Lease(
-        storage,
-        me,
-        version,
-        interval_s=interval_s,
-        timeout_s=timeout_s,
-        on_lost=on_lost,
-    )
+    return Lease(storage, me, version, interval_s, timeout_s, on_lost)
 
 
 def read_owner(folder: str) -> Owner | None:
@@ -187,11 +177,7 @@ def _take(
     storage: KeyValueStore, me: Owner, interval_s: float, timeout_s: float
 ) -> bytes:
     """Write the lease once no live process has it; return its version."""
-    watched, watched_since_s, silent = (
-        None,
-        0.0,
-        f"gave no sign of life for {timeout_s:g} s",
-    )
+    watched, watched_since_s = None, 0.0
     while True:
         owner, version = _read(storage)
         reason = "is dead"
@@ -202,20 +188,17 @@ def _take(
             if alive is None:
                 if watched is None:
                     watched, watched_since_s = version, time.monotonic()
-                    log.info(
-                        "%s: waiting up to %g s for a sign of life of its owner, %s",
-                        *(storage, timeout_s, owner),
-                    )
-                alive, reason = version != watched, silent
+                    message = "%s: waiting up to %g s for a sign of life of its owner, "
+                    log.info(f"{message}%s", storage, timeout_s, owner)
+                reason = f"gave no sign of life for {timeout_s:g} s"
+                alive = version != watched
                 if not alive and time.monotonic() - watched_since_s < timeout_s:
                     time.sleep(interval_s / 4)
                     continue
             if alive:
-                raise Exit(
-                    OWNED,
-                    f"{storage}: the run is owned by {owner}, which is alive. Wait for "
-                    f"its end, stop it, or start another run.name",
-                )
+                message = f"{storage}: the run is owned by {owner}, which is alive. "
+                message += "Wait for its end, stop it, or start another run.name"
+                raise Exit(OWNED, message)
         new_version = storage.replace(_KEY, me.to_json(), version, ANSWER_S)
         if new_version is not None:
             if owner is not None:

@@ -105,14 +105,7 @@ class Owner(Process):
                 raise ValueError(owner)
             return owner
         except (ValueError, TypeError, RecursionError):
-            return cls(
-                host=_UNKNOWN,
-                machine=None,
-                pid=0,
-                start=None,
-                token=_UNKNOWN,
-                since=_UNKNOWN,
-            )
+            return cls(_UNKNOWN, None, 0, None, token=_UNKNOWN, since=_UNKNOWN)
 
     def to_json(self) -> bytes:
         """Return the owner as readable JSON."""

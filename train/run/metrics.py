@@ -46,10 +46,6 @@ class Validations(NamedTuple):
     last: Validation
     best: Validation
 
-    def followed_by(self, score: Validation) -> "Validations":
-        """Return the last and the best evaluation after another one."""
-        return Validations(score, score if score.loss < self.best.loss else self.best)
-
 
 def read_metrics(run_dir: epath.Path | Path) -> list[Row]:
     """Return the lines of the metrics in order."""
@@ -86,14 +82,19 @@ def read_events(run_dir: epath.Path | Path) -> list[Row]:
 def read_validations(run_dir: epath.Path | Path) -> Validations | None:
     """Return the last and the best evaluation in the metrics; None if there is none."""
     validations: Validations | None = None
-    for row in iterate_rows(run_dir, "metrics", is_metrics, b'"eval/loss"'):
-        if score := validation_in(row["step"], row):
-            validations = (
-                validations.followed_by(score)
-                if validations
-                else Validations(score, score)
-            )
+    for row in iterate_metrics(run_dir):
+        validations = followed_by(validations, row["step"], row)
     return validations
+
+
+def followed_by(
+    earlier: Validations | None, step: int, values: Mapping[str, Any]
+) -> Validations | None:
+    """Return the last and the best evaluation after the values of another step."""
+    score = validation_in(step, values)
+    if score is None or earlier is None:
+        return Validations(score, score) if score else earlier
+    return Validations(score, min(earlier.best, score, key=lambda each: each.loss))
 
 
 def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
@@ -124,8 +125,7 @@ def open_metrics(
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
-        last_step: the number of completed updates of the restored state, 0 when fresh.
-            Lines of later steps are dropped, atomically.
+        last_step: lines of later steps are dropped, atomically.
         scored_again: drop the scores of that step too, because this start repeats
             them: an earlier one was killed before it could write the results.
 
@@ -148,9 +148,8 @@ class EventLog:
     start, from 1), `event`, `seconds`, and the caller's fields. The first lap begins
     with the process of the start, so that its seconds add up to its wall time. Its
     first line is `idle`, the time between the last lap of the previous start and this
-    process. So the time after the last lap of a killed process counts as idle. For the
-    names of laps see
-    train/run/goodput.py.
+    process. So the time after the last lap of a killed process counts as idle. The
+    names of laps: train/run/goodput.py.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
@@ -195,13 +194,9 @@ class EventLog:
         until: float | None = None,
         **fields: Any,
     ) -> None:
-        """Record the time since the last lap.
+        """Record the time since the last lap, up to `until` (time.monotonic()) or now.
 
-        Args:
-            event: the name of the lap.
-            parts: seconds of the lap that other events account for, by their names.
-            until: when the lap ended (time.monotonic()), if not now.
-            fields: further JSON values of the line.
+        `parts` are the seconds of it that other events account for, by their names.
         """
         now = time.monotonic()
         ended = now if until is None else until

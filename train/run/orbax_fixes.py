@@ -41,16 +41,15 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     check_descriptions(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
-    # contents.py decides which arrays may be padded or left unread.
-    context.array.loading.enable_padding_and_truncation = True
-    context.pytree.loading.partial_load = True
+    context.pytree.loading.partial_load = True  # contents.py decides what to load
     if os.fspath(directory).startswith("s3://"):
         _bring_s3_to_orbax()
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    checkpointer = functools.partial(
+        ocp.training.Checkpointer, directory, context=context
+    )
     if keep is None:
-        return ocp.training.Checkpointer(
-            directory, context=context, cleanup_tmp_directories=False
-        )
+        return checkpointer(cleanup_tmp_directories=False)
     preserved: list[Any] = [policies.LatestN(keep.keep_latest)]
     if keep.keep_every_steps:
         preserved.append(policies.EveryNSteps(keep.keep_every_steps))
@@ -62,9 +61,7 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
                 keep_checkpoints_without_metrics=False,
             )
         )
-    return ocp.training.Checkpointer(
-        directory,
-        context=context,
+    return checkpointer(
         preservation_policy=cast(Any, policies.AnyPreservationPolicy(preserved)),
         cleanup_tmp_directories=not is_remote(directory),
     )

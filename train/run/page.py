@@ -16,12 +16,9 @@ _SHARED = Path(__file__).with_name("page.html")
 
 
 def write_page(path: epath.Path, template: Path, data: dict[str, Any]) -> None:
-    """Write a page atomically, on a local disk or under `gs://` or `s3://`.
+    """Write a page atomically, local or remote.
 
-    Args:
-        path: the HTML file.
-        template: `<style>`, `<body>` and the script that draws `data`.
-        data: JSON values without NaN and infinities.
+    The template has `<style>`, `<body>` and the script that draws `data`.
 
     Raises:
         ValueError: the data contains NaN or an infinity.

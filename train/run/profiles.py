@@ -49,11 +49,9 @@ def request_profile(run_dir: epath.Path, num_steps: int) -> str:
     Raises:
         OSError: the request cannot be written.
     """
-    token = uuid4().hex
-    write_atomically(
-        _request(run_dir), json.dumps({"id": token, "num_steps": num_steps})
-    )
-    return token
+    request = {"id": uuid4().hex, "num_steps": num_steps}
+    write_atomically(_request(run_dir), json.dumps(request))
+    return request["id"]
 
 
 def withdraw_request(run_dir: epath.Path) -> None:
@@ -89,12 +87,8 @@ class Profiler:
     ):
         """Remove old requests and begin to look for new ones, on process 0.
 
-        Args:
-            run: the run.
-            cluster: the processes of the run.
-            preemption: lets all processes agree on the step.
-            text: returns the text of the compiled step.
-            pause: excludes time that is not training from the log window.
+        `text` returns the text of the compiled step, and `pause` excludes time that is
+        not training from the log window.
         """
         self._run, self._cluster, self._preemption = run, cluster, preemption
         self._text, self._pause = text, pause

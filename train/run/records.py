@@ -31,12 +31,10 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
     Raises:
         DataError: the file is damaged. The message names it, the damage and the remedy.
     """
+    if not is_remote(file) and file.exists() and not Path(file).is_file():
+        raise damaged(file, "is not a file", "Move it away.")
     try:
-        content = _content(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        text = content.decode()
+        text = file.read_bytes().decode()
         if not text.strip("\0 \n"):
             raise ValueError("is empty")
         if file.suffix == ".yaml":
@@ -46,6 +44,12 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
             table = json.loads(text)
         if not isinstance(table, dict):
             raise ValueError("does not hold a table of names and values")
+        return table
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        remedy = "Give this user the permission to read it."
+        raise damaged(file, "may not be read", remedy) from None
     except RecursionError:
         raise damaged(file, "is nested too deeply", remedy) from None
     except UnicodeDecodeError:
@@ -54,7 +58,6 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
         raise damaged(file, f"is not JSON ({error})", remedy) from None
     except ValueError as error:
         raise damaged(file, str(error), remedy) from None
-    return table
 
 
 def record_or_warn(file: epath.Path, consequence: str) -> dict[str, Any] | None:
@@ -83,19 +86,3 @@ def json_compatible(value: Any) -> Any:
     value = value.item() if hasattr(value, "item") else value
     is_not_finite = isinstance(value, float) and not math.isfinite(value)
     return None if is_not_finite else value
-
-
-def _content(file: epath.Path) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        DataError: if something else has its name, or the file may not be read.
-    """
-    if not is_remote(file) and file.exists() and not Path(file).is_file():
-        raise damaged(file, "is not a file", "Move it away.")
-    try:
-        return file.read_bytes()
-    except PermissionError:
-        remedy = "Give this user the permission to read it."
-        raise damaged(file, "may not be read", remedy) from None

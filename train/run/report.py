@@ -1,12 +1,12 @@
 """Write the report of a run, `report.html`, a page that needs no network.
 
 The template `report.html` in this package draws whatever exists of the metrics, the
-events and `config.yaml`, so the page can be written at any time. A curve has about a
-thousand points, the extremes of every stretch, so that the page stays small.
+events and `config.yaml`, so the page can be written at any time.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,36 +19,30 @@ from train.masking import mask
 from train.run.evaluations import read_scores
 from train.run.goodput import BUCKETS, Goodput, StartAccount, account, finite
 from train.run.heat_maps import heat_maps
+from train.run.jsonl_reader import Row
 from train.run.metrics import read_events
 from train.run.page import write_page
-from train.run.thinned import thinned_metrics
+from train.run.thinned import Point, thin, thinned_metrics
 from train.units import format_count, format_seconds
 
-Row = dict[str, Any]
-Point = tuple[float, float | None]  # step and value; None if the value is not finite
+Series = Mapping[str, Sequence[Point]]  # of each metric
 TEMPLATE = Path(__file__).with_name("report.html")
-_METRICS = (
-    *("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "mfu"),
-    *("eval/loss", "eval/bits_per_byte", "expert_load"),
-)
-_CHARTS = (  # title, (metric, name of the line)..., whether the axis starts at zero
-    ("Loss", (("loss", "training"), ("eval/loss", "validation")), False),
-    ("Gradient norm", (("grad_norm", "gradient norm"),), True),
-    ("Learning rate", (("learning_rate", "learning rate"),), True),
-    ("Tokens per second", (("tokens_per_second", "tokens/s"),), True),
-    ("Load of experts", (("expert_load", "most loaded over mean"),), False),
+_CHARTS = (  # title, the name of each metric's line, whether the axis starts at zero
+    ("Loss", {"loss": "training", "eval/loss": "validation"}, False),
+    ("Gradient norm", {"grad_norm": "gradient norm"}, True),
+    ("Learning rate", {"learning_rate": "learning rate"}, True),
+    ("Tokens per second", {"tokens_per_second": "tokens/s"}, True),
+    ("Load of experts", {"expert_load": "most loaded over mean"}, False),
 )
 # A chart over steps would not explain these metrics; every other one has a chart.
 _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
-    "overflow",
-    "eval/bits_per_byte",
+    *("overflow", "eval/bits_per_byte"),
 }
-_SET = re.compile("eval/[^/]+/loss")
+_SET = re.compile("eval/([^/]+)/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
 # Per-layer metrics, scores of sets other than their loss, and errors of tasks.
 _OF_OTHERS = re.compile(r"/\d+$|^eval/.+/|^tasks/")
-_MAX_POINTS = 1000
 
 
 def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
@@ -71,70 +65,40 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
     name, num_steps = _from_config(config)
     metrics, events = thinned_metrics(run_dir), read_events(run_dir)
-    rows = metrics.rows
-    goodput = account(events)
-    sets = {key: key[5:-5] for row in rows for key in row if _SET.fullmatch(key)}
-    of_sets = "Loss of validation sets", tuple(sets.items()), False
-    tasks: dict[str, dict[str, str]] = {}
-    for match in filter(None, (_TASK.fullmatch(key) for row in rows for key in row)):
-        tasks.setdefault(f"Tasks: {match[2]}", {})[match[0]] = match[1]
-    of_tasks = [
-        (metric, tuple(lines_by_key.items()), False)
-        for metric, lines_by_key in tasks.items()
-    ]
-    drawn = [*_CHARTS, of_sets, *of_tasks]
-    judged = [key for _, lines, _ in drawn for key, _ in lines]
-    other_metrics = _others(rows, {*judged, *_NOT_CHARTED})
-    series = {key: series_of(rows, key) for key in (*_METRICS, *judged, *other_metrics)}
-    drawn += [(key, ((key, key),), False) for key in other_metrics]
-    charts = (
-        chart(series, title, lines, from_zero) for title, lines, from_zero in drawn
-    )
+    goodput, series = account(events), series_of(metrics.rows)
+    charts = (chart(series, *each) for each in _charts_of(series))
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, metrics.num_missing, goodput, num_steps),
-        "tables": _scores(run_dir, rows),
+        "tables": _scores(run_dir, metrics.rows),
         "charts": [drawn for drawn in charts if drawn],
-        "heat_maps": heat_maps(rows),
+        "heat_maps": heat_maps(metrics.rows),
         "restarts": _restarts(events),
         "goodput": _goodput(goodput),
         "config": mask(config),
     }
 
 
-def _others(rows: Sequence[Row], known: set[str]) -> list[str]:
-    """Return the other metrics, except per-layer ones and the errors of tasks."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return [key for key in keys if key not in known and not _OF_OTHERS.search(key)]
+def _charts_of(series: Series) -> list[tuple[str, Mapping[str, str], bool]]:
+    """Return _CHARTS, and those of validation sets, tasks and all other metrics."""
+    sets = {key: match[1] for key in series if (match := _SET.fullmatch(key))}
+    tasks = defaultdict[str, dict[str, str]](dict)
+    for match in filter(None, map(_TASK.fullmatch, series)):
+        tasks[f"Tasks: {match[2]}"][match[0]] = match[1]
+    charts = [*_CHARTS, ("Loss of validation sets", sets, False)]
+    charts += [(metric, lines, False) for metric, lines in tasks.items()]
+    known = _NOT_CHARTED.union(*(lines for _, lines, _ in charts))
+    others = (key for key in series if key not in known and not _OF_OTHERS.search(key))
+    return charts + [(key, {key: key}, False) for key in others]
 
 
 def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
     """Return the table of scores in a list, which is empty without scores."""
-    rows_of_scores = [
+    scores = [
         [*score[:3], f"{score.step:,}", score.options]
         for score in read_scores(run_dir, rows)
     ]
-    headers = ["", "metric", "score", "step", ""]
-    return [("Scores", headers, rows_of_scores)] if rows_of_scores else []
-
-
-def thin(points: Sequence[Point]) -> list[Point]:
-    """Return the lowest and the highest point of each of about 500 stretches."""
-    if len(points) <= _MAX_POINTS:
-        return list(points)
-    thinned: list[Point] = [points[0]]
-    size = 2 * len(points) / _MAX_POINTS
-    for i in range(_MAX_POINTS // 2):
-        stretch = points[int(i * size) : int((i + 1) * size)]
-        finite_values = [(y, j, x) for j, (x, y) in enumerate(stretch) if y is not None]
-        if not finite_values:
-            thinned.append((stretch[0][0], None))
-            continue
-        ends = sorted(
-            {min(finite_values), max(finite_values)}, key=lambda point: point[1]
-        )
-        thinned.extend((x, y) for y, _, x in ends)
-    return [*thinned, points[-1]]
+    return [("Scores", ["", "metric", "score", "step", ""], scores)] if scores else []
 
 
 def _from_config(text: str) -> tuple[str | None, int | None]:
@@ -148,15 +112,19 @@ def _from_config(text: str) -> tuple[str | None, int | None]:
     return str(name) if name else None, total if isinstance(total, int) else None
 
 
-def series_of(rows: Sequence[Row], key: str) -> list[Point]:
-    """Return the values of a metric by step, None for values that are not finite."""
-    points = [(finite(row.get("step")), row[key]) for row in rows if key in row]
-    return [(step, finite(value)) for step, value in points if step is not None]
+def series_of(rows: Iterable[Row]) -> Series:
+    """Return the values of each metric by step, None for values that are not finite."""
+    series = defaultdict[str, list[Point]](list)
+    for row in rows:
+        if (step := finite(row.get("step"))) is not None:
+            for key, value in row.items():
+                series[key].append((step, finite(value)))
+    return series
 
 
-def finite_points(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Return the points that have a value."""
-    return [(x, y) for x, y in points if y is not None]
+def finite_points(series: Series, key: str) -> list[tuple[float, float]]:
+    """Return the points of a metric that have a value."""
+    return [(x, y) for x, y in series.get(key, ()) if y is not None]
 
 
 def _restarts(events: Sequence[Row]) -> list[float]:
@@ -168,56 +136,51 @@ def _restarts(events: Sequence[Row]) -> list[float]:
 
 
 def _figures(
-    series: dict[str, list[Point]],
+    series: Series,
     num_missing: Mapping[str, int],
     goodput: Goodput,
     num_steps: int | None,
 ) -> list[tuple[str, str, str]]:
     """Return the available headline figures: title, value and note."""
-    finite_series = {key: finite_points(points) for key, points in series.items()}
     items: list[tuple[str, str, str]] = []
-    if steps := [x for points in series.values() for x, _ in points]:
+    if steps := [x for x, _ in series.get("step", ())]:
         # A later start may have trained beyond the target of the first.
         target = f"of {num_steps:,}" if num_steps and max(steps) <= num_steps else ""
         items.append(("Steps", f"{max(steps):,.0f}", target))
-    if tokens := finite_series["tokens"]:
+    if tokens := finite_points(series, "tokens"):
         items.append(("Tokens", format_count(tokens[-1][1]), ""))
-    if losses := finite_series["loss"]:
+    if losses := finite_points(series, "loss"):
         bad = num_missing.get("loss", 0)
         note = f"{bad:,} not finite" if bad else ""
         items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
-    if scores := finite_series["eval/loss"]:
+    if scores := finite_points(series, "eval/loss"):
         step, best = min(scores, key=lambda point: point[1])
-        bits = dict(series["eval/bits_per_byte"]).get(step)
+        bits = dict(finite_points(series, "eval/bits_per_byte")).get(step)
         note = "" if bits is None else f"{bits:.4f} bits per byte, "
-        items.append(
-            ("Best validation loss", f"{best:.4f}", f"{note}at step {step:,.0f}")
-        )
+        note += f"at step {step:,.0f}"
+        items.append(("Best validation loss", f"{best:.4f}", note))
     if goodput.wall_s:
         starts, num_repeated = len(goodput.starts), goodput.num_wasted
         note = f"{starts} starts" if starts > 1 else ""
         items.append(("Wall time", format_seconds(goodput.wall_s), note))
         note = f"{num_repeated:,} steps done again" if num_repeated else ""
         items.append(("Goodput", f"{goodput.fraction:.1%}", note))
-    if speeds := [y for _, y in finite_series["tokens_per_second"]]:
+    if speeds := [y for _, y in finite_points(series, "tokens_per_second")]:
         items.append(("Tokens per second", format_count(median(speeds)), "median"))
-    if mfus := [y for _, y in finite_series["mfu"]]:
+    if mfus := [y for _, y in finite_points(series, "mfu")]:
         items.append(("MFU", f"{median(mfus):.1%}", "median"))
     return items
 
 
 def chart(
-    series: dict[str, list[Point]],
-    title: str,
-    lines: Sequence[tuple[str, str]],
-    from_zero: bool,
+    series: Series, title: str, lines: Mapping[str, str], from_zero: bool
 ) -> dict[str, Any] | None:
     """Return a chart with its range and lines; None if no value is finite.
 
     A large spike would flatten the rest of a curve. So the axis ends at three times the
     98th percentile if a value is higher, and `cut` is the highest value.
     """
-    drawn = [point for key, _ in lines for point in finite_points(series[key])]
+    drawn = [point for key in lines for point in finite_points(series, key)]
     if not drawn:
         return None
     values = sorted(y for _, y in drawn)
@@ -233,7 +196,10 @@ def chart(
         "x": (first_x, max(last_x, first_x + 1)),
         "y": (low if from_zero else low - pad, high + pad),
         "cut": values[-1] if cut else None,
-        "lines": [{"name": name, "points": thin(series[key])} for key, name in lines],
+        "lines": [
+            {"name": name, "points": thin(series.get(key, ()))}
+            for key, name in lines.items()
+        ],
     }
 
 

@@ -7,6 +7,7 @@ left. If checkpoints exist and none is good, that is an error: a run never silen
 starts over.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -104,9 +105,8 @@ class SavedSteps:
             ConfigError: all steps are later than `at_most`, or the given step was not
                 saved or does not fit the model.
         """
-        return self._first_good(
-            lambda step: self._load(step, like, repack), step, at_most
-        )
+        load = functools.partial(self._load, like=like, repack=repack)
+        return self._first_good(load, step, at_most)
 
     def _first_good(
         self,
@@ -125,13 +125,13 @@ class SavedSteps:
     def _try_each(
         self, load: Callable[[int], Any], step: int | None, at_most: int | None
     ) -> Any:
-        steps, unsealed = [] if step is None else [step], list[int]()
-        if step is None:
-            steps, unsealed = self._cluster.broadcast(self._list)
-        elif step not in (saved := self.steps()):
-            listed = ", ".join(map(str, saved)) or "none yet"
-            rule = f"must be a saved step; saved are: {listed}"
-            raise ConfigError([Mistake("step", step, rule)])
+        steps, unsealed = self._cluster.broadcast(self._list)
+        if step is not None:
+            if step not in steps:
+                listed = ", ".join(map(str, steps)) or "none yet"
+                rule = f"must be a saved step; saved are: {listed}"
+                raise ConfigError([Mistake("step", step, rule)])
+            steps, unsealed = [step], []
         if at_most is not None:
             steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
@@ -160,12 +160,9 @@ class SavedSteps:
     def restore_params(
         self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
-        """Restore the parameters to evaluate: the averaged ones if the run keeps them.
+        """Return a step and its parameters to evaluate: averaged if the run keeps them.
 
         Nothing but these parameters is read.
-
-        Returns:
-            The step, and the tree of parameters.
 
         Raises:
             ConfigError: there is no such step, or it does not fit the model.
@@ -202,10 +199,8 @@ class SavedSteps:
     def _objection(self, step: int) -> str | None:
         """Return why a step cannot be used; each process checks a share of it."""
         cluster, folder = self._cluster, self._directory / str(step)
-        local_refusal = refusal(
-            folder, cluster.process, cluster.processes, self._run_id
-        )
-        return cluster.first_error(local_refusal)
+        share = cluster.process, cluster.processes
+        return cluster.first_error(refusal(folder, *share, self._run_id))
 
     def _saved(self, step: int) -> dict[str, Any]:
         """Return the shapes and dtypes of a saved step by name."""
@@ -216,10 +211,8 @@ class SavedSteps:
         try:
             return self._orbax.load(step, abstract_state=wanted)
         except Exception as error:
-            error.add_note(
-                f"The files of the checkpoint of step {step} verified: memory, disk or "
-                f"network failed."
-            )
+            verified = f"The files of the checkpoint of step {step} verified: "
+            error.add_note(f"{verified}memory, disk or network failed.")
             raise
 
     def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
@@ -240,9 +233,7 @@ class SavedSteps:
             repacked = jax.jit(repack, out_shardings=_shardings(wanted.transform))
             transform = repacked(transform, loaded["step"])
         if wanted.average is not None and average is None:
-            self._warn(
-                "step %d has no average of weights: it begins at the weights", step
-            )
+            self._warn("step %d has no average of weights: it begins at them", step)
             begin = jax.jit(averages, out_shardings=_shardings(wanted.average))
             average = begin(params)
         if like.recent is not None and recent is None:

@@ -73,23 +73,18 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 
 
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
-    """Return the record of the last start; {} if there is none.
+    """Return the record of the last start, or of the last that took a step.
 
-    If `starts/` is missing, the newest checkpoint describes the start that saved it,
-    except for the machine.
-
-    Args:
-        path: the folder of the run.
-        step: return the record of the last start that took this step instead.
+    It is {} if there is none. If `starts/` is missing, the newest checkpoint describes
+    the start that saved it, except for the machine.
     """
     numbers = start_numbers(path)
     if not numbers:
         return _start_of_newest_checkpoint(path)
     if step is not None:
-        events = read_events(path)
         restored = {
             event["start"]: event["step"]
-            for event in events
+            for event in read_events(path)
             if event["event"] == "restore" and isinstance(event.get("step"), int)
         }
         numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
@@ -99,8 +94,8 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     start = read_record(file, _START_REMEDY) or {}
     for key, kind in _START_TYPES.items():
         if not isinstance(start.get(key), kind | None):
-            message = f"its {key} must be a {kind.__name__}"
-            raise damaged(file, message, _START_REMEDY)
+            damage = f"its {key} must be a {kind.__name__}"
+            raise damaged(file, damage, _START_REMEDY)
     changes = (start.get("changes") or {}).items()
     renamed_changes = dict(renamed(str(key), value) for key, value in changes)
     return {**start, "changes": renamed_changes}
@@ -108,12 +103,12 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
 
 def start_numbers(path: epath.Path) -> list[int]:
     """Return the numbers of the starts that left a record, ascending."""
-    files = (path / "starts").glob("*.yaml")
-    return sorted(int(file.stem) for file in files if file.stem.isdigit())
+    names = (file.stem for file in (path / "starts").glob("*.yaml"))
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
-    """Return what a start would have recorded that saved the newest checkpoint."""
+    """Return the record of the start that saved the newest checkpoint."""
     config, described = newest_described_config(path)
     if config is None:
         return {}
@@ -128,10 +123,7 @@ def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
 def newest_described_config(
     path: epath.Path, run_id: str | None = None
 ) -> tuple[Config | None, dict[str, Any]]:
-    """Return the config of the newest checkpoint, and its whole description.
-
-    The config is None if there is no checkpoint, or none of the run with that identity.
-    """
+    """Return the config of the run's newest checkpoint, if any, and its description."""
     step, described = newest_description(path / "checkpoints", run_id)
     if "config" not in described:
         return None, described
@@ -176,11 +168,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
-    """Return the config of an existing run, with the changes of its starts.
-
-    Args:
-        directory: the folder of the run.
-        step: return the config that this step was trained with; None: the newest one.
+    """Return the config of an existing run: the newest, or that of a trained step.
 
     Raises:
         ConfigError: run.dir is missing or holds no run.
@@ -265,16 +253,8 @@ def yaml_value(value: object) -> object:
 
 
 def _git_commit() -> str | None:
-    folder = Path(__file__).parents[1]
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-    ]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "-C", str(Path(__file__).parents[1]), *describe]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):

@@ -8,7 +8,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from etils import epath
 
@@ -18,10 +18,11 @@ from train.run.metrics import iterate_metrics
 
 _MAX_ROWS = 20_000  # metrics with fewer lines are kept whole
 _MAX_STRETCHES = 2_000
+_MAX_POINTS = 1_000  # of a drawn curve
 _OF_LAYERS = "numerics/"
 
 Item = TypeVar("Item")
-Point = tuple[int, float | None]
+Point = tuple[float, float | None]  # step and value; None if it is not finite
 
 
 class ThinnedMetrics(NamedTuple):
@@ -33,6 +34,15 @@ class ThinnedMetrics(NamedTuple):
 
     rows: list[Row]
     num_missing: Mapping[str, int]
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Return at most a thousand points: the ends and the extremes of each stretch."""
+    if len(points) <= _MAX_POINTS:
+        return list(points)
+    curve = _Stretches[Point](_extremes, _MAX_POINTS // 4)
+    curve.extend(points)
+    return curve.items()
 
 
 def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
@@ -50,21 +60,20 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
     curves = defaultdict[str, _Stretches[Point]](lambda: _Stretches(_extremes))
     layer_rows = _Stretches[Row](_largest)
     while rows:
-        by_layer = [row for row in rows if next(reversed(row)).startswith(_OF_LAYERS)]
+        others = defaultdict[str, list[Point]](list)
+        by_layer = list[Row]()
+        for row in rows:
+            if next(reversed(row)).startswith(_OF_LAYERS):
+                by_layer.append(row)
+                continue
+            for key in row.keys() - {"step"}:
+                others[key].append((row["step"], finite(row[key])))
         layer_rows.extend(by_layer)
-        other_rows = rows
-        if by_layer:
-            other_rows = [
-                r for r in rows if not next(reversed(r)).startswith(_OF_LAYERS)
-            ]
-        for key in {key for row in other_rows for key in row} - {"step"}:
-            with_key = [row for row in other_rows if key in row]
-            values = [finite(row[key]) for row in with_key]
-            num_missing[key] += values.count(None)
-            steps = (row["step"] for row in with_key)
-            curves[key].extend(list(zip(steps, values, strict=True)))
+        for key, points in others.items():
+            num_missing[key] += sum(value is None for _, value in points)
+            curves[key].extend(points)
         rows = list(itertools.islice(lines, _MAX_ROWS))
-    merged = defaultdict[int, Row](dict)
+    merged = defaultdict[float, Row](dict)
     for key, curve in curves.items():
         for step, value in curve.items():
             merged[step][key] = value
@@ -75,20 +84,24 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
 class _Stretches(Generic[Item]):
     """Ordered items; each stretch of them is reduced to a few."""
 
-    def __init__(self, reduce: Callable[[list[Item]], list[Item]]):
+    def __init__(
+        self,
+        reduce: Callable[[list[Item]], list[Item]],
+        max_stretches: int | None = None,
+    ):
         self._reduce, self._length = reduce, 1
+        self._max_stretches = max_stretches or _MAX_STRETCHES
         self._reduced: list[list[Item]] = []
         self._newest: list[Item] = []
 
     def extend(self, items: Sequence[Item]) -> None:
-        """Append items."""
         self._newest += items
         done = 0
         while len(self._newest) - done >= self._length:
             stretch = self._newest[done : done + self._length]
             done += self._length
             self._reduced.append(self._reduce(stretch))
-            if len(self._reduced) == _MAX_STRETCHES:
+            if len(self._reduced) == self._max_stretches:
                 pairs = zip(self._reduced[::2], self._reduced[1::2], strict=True)
                 self._reduced = [self._reduce([*one, *two]) for one, two in pairs]
                 self._length *= 2
@@ -115,10 +128,8 @@ def _largest(rows: list[Row]) -> list[Row]:
     """Return one line with the largest value of each figure; null if one is missing."""
     if len(rows) == 1:
         return rows
-    merged: dict[str, Any] = dict(rows[-1])
+    merged = Row(rows[-1])
     for key in merged:
-        values = [finite(row.get(key)) for row in rows]
-        finite_values = [value for value in values if value is not None]
-        merged[key] = max(finite_values) if len(finite_values) == len(values) else None
-    merged["step"] = rows[-1]["step"]
-    return [merged]
+        values = [value for row in rows if (value := finite(row.get(key))) is not None]
+        merged[key] = max(values) if len(values) == len(rows) else None
+    return [merged | {"step": rows[-1]["step"]}]

@@ -62,35 +62,18 @@ class Tracker:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def open_tracker(
-    config: TrackerConfig,
-    run_dir: epath.Path | Path,
-    run_name: str,
-    run_config: dict[str, Any],
-    *,
-    step: int = 0,
-    start: int = 1,
-    write: bool = True,
-) -> Tracker:
+def open_tracker(config: TrackerConfig, run: Tracked, write: bool = True) -> Tracker:
     """Return a tracker that writes to all trackers that `config` enables.
 
-    Args:
-        config: which trackers are enabled, and their keys.
-        run_dir: the run's directory. `metrics.jsonl` there has no lines after `step`.
-        run_name: the name to show.
-        run_config: the config to show.
-        step: completed updates of the restored state.
-        start: the number of the start, from 1.
-        write: False on every process but the first.
+    `write` is False on every process but the first.
     """
-    run = Tracked(epath.Path(run_dir), run_name, run_config, step, start)
     writers: list[Writer] = []
     if config.wandb.enabled:
-        writers.append(WandbWriter(config.wandb, run))
+        writers.append(WandbWriter(run, config.wandb))
     if config.tensorboard.enabled:
         writers.append(TensorBoardWriter(run))
     if config.mlflow.enabled:
-        writers.append(MlflowWriter(config.mlflow, run))
+        writers.append(MlflowWriter(run, config.mlflow))
     return Tracker(run, writers if write else ())
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from train.config import DistributedConfig
+from train.distributed import detection
 from train.distributed.detection import ProcessPlace, find_place
 from train.errors import ABORTED, ConfigError, Exit
 
@@ -123,12 +124,10 @@ def test_half_of_what_is_needed_is_refused(monkeypatch, variables, keys, said):
 
 
 def test_a_service_that_does_not_answer_may_come_up_yet(monkeypatch):
-    from jax._src.clusters import ClusterEnv
-
     def fail(*_):
         raise ConnectionError("no route to the metadata server")
 
-    monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", fail)
+    monkeypatch.setattr(detection, "detect_place", fail)
     with pytest.raises(Exit, match="no route to") as error:
         place(monkeypatch, {})
     assert error.value.code == ABORTED

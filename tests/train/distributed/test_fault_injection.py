@@ -30,9 +30,3 @@ def test_a_drill_begins_with_a_banner(fault, caplog):
     with pytest.raises(RuntimeError, match="LONGHAUL_DRILL"):
         faults.after(7, NOTHING, NOTHING)
     assert run_name(drill) == run_name(compose([]))
-
-
-def test_without_the_variable_nothing_is_said(monkeypatch, caplog):
-    monkeypatch.delenv("LONGHAUL_DRILL", raising=False)
-    assert FaultInjection(0, allowed=True).after(7, NOTHING, NOTHING) is NOTHING
-    assert caplog.text == ""

@@ -1,7 +1,6 @@
 """The roll of processes: who is missing, who leaves, who is none of ours."""
 
 import json
-import resource
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from tests.fleet import REPOSITORY, free_port
 from train.distributed import rendezvous
-from train.distributed.rendezvous import await_processes, join_processes, numbered
+from train.distributed.rendezvous import await_processes, join_processes
 from train.errors import ABORTED, WRONG_CONFIG, Exit
 
 PATIENCE_S = 60
@@ -156,13 +155,6 @@ def test_more_processes_than_a_process_may_open_files(address):
     assert first.wait(PATIENCE_S) == 0
 
 
-def test_too_low_a_hard_limit_is_named(monkeypatch, address):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    with pytest.raises(Exit, match="ulimit -Hn") as error:
-        await_processes(address, 8192, PATIENCE_S)
-    assert error.value.code == WRONG_CONFIG
-
-
 def test_a_port_that_is_taken_is_named(monkeypatch, address):
     monkeypatch.setattr(rendezvous, "_TAKEN_S", 0.0)
     port = int(address.partition(":")[2])
@@ -185,15 +177,3 @@ def test_a_second_process_of_a_number_is_told_that_the_run_has_begun(start, addr
         connection.close()
     assert code == WRONG_CONFIG
     assert "another process of this number" in said
-
-
-def test_a_name_that_does_not_resolve_is_named():
-    with pytest.raises(Exit, match=r"at no\.such\.host:1 within .* not known") as error:
-        join_processes("no.such.host:1", 1, 2, 0)
-    assert error.value.code == ABORTED
-
-
-def test_many_are_named_by_the_first_ten():
-    assert numbered([3]) == "process 3"
-    assert numbered([5, 3]) == "processes 3, 5"
-    assert numbered(range(12)) == "processes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

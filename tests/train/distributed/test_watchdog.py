@@ -56,16 +56,6 @@ re.fullmatch("(a|aa)+", "a" * 200 + "b")
     assert '"data" (step 3)' in said
 
 
-def test_a_stopped_trainer_ends_with_its_stacks(start, tmp_path):
-    trainer = start("""
-watchdog.phase("step", 1)
-os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(1000)
-""")
-    assert trainer.end()[0] == -signal.SIGABRT
-    assert 'File "<string>"' in stacks_in(tmp_path)
-
-
 @pytest.mark.slow
 def test_a_trainer_that_cannot_abort_is_killed(start):
     trainer = start("""
@@ -78,47 +68,12 @@ time.sleep(1000)
     assert trainer.end()[0] == -signal.SIGKILL
 
 
-def test_closing_waits_for_the_watcher_and_a_late_beat_is_harmless(start):
-    trainer = start("""
-pid = watchdog._child.pid
-watchdog.close()
-try:
-    os.kill(pid, 0)
-except ProcessLookupError:
-    watchdog.beat(5)
-    watchdog.close()
-    sys.exit(7)
-""")
-    assert trainer.end() == (7, "")
-
-
 def test_an_abort_of_its_own_leaves_its_stacks(start, tmp_path):
     trainer = start("def lose_a_peer():\n    os.abort()\nlose_a_peer()")
     code, said = trainer.end()
     assert code == -signal.SIGABRT
     assert "in lose_a_peer" in stacks_in(tmp_path)
     assert f"process 0 was aborted. Stacks: {tmp_path}/stacks/" in said
-
-
-@pytest.mark.slow
-def test_signs_of_life_and_phases_begin_the_time_anew(start):
-    trainer = start(
-        """
-for step in range(10):
-    watchdog.phase("data")
-    time.sleep(0.2)
-    watchdog.phase("step")
-    time.sleep(0.2)
-    watchdog.beat(step)
-watchdog.phase("eval")
-for batch in range(8):
-    time.sleep(0.5)
-    watchdog.beat(step)
-watchdog.close()
-""",
-        eval_timeout_s=1.5,
-    )
-    assert trainer.end() == (0, "")
 
 
 @pytest.mark.slow

@@ -16,6 +16,18 @@ from train.run.lease import Lease, take_lease
 ABOUT = {"config": "seed: 0"}
 
 
+class Clocks:
+    """Stands in for the time module: one true time, and a clock that may be off."""
+
+    now = skew = 0.0
+
+    def time(self) -> float:
+        return 2000.0 + self.now + self.skew
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> epath.Path:
     return epath.Path(tmp_path / "checkpoints")

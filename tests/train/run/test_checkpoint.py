@@ -56,21 +56,6 @@ def test_no_checkpoint_is_a_fresh_start(saved):
         saved().saved.restore_params(like())
 
 
-def test_tables_saved_before_they_were_padded_come_back_with_zeros(folder):
-    checkpoints = Checkpoints(folder, CheckpointConfig())
-    checkpoints.save(1, make_state(1, size=1030), ABOUT)
-    checkpoints.wait()
-    state = checkpoints.saved.restore(like(1152))
-    table = np.asarray(state.params["w"])
-    same(table[:1030], make_state(1, size=1030).params["w"])
-    assert table.shape == (1152, 8)
-    assert not table[1030:].any()
-    for size in (1029, 1031, 1280):
-        with pytest.raises(ConfigError, match=r"with the shape \(1030, 8\)"):
-            checkpoints.saved.restore(like(size))
-    checkpoints.close()
-
-
 def test_another_mesh_restores_to_its_own_layout(programs, folder):
     """From data 2 x fsdp 2 x tensor 2 to fsdp 8: every leaf where the table says."""
     old = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
@@ -104,12 +89,6 @@ def test_the_latest_are_kept_and_every_so_many(saved, folder):
     assert sorted(steps) == [4, 8, 10, 11]
 
 
-def test_a_step_is_saved_once(saved):
-    checkpoints = saved(1)
-    checkpoints.save(1, make_state(1, seed=5), ABOUT)
-    same(checkpoints.saved.restore(like()), make_state(1))
-
-
 def test_rewinding_sets_aside_what_is_later(saved, folder):
     checkpoints = saved(1, 3, 5, keep_latest=3)
     with pytest.raises(ConfigError, match=r"run\.rewind_to.*\n.*\[1, 3, 5\]"):
@@ -132,14 +111,6 @@ def test_a_state_for_which_there_is_no_memory_sets_nothing_aside(
         checkpoints.saved.restore(like())
     assert "memory, disk or network failed" in error.value.__notes__[0]
     assert checkpoints.saved.steps() == [1]
-
-
-def test_a_state_that_does_not_fit_sets_nothing_aside(saved, folder):
-    checkpoints = saved(1)
-    with pytest.raises(ConfigError, match="shape"):
-        checkpoints.saved.restore(like(32))
-    assert checkpoints.saved.steps() == [1]
-    assert not (folder / "quarantine").exists()
 
 
 def test_due_by_steps_and_by_minutes(folder, monkeypatch):

@@ -18,30 +18,6 @@ from train.run.restore import SavedSteps
 GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
 
 
-def test_a_run_that_watches_for_spikes_goes_on_to_the_bit(programs, store, folder):
-    program = programs(*GUARDED, devices=1)
-    order = Order(store, program.config.data, 0)
-
-    def steps(state, first: int, last: int):
-        with jax.set_mesh(program.mesh):
-            for step in range(first, last):
-                batch = place(order.read(step), program.batch)
-                state, _ = program.train_step(state, batch)
-        return state
-
-    state, checkpoints = (
-        steps(program.init(), 0, 6),
-        Checkpoints(folder, CheckpointConfig()),
-    )
-    checkpoints.save(6, state, ABOUT)
-    checkpoints.wait()
-    expected = jax.device_get(steps(state, 6, 9))
-    restored = checkpoints.saved.restore(program.state)
-    assert int(restored.recent.num_accepted) == 6
-    same(jax.device_get(steps(restored, 6, 9)), expected)
-    checkpoints.close()
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [((), GUARDED), (GUARDED, ()), (GUARDED, (GUARDED[0], "train.skip_window=8"))],

@@ -17,12 +17,6 @@ def full(step, part=0, parts=1):
     raise OSError(28, "No space left on device")
 
 
-def test_the_last_save_that_fails_is_told(saved, monkeypatch):
-    monkeypatch.setattr("train.run.checkpoint.digests", full)
-    with pytest.raises(Exit, match=r"step 1, failed: OSError.*No space left"):
-        saved(1)
-
-
 def test_a_failed_save_costs_a_warning_until_there_are_too_many(
     saved, folder, monkeypatch
 ):

@@ -81,11 +81,6 @@ def test_the_best_and_the_last_validation_loss_of_every_run_stand_under_their_na
     assert up["Bits per byte there"] == down["Bits per byte there"] == "1.0000"
 
 
-def test_one_run_is_drawn_again(tmp_path, capsys):
-    main(ReportConfig([_run(tmp_path / "a", 0.1, None)]))
-    assert capsys.readouterr().out == f"{tmp_path}/a/report.html\n"
-
-
 def test_a_run_that_is_named_twice_is_one(tmp_path, capsys):
     run = _run(tmp_path / "a", 0.1, None)
     main(ReportConfig([run, f"{run}/"]))
@@ -100,13 +95,6 @@ def test_what_cannot_be_written_is_a_mistake(tmp_path):
     (tmp_path / "b/report.html").mkdir()  # whoever runs this may write everywhere
     with pytest.raises(ConfigError, match=r"runs = .*\n.*report\.html cannot be"):
         main(ReportConfig(runs[1:]))
-
-
-@pytest.mark.slow
-def test_a_comparison_is_written_to_a_store(tmp_path, server):
-    runs = [_run(tmp_path / name, 0.1, None) for name in "ab"]
-    main(ReportConfig(runs, "s3://bucket/compared.html"))
-    assert "</html>" in epath.Path("s3://bucket/compared.html").read_text()
 
 
 def test_each_folder_without_a_run_is_named(tmp_path):

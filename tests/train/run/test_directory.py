@@ -11,7 +11,7 @@ from train.run.continuation import Continuation
 from train.run.directory import RunDir
 from train.run.metrics import EventLog
 
-FRESH = Continuation(1, [], [], None, False, "its identity")
+FRESH = Continuation(1, "its identity", [], [])
 
 
 def test_a_report_that_fails_does_not_hide_how_the_run_ended(

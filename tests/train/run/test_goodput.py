@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.train.run.conftest import Clocks
 from train.run import metrics
 from train.run.goodput import account
 from train.run.metrics import EventLog, read_events
@@ -16,19 +17,6 @@ LAPS = st.one_of(
     st.tuples(st.sampled_from(["eval", "save"]), SECONDS, st.just(0)),
     st.tuples(st.just("step"), SECONDS, st.integers(1, 20)),
 )
-
-
-class Clocks:
-    """One true time, and on each host another time of day."""
-
-    def __init__(self) -> None:
-        self.now, self.skew = 0.0, 0.0
-
-    def time(self) -> float:
-        return 1.7e9 + self.now + self.skew
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @st.composite
@@ -144,28 +132,6 @@ def test_what_is_said_of_it():
         "steps 60.0%, steps done again 20.0%, program start 10.0%, "
         "idle between starts 5.0%, restore 5.0%"
     )
-
-
-def test_a_run_of_an_earlier_version_adds_up_too():
-    """It recorded spans with gaps between, and no end."""
-    events = [
-        {"time": 103.0, "start": 1, "event": "init", "seconds": 3.0},
-        {"time": 104.0, "start": 1, "event": "restore", "seconds": 1.0, "step": 0},
-        {"time": 110.0, "start": 1, "event": "compile", "seconds": 6.0},
-        {"time": 120.0, "start": 1, "event": "step", "seconds": 9.0, "steps": 10}
-        | {"step": 10},
-        {"time": 120.0, "start": 1, "event": "data_wait", "seconds": 1.0},
-        {"time": 125.0, "start": 1, "event": "save", "seconds": 3.0},
-        {"time": 160.0, "start": 2, "event": "idle", "seconds": 35.0},
-        {"time": 161.0, "start": 2, "event": "init", "seconds": 3.0},
-        {"time": 162.0, "start": 2, "event": "restore", "seconds": 1.0, "step": 5},
-    ]
-    found = account(events)
-    assert found.buckets == {
-        **{"idle": 35.0, "init": 6.0, "prepare": 6.0, "restore": 2.0, "step": 4.5},
-        **{"wasted": 4.5, "data_wait": 1.0, "save": 3.0, "other": 2.0},
-    }
-    assert [start.code for start in found.starts] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
         log.append({"n": n})
         log.flush()
     log.close()
-    left, unlink, drop = kills, type(epath.Path(RUN)).unlink, jsonl._rewrite
+    left, unlink, write = kills, type(epath.Path(RUN)).unlink, jsonl.write_atomically
 
     def counted(change: Any) -> Any:
         def changed(*args: Any) -> None:
@@ -152,7 +152,7 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(epath.Path(RUN)), "unlink", counted(unlink))
-        patch.setattr(jsonl, "_rewrite", counted(drop))
+        patch.setattr(jsonl, "write_atomically", counted(write))
         try:
             open_lines(RUN, "log", lambda row: row["n"] <= last)
         except KeyboardInterrupt:
@@ -162,17 +162,6 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
     log.append({"n": last + 1})
     log.close()
     assert numbers(RUN) == list(range(last + 2))
-
-
-def test_a_single_object_of_an_earlier_version_is_the_first_part(store, monkeypatch):
-    monkeypatch.setattr(jsonl, "_PART_BYTES", 20)
-    folder = epath.Path(RUN)
-    (folder / "log.jsonl").write_bytes(b"".join(b'{"n": %d}\n' % n for n in range(4)))
-    log = open_lines(RUN, "log", lambda row: row["n"] < 3)
-    log.append({"n": 3})
-    log.close()
-    assert store.names() == ["log.jsonl", "log/1.jsonl"]
-    assert numbers(RUN) == [0, 1, 2, 3]
 
 
 def test_a_part_that_is_damaged_as_a_whole_is_kept_under_another_name(store, caplog):

@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -83,23 +81,6 @@ def test_a_killed_owner_is_followed_at_once(start, take, run, reaped, caplog):
     take(run)
     assert read_owner(str(run)).pid == os.getpid()
     assert f"taken over from process {owner.pid}" in caplog.text
-
-
-def test_a_later_process_of_the_same_number_is_another(take, run):
-    now = Owner.current().start
-    assert forge(run).alive()
-    refused(take, run)
-    assert forge(run, start=now - 1).alive() is False
-    take(run)
-
-
-def test_a_stopped_owner_is_alive(start, take, run):
-    owner = start(run, "take")
-    owner.until("taken")
-    owner.send(signal.SIGSTOP)
-    assert str(owner.pid) in refused(take, run)
-    owner.send(signal.SIGCONT)
-    owner.do("check")
 
 
 def test_a_leftover_of_a_killed_write_is_in_nobodys_way(take, run):
@@ -191,12 +172,3 @@ def test_of_eight_at_once_one_is_the_owner(start, folder, before, machines):
     for process in processes:
         if process is not owner:
             assert process.popen.wait() == OWNED
-
-
-def test_nothing_stays_behind(take, run):
-    before = threading.active_count()
-    with contextlib.closing(take(run)) as mine:
-        assert json.loads((run / "lease.json").read_text())["pid"] == os.getpid()
-    mine.close()
-    wait_for(lambda: threading.active_count() == before)
-    assert files(run) == []

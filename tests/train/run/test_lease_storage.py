@@ -16,16 +16,6 @@ from train.run.lease import read_owner
 pytestmark = pytest.mark.timeout(90)
 
 
-def test_a_damaged_lease_is_watched(take, run, caplog):
-    run.mkdir()
-    (run / "lease.json").write_bytes(b'{"token": "a')
-    assert read_owner(str(run)).alive() is None
-    began = time.monotonic()
-    take(run, times=(0.05, 0.3))
-    assert time.monotonic() - began >= 0.3
-    assert "damaged lease" in caplog.text
-
-
 def test_a_full_disk_ends_nothing(start, run):
     owner = start(run, "take")
     owner.until("taken")

@@ -1,7 +1,6 @@
 import time
 
 from tests.train.pages import data_of
-from train.run import live_report
 from train.run.live_report import LiveReport
 
 
@@ -18,13 +17,3 @@ def test_a_page_that_lives_is_loaded_again_until_the_end(tmp_path, monkeypatch):
     assert live._due_s > time.monotonic()
     live.close()
     assert data_of(report.read_text())["live"] is False
-
-
-def test_what_goes_wrong_is_said_once(tmp_path, caplog, monkeypatch):
-    (tmp_path / "file").write_text("")
-    live = LiveReport(tmp_path / "file")
-    live._write()
-    live.close()
-    (record,) = caplog.records
-    assert "report.html was not written" in record.getMessage()
-    assert record.name == live_report.__name__

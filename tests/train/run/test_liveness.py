@@ -19,11 +19,6 @@ def test_a_process_knows_itself_and_its_token_is_its_own():
     assert me.token != again.token
 
 
-def test_what_is_written_is_read():
-    me = Owner.current()
-    assert Owner.from_json(me.to_json()) == me
-
-
 @pytest.mark.parametrize("content", [b"", b'{"token": "a', b"[]", b"{}", b"\xff\0"])
 def test_of_the_owner_in_a_damaged_lease_nothing_is_known(content):
     owner = Owner.from_json(content)
@@ -53,12 +48,6 @@ def test_another_users_process_lives_though_it_may_be_hidden(monkeypatch):
     assert me.alive()
     monkeypatch.setattr(train.run.liveness, "state_and_start", lambda _: (None, None))
     assert me.alive() is None
-
-
-def test_in_a_proc_that_shows_nothing_nothing_is_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(train.run.liveness, "_PROC", tmp_path)
-    me = Owner.current()
-    assert (me.machine, me.start, me.alive()) == (None, None, None)
 
 
 def test_where_there_is_no_proc_ps_is_asked(monkeypatch, tmp_path):

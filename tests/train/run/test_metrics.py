@@ -3,9 +3,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.fleet import REPOSITORY
+from tests.train.run.conftest import Clocks
 from train.run import metrics
 from train.run.metrics import EventLog, open_metrics, read_events, read_metrics
 
@@ -45,12 +44,6 @@ def test_a_score_that_came_before_a_kill_is_not_there_twice(tmp_path):
     assert read_metrics(tmp_path) == rows[:3]
 
 
-def test_a_fresh_start_drops_everything(tmp_path):
-    _write(tmp_path, range(1, 5), last_step=0)
-    _write(tmp_path, range(1, 3), last_step=0)
-    assert _steps(tmp_path) == [1, 2]
-
-
 def test_other_processes_touch_nothing(tmp_path):
     run_dir = tmp_path / "run"
     events = EventLog(run_dir, write=False)
@@ -62,56 +55,10 @@ def test_other_processes_touch_nothing(tmp_path):
     assert read_metrics(run_dir) == read_events(run_dir) == []
 
 
-class Clocks:
-    """Stands in for the time module."""
-
-    def __init__(self, now: float):
-        self.now, self.skew = now, 0.0
-
-    def time(self) -> float:
-        return 1000.0 + self.now + self.skew
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    clocks = Clocks(0.0)
-    monkeypatch.setattr(metrics, "time", clocks)
-    return clocks
-
-
-def test_laps_follow_each_other_from_the_beginning_on(tmp_path, clocks):
-    clocks.now = 7.0
-    events = EventLog(tmp_path, began=1.0)
-    events.lap("start", until=3.0)
-    events.lap("init", until=3.5)
-    events.lap("prepare")
-    clocks.now = 17.0
-    events.lap("step", {"data_wait": 2.0}, steps=5, step=5)
-    clocks.now = 18.0
-    events.record("skipped", step=3)
-    events.lap("step", {"data_wait": 9.0}, steps=1, step=6)  # clocks differ a little
-    clocks.now = 20.0
-    events.end(42)
-    events.close()
-    rows = read_events(tmp_path)
-    assert [(r["event"], r["time"] - 1000, r["seconds"]) for r in rows] == [
-        *[("start", 3.0, 2.0), ("init", 3.5, 0.5), ("prepare", 7.0, 3.5)],
-        *[("data_wait", 9.0, 2.0), ("step", 17.0, 8.0), ("skipped", 18.0, 0.0)],
-        *[("data_wait", 18.0, 1.0), ("step", 18.0, 0.0)],
-        *[("close", 20.0, 2.0), ("end", 20.0, 0.0)],
-    ]
-    assert {k: rows[4][k] for k in ("start", "steps", "step")} == {
-        **{"start": 1, "steps": 5, "step": 5}
-    }
-    assert rows[-1]["code"] == 42
-
-
 def test_starts_are_counted_and_the_idle_time_between_is_never_negative(
-    tmp_path, clocks
+    tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(metrics, "time", clocks := Clocks())
     for now, skew, began in [(30, 0, 0), (190, 0, 120), (300, -1000, 290), (400, 0, 0)]:
         clocks.now, clocks.skew = float(now), skew
         log = EventLog(tmp_path, began=float(began))
@@ -124,9 +71,9 @@ def test_starts_are_counted_and_the_idle_time_between_is_never_negative(
             file.write('{"time": 10')
     rows = read_events(tmp_path)
     assert [(r["start"], r["event"], r["time"], r["seconds"]) for r in rows] == [
-        (1, "prepare", 1030.0, 30.0),
-        *[(2, "idle", 1120.0, 90.0), (2, "prepare", 1190.0, 70.0)],
-        *[(3, "idle", 290.0, 0.0), (3, "prepare", 300.0, 10.0)],
+        (1, "prepare", 2030.0, 30.0),
+        *[(2, "idle", 2120.0, 90.0), (2, "prepare", 2190.0, 70.0)],
+        *[(3, "idle", 1290.0, 0.0), (3, "prepare", 1300.0, 10.0)],
     ]
 
 

@@ -1,8 +1,6 @@
 """Of what the libraries say, only a failed save's thousand lines are left out."""
 
 import logging
-import sys
-from types import SimpleNamespace
 
 from absl import logging as absl_logging
 from orbax.checkpoint import checkpoint_manager
@@ -23,14 +21,3 @@ def test_of_absls_tracebacks_only_those_of_orbax_are_left_out(caplog):
             logging.getLogger("absl").handle(written("absl", logging.ERROR, *place))
     said = [record.getMessage() for record in caplog.records]
     assert said == ["a mistake of another library", "a save is late"]
-
-
-def test_what_is_told_to_a_closed_loop_is_left_out(monkeypatch):
-    said = []
-    monkeypatch.setattr(sys, "unraisablehook", said.append)
-    quiet_failed_saves.cache_clear()
-    quiet_failed_saves()
-    for message in ("Event loop is closed", "another"):
-        found = SimpleNamespace(exc_value=RuntimeError(message))
-        sys.unraisablehook(found)
-    assert said == [found]

@@ -64,11 +64,6 @@ def test_a_batch_is_of_the_start_that_took_its_step(tmp_path):
     }
 
 
-def test_no_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no .*config\.yaml"):
-        read_run(str(tmp_path))
-
-
 def start_with(
     folder: Path,
     steps: int,
@@ -186,11 +181,3 @@ def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
         return
     with pytest.raises(ConfigError, match=refused):
         compare_with_run(epath.Path(tmp_path), moved, sources)
-
-
-def test_a_start_writes_what_the_mesh_is_in_words(tmp_path):
-    sources: Any = SimpleNamespace(fingerprints={})
-    record_start(epath.Path(tmp_path), Config(), sources, 1, 1600)
-    written = yaml.safe_load((tmp_path / "starts" / "1.yaml").read_text())
-    assert written["mesh"]["context_attention"] == "auto"
-    assert written["schedule_steps"] == 1600

@@ -99,12 +99,6 @@ def test_other_text_is_noticed(run):
         compare_with_run(run, FIRST, other)
 
 
-def test_the_length_of_the_schedule_stays(run):
-    longer = replace(FIRST, train=replace(FIRST.train, num_steps=3000))
-    length = compare_with_run(run, longer, SOURCES).schedule_steps
-    assert length == FIRST.train.num_steps
-
-
 def test_a_checkpoint_of_another_run_says_nothing(two_starts, tmp_path):
     """Its seed and what it left out are not this run's."""
     path = epath.Path(shutil.copytree(two_starts, tmp_path / "run"))
@@ -115,23 +109,6 @@ def test_a_checkpoint_of_another_run_says_nothing(two_starts, tmp_path):
     assert compare_with_run(path, FIRST, SOURCES).skip_batches == [5, 8]
     (path / "starts").rmtree()  # then it cannot be told whose run this is
     assert refused(path, FIRST) == ["seed"]
-
-
-def test_a_step_under_a_later_number_is_not_the_end_that_was_reached(
-    two_starts, tmp_path
-):
-    path = epath.Path(shutil.copytree(two_starts, tmp_path / "run"))
-    shutil.copytree(path / "checkpoints" / "10", path / "checkpoints" / "5000")
-    assert not compare_with_run(path, FIRST, SOURCES).finished
-
-
-def test_copies_of_a_run_go_on_and_other_runs_are_others(two_starts, tmp_path):
-    copy = epath.Path(shutil.copytree(two_starts, tmp_path / "copy"))
-    assert compare_with_run(copy, FIRST, SOURCES) == compare_with_run(
-        two_starts, FIRST, SOURCES
-    )
-    new = [compare_with_run(copy / name, FIRST, SOURCES).run_id for name in "ab"]
-    assert new[0] != new[1]
 
 
 def test_a_save_that_was_killed_hides_no_checkpoint(run):

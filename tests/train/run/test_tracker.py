@@ -38,7 +38,7 @@ class FakeWriter(Writer):
 def fake(monkeypatch):
     """The writer that stands in for W&B's in each start."""
     writer = FakeWriter()
-    monkeypatch.setattr(tracker, "WandbWriter", lambda config, run: writer)
+    monkeypatch.setattr(tracker, "WandbWriter", lambda run, config: writer)
     return writer
 
 
@@ -51,7 +51,7 @@ def _warnings(caplog) -> list[str]:
     ("config", "write"), [(TrackerConfig(), True), (CONFIG, False)]
 )
 def test_no_tracker_touches_nothing(tmp_path, config, write):
-    run = tracker.open_tracker(config, tmp_path, "tiny", {}, write=write)
+    run = tracker.open_tracker(config, Tracked(tmp_path, "tiny", {}), write=write)
     run.log(1, {"loss": 1.0})
     run.finish()
     assert list(tmp_path.iterdir()) == []
@@ -152,5 +152,6 @@ def test_of_two_at_once_one_that_fails_leaves_the_other(
 
 
 def test_the_id_of_a_run_is_drawn_once(tmp_path):
-    drawn = {Tracked(tmp_path, "x", {}, 0, 1).drawn_id("wandb") for _ in range(2)}
+    run = Tracked(tmp_path, "x", {})
+    drawn = {run.run_id("wandb", lambda n=n: f"{n}") for n in range(2)}
     assert drawn == {(tmp_path / "wandb/run_id").read_text().strip()}

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import MlflowConfig
 from train.identity import leaves
-from train.run.trackers.writer import Line, Tracked, Writer
+from train.run.trackers.writer import Line, Writer
 
 _PARAMS, _METRICS = 100, 1000  # the limits of one request
 _VALUE_LENGTH = 500  # every server accepts this length
@@ -24,42 +23,42 @@ class MlflowWriter(Writer):
 
     name = "mlflow"
 
-    def __init__(self, config: MlflowConfig, run: Tracked):
-        self._config, self._run = config, run
-
     def open(self, folder: Path, marked: int) -> int:
         """Find the run, or create it with its config as parameters."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise refused
-        from mlflow.entities import Metric, Param
+        from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
         # Otherwise each retry is a warning.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         uri = self._config.uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._metric: Any = Metric
-        self._client = client = MlflowClient(uri or folder.as_uri())
-        self._id = self._run.read_id(self.name)
-        if self._id:
-            client.update_run(self._id, status="RUNNING")
-            metrics = client.get_run(self._id).data.metrics
-            self._last = {key: self._last_step(key) for key in metrics}
-            return marked
-        name = self._config.experiment
+        self._client = MlflowClient(uri or folder.as_uri())
+        self._id = self._run.run_id(self.name, self._create)
+        self._client.update_run(self._id, status="RUNNING")
+        metrics = self._client.get_run(self._id).data.metrics
+        self._last = {key: self._last_step(key) for key in metrics}
+        return marked if metrics else -1
+
+    def _create(self) -> str:
+        from mlflow.entities import Param
+
+        client, name = self._client, self._config.experiment
         existing = client.get_experiment_by_name(name)
         experiment = (
             existing.experiment_id if existing else client.create_experiment(name)
         )
         created = client.create_run(experiment, run_name=self._run.name)
-        self._id, self._last = created.info.run_id, dict[str, int]()
-        self._run.write_id(self.name, self._id)
         params = [
             Param(".".join(path), str(value)[:_VALUE_LENGTH])
             for path, value in leaves(self._run.config)
         ]
         for first in range(0, len(params), _PARAMS):
-            client.log_batch(self._id, params=params[first : first + _PARAMS])
-        return -1
+            client.log_batch(
+                created.info.run_id, params=params[first : first + _PARAMS]
+            )
+        return created.info.run_id
 
     def _last_step(self, key: str) -> int:
         history = self._client.get_metric_history(self._id, key)

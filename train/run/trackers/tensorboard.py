@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.run.trackers.writer import Line, Tracked, Writer
+from train.run.trackers.writer import Line, Writer
 
 
 class TensorBoardWriter(Writer):
     """One event file."""
 
     name = "tensorboard"
-
-    def __init__(self, run: Tracked):
-        self._run = run
 
     def open(self, folder: Path, marked: int) -> int:
         """Begin a file; after a rewind, marked steps are written again."""

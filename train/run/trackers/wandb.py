@@ -7,12 +7,12 @@ one, so that no step appears twice.
 import logging
 import netrc
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import WandbConfig
-from train.run.trackers.writer import Line, Tracked, Writer
+from train.run.trackers.writer import Line, Writer
 
 _logger = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 20.0
@@ -40,14 +40,9 @@ class WandbWriter(Writer):
 
     name = "wandb"
 
-    def __init__(self, config: WandbConfig, run: Tracked):
-        self._config, self._run = config, run
-
     def open(self, folder: Path, marked: int) -> int:
         """Begin or resume the run; only a server knows its last step."""
-        os.environ["WANDB_CACHE_DIR"] = str(
-            folder / "cache"
-        )  # the default is ~/.cache/wandb
+        os.environ["WANDB_CACHE_DIR"] = f"{folder}/cache"  # not ~/.cache/wandb
         os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
         # It logs to the folder; on a full disk each line would be a traceback.
         logging.raiseExceptions = False
@@ -61,7 +56,7 @@ class WandbWriter(Writer):
         self._wandb: Any = wandb.init(
             project=self._config.project,
             name=self._run.name,
-            id=self._run.drawn_id(self.name),
+            id=self._run.run_id(self.name, lambda: secrets.token_hex(4)),
             resume="allow",
             mode="online" if mode == "online" else "offline",
             dir=str(folder.parent),

@@ -1,8 +1,7 @@
 """The interface to a tracker's library, used on a thread of `train/run/tracker.py`."""
 
 import abc
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ Line = tuple[int, Mapping[str, float]]  # completed updates, and their values
 class Tracked:
     """The start of a run that is tracked.
 
+    run_dir: the run's directory; its `metrics.jsonl` has no lines after `step`.
+    name: the name to show.
+    config: the config to show.
     step: completed updates of the restored state.
     start: the number of the start, from 1.
     """
@@ -23,26 +25,17 @@ class Tracked:
     run_dir: epath.Path
     name: str
     config: dict[str, Any]
-    step: int
-    start: int
+    step: int = 0
+    start: int = 1
 
-    def read_id(self, tracker: str) -> str:
-        """Return the run's id at a tracker; empty if it has none yet."""
+    def run_id(self, tracker: str, create: Callable[[], str]) -> str:
+        """Return the run's id at a tracker, which its first start creates and keeps."""
         path = self.run_dir / tracker / "run_id"
-        return path.read_text().strip() if path.exists() else ""
-
-    def write_id(self, tracker: str, run_id: str) -> None:
-        """Keep the run's id at a tracker."""
-        path = self.run_dir / tracker / "run_id"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(run_id + "\n")
-
-    def drawn_id(self, tracker: str) -> str:
-        """Return the run's id at a tracker, drawing it at the first start."""
-        run_id = self.read_id(tracker)
+        run_id = path.read_text().strip() if path.exists() else ""
         if not run_id:
-            run_id = secrets.token_hex(4)
-            self.write_id(tracker, run_id)
+            run_id = create()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(run_id + "\n")
         return run_id
 
 
@@ -50,6 +43,9 @@ class Writer(abc.ABC):
     """Writes the lines of a run to one tracker. May block, and raise anything."""
 
     name: str  # names the tracker, its extra, and its folder in the run's directory
+
+    def __init__(self, run: Tracked, config: Any = None):
+        self._run, self._config = run, config
 
     @abc.abstractmethod
     def open(self, folder: Path, marked: int) -> int:

@@ -3,9 +3,12 @@
 import time
 from pathlib import Path
 
+from etils import epath
+
 from train.config import TrackerConfig
 from train.run.metrics import open_metrics
 from train.run.tracker import Tracker, open_tracker
+from train.run.trackers.writer import Tracked
 
 CONFIG = {"model": {"num_layers": 2}, "seed": 0}
 
@@ -17,7 +20,9 @@ def begin(config: TrackerConfig, run_dir: Path, start: int, step: int, end: int)
     learning rate is its number.
     """
     metrics = open_metrics(run_dir, step)
-    tracker = open_tracker(config, run_dir, "tiny", CONFIG, step=step, start=start)
+    tracker = open_tracker(
+        config, Tracked(epath.Path(run_dir), "tiny", CONFIG, step, start)
+    )
     for taken in range(step + 1, end + 1):
         values = {"loss": 1 / taken, "learning_rate": float(start)}
         for line in (values, {"eval/loss": 2.0})[: 1 + (taken % 3 == 0)]:

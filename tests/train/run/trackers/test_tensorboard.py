@@ -35,9 +35,3 @@ def test_a_rewind_is_seen(tmp_path):
     begin(CONFIG, tmp_path, 2, 2, 4).finish()
     rates = [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert _read(tmp_path)["learning_rate"] == rates
-
-
-def test_asked_for_late_it_has_the_steps_before_too(tmp_path):
-    begin(TrackerConfig(), tmp_path, 1, 0, 5).finish()
-    begin(CONFIG, tmp_path, 2, 5, 7).finish()
-    assert [step for step, _ in _read(tmp_path)["loss"]] == list(range(1, 8))

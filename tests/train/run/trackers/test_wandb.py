@@ -11,15 +11,18 @@ import pytest
 from tests.fleet import REPOSITORY
 from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
-from train.run.trackers import wandb as wandb_writer
+from train.run.trackers.writer import Tracked
 
 SESSION = """
 import sys, time
+from etils import epath
 from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
+from train.run.trackers.writer import Tracked
 began = time.monotonic()
 config = TrackerConfig(WandbConfig(enabled=True))
-run = open_tracker(config, sys.argv[1], "tiny", {"model": {"num_layers": 2}})
+run_dir = epath.Path(sys.argv[1])
+run = open_tracker(config, Tracked(run_dir, "tiny", {"model": {"num_layers": 2}}))
 for step in range(int(sys.argv[2]), int(sys.argv[3])):
     run.log(step, {"loss": float("nan") if step == 3 else 1 / step, "eval/loss": 2.0})
 waited = time.monotonic() - began
@@ -130,7 +133,7 @@ def fake(monkeypatch):
 
 def _use(run_dir, mode="offline"):
     config = TrackerConfig(WandbConfig(enabled=True, mode=mode))
-    run = open_tracker(config, run_dir, "tiny", {})
+    run = open_tracker(config, Tracked(run_dir, "tiny", {}))
     for step in range(1, 4):
         run.log(step, {"loss": 1.0})
     run.finish()
@@ -141,32 +144,29 @@ def _warnings(caplog) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-def test_settings_that_this_wandb_lacks_are_left_out(tmp_path, fake):
-    _use(tmp_path)
-    assert fake.init_kwargs["settings"] == {"silent": True, "console": "off"}
-
-
-@pytest.mark.parametrize(("key", "mode"), [(None, "offline"), ("abc", "online")])
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({}, "offline"),
+        ({"WANDB_API_KEY": "abc"}, "online"),
+        ({"NETRC": "netrc"}, "online"),
+        (
+            {"NETRC": "netrc", "WANDB_BASE_URL": "https://wandb.example.com:8080/x"},
+            "offline",
+        ),
+    ],
+)
 def test_online_without_a_key_is_offline_with_a_warning(
-    tmp_path, fake, monkeypatch, caplog, key, mode
+    tmp_path, fake, monkeypatch, caplog, variables, mode
 ):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("NETRC", raising=False)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    _use(tmp_path / "run", mode="online")
-    assert fake.init_kwargs["mode"] == mode
-    assert len(_warnings(caplog)) == (0 if key else 1)
-
-
-def test_a_key_in_netrc_is_found(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
     (tmp_path / "netrc").chmod(0o600)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wandb_writer._has_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com:8080/x")
-    assert not wandb_writer._has_key()
+    monkeypatch.chdir(tmp_path)
+    for name in ("API_KEY", "IDENTITY_TOKEN_FILE", "BASE_URL"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.setenv("NETRC", "none")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _use(tmp_path / "run", mode="online")
+    assert fake.init_kwargs["mode"] == mode
+    assert len(_warnings(caplog)) == (mode == "offline")
