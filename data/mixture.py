@@ -34,20 +34,14 @@ class Mixture:
             phases: (first row, weights) of each phase. The first phase begins at row 0
                 and the last has no end. Weights are decimals and are taken exactly as
                 written. They need not sum to 1, and a missing one is 0.
-                `DataConfig.mistakes` checks them.
-
-        Raises:
-            ValueError: if a weight has too many digits.
+                `DataConfig.mistakes` checks them, also for too many digits.
         """
         self._first_row = np.array([first for first, _ in phases], np.int64)
         lengths = [*np.diff(self._first_row).tolist(), MAX_PERIOD]
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, gains = [], [], [], []
         for (_, weights), length in zip(phases, lengths, strict=True):
-            ordered = [weights.get(names[int(source)], 0) for source in by_name]
-            if rule := too_many_digits(ordered):
-                raise ValueError(f"the weights {dict(weights)} {rule}")
-            shares = shares_of(ordered)
+            shares = shares_of([weights.get(names[int(n)], 0) for n in by_name])
             period = math.lcm(*(share.denominator for share in shares))
             order = by_name[_first_rows(shares, period, min(period, length))]
             one_hot = np.eye(len(names), dtype=np.int64)[order]

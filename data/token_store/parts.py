@@ -5,7 +5,6 @@ places among them where documents end, and those documents' ids; then what was s
 It appears whole or not at all. What is in it follows from its input and the settings.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import tiktoken
 
 from data.encoding import encode
-from data.text.files import SPLITS, Split, Unit
+from data.text.files import SPLITS, Split, Unit, hash_fraction
 from data.text.records import Bad, Reading, Record
 
 
@@ -115,9 +114,7 @@ def read_part(path: Path) -> Iterator[Segment]:
 
 def split_of(document: str, validation: float) -> Split:
     """Choose a document's split by a hash of its id, wherever it comes from."""
-    digest = hashlib.sha256(document.encode()).digest()
-    held_out = int.from_bytes(digest[:8]) / 2**64 < validation
-    return "validation" if held_out else "train"
+    return "validation" if hash_fraction(document) < validation else "train"
 
 
 def token_dtype(encoding: tiktoken.Encoding) -> np.dtype:

@@ -81,17 +81,6 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
         assert array.shape == (8, 16)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_together_read_all_validation_batches(config, processes):
-    store = open_sources(config)
-    size = config.batch_size // processes
-    parts = [slice(rank * size, (rank + 1) * size) for rank in range(processes)]
-    whole = list(validation_batches(store, config))
-    split = [list(validation_batches(store, config, rows=part)) for part in parts]
-    for batch, pieces in zip(whole, zip(*split, strict=True), strict=True):
-        assert_equal(joined(list(pieces)), batch)
-
-
 def test_rows_of_a_batch_may_be_several_stretches(config):
     order = Order(open_sources(config), config, 5)
     some = order.read(2, [slice(6, 8), slice(0, 2)])
@@ -132,15 +121,6 @@ def test_the_order_of_rows_is_grains(count, seed):
     numbers = shuffled(ranks, count, seed)
     assert numbers.dtype == np.int64
     assert numbers.tolist() == [order[rank] for rank in ranks.tolist()]
-
-
-def test_batches_straddle_epochs_without_loss(numbers):
-    config, _ = numbers
-    config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
-    store = open_sources(config)
-    batch = joined(take(Order(store, config, 0).batches(), 25))  # two epochs and a row
-    counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
-    assert counts.tolist() == [2] * 112
 
 
 ranges = st.lists(st.integers(0, 60), max_size=8).map(

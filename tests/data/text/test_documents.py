@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data.errors import DataError
 from data.text.documents import read_documents
-from data.text.files import File, Format, Unit, units_of
+from data.text.files import File, Unit, units_of
 from data.text.records import Bad, Reading, Record
 from data.token_store.encode import encode_tasks, make_tasks
 from data.token_store.parts import EncodingSettings
@@ -60,12 +60,6 @@ def test_a_text_is_read_back(name, text):
             assert read_file(file) == kept
 
 
-def test_the_suffix_says_the_format():
-    formats = {name: File("", name, 0, "").format for name in (*LINES, *TEXTS)}
-    assert {formats[name] for name in LINES} == {Format.lines}
-    assert {formats[name] for name in TEXTS} == {Format.text}
-
-
 LIMIT = 200
 FAULTS = [
     (b'{"text": "a"', "no JSON: "),
@@ -114,16 +108,6 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
             assert second in one.reason
         else:
             assert one == (first, second, True)
-
-
-@pytest.mark.parametrize(
-    "value", [b"[" * 10**5 + b"]" * 10**5, b"9" * 10**5, b"1e9999"]
-)
-def test_monstrous_lines_do_no_harm(tmp_path, value):
-    lines = b'{"text": "a", "id": ' + value + b'}\n{"id": 2, "text": "b"}\n'
-    odd, fine = read_file(file_of(tmp_path, "a.jsonl", lines))
-    assert isinstance(odd, Bad) or odd.text == b"a"
-    assert fine == ("2", b"b", True)
 
 
 def odd_table(text: pa.Array) -> pa.Table:

@@ -80,9 +80,10 @@ def test_a_text_that_the_tokenizer_loses_ends_all_workers(
 SMALL = """
 import pickle, sys
 import data.text.files, data.token_store.build, data.token_store.encode
-import data.token_store.reader, data.token_store.writer
+import data.token_store.local_shards, data.token_store.reader, data.token_store.writer
 data.token_store.encode._TASK_BYTES = data.text.files.UNIT_BYTES = 40_000
-for module in (data.token_store.writer, data.token_store.reader):
+stores = data.token_store
+for module in (stores.writer, stores.reader, stores.local_shards):
     module.CHUNK_LENGTH, module.SHARD_LENGTH = 2**12, 2**15
 data.token_store.build.prepare_store(pickle.loads(bytes.fromhex(sys.argv[1])))
 """
