@@ -92,9 +92,7 @@ class KeyValueStore:
 
         A repeated request may be refused because its own first attempt succeeded, and
         a failed request may have been carried out: read again to know.
-
-        Returns:
-            The new version; None if the key has another version and was left alone.
+        Returns the new version; None if the key has another version and was left alone.
         """
 
         def write(store: ts.KvStore) -> ts.Future:
@@ -108,8 +106,7 @@ class KeyValueStore:
 
     def names(self) -> list[str]:
         """List every key."""
-        keys = self._call("listed", "", lambda store: store.list())
-        return [key.decode() for key in keys]
+        return [key.decode() for key in self._call("listed", "", ts.KvStore.list)]
 
     def _call(
         self,

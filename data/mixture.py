@@ -63,9 +63,8 @@ class Mixture:
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows by number: int64 [n], in any order.
 
-        Returns:
-            int64 [n], the source of each row, as an index into `names`.
-            int64 [n], the number of earlier rows from the same source.
+        Returns int64 [n], the source of each row as an index into `names`, and int64
+        [n], the number of earlier rows from the same source.
         """
         phase = np.searchsorted(self._first_row, numbers, "right") - 1
         offset = numbers - self._first_row[phase]
@@ -132,9 +131,7 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
 def too_many_digits(weights: Sequence[float]) -> str | None:
     """Return the mistake if the order of these weights repeats too late, or None."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
-    if period <= MAX_PERIOD:
-        return None
-    return (
+    rule = (
         f"repeat only after {period} rows, and the limit is {MAX_PERIOD}: round them "
-        f"to fewer digits"
     )
+    return f"{rule}to fewer digits" if period > MAX_PERIOD else None

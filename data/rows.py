@@ -59,9 +59,7 @@ class Concatenated:
 def cut_rows(
     tokens: np.ndarray, row: np.ndarray, column: np.ndarray, remaining: np.ndarray
 ) -> Batch:
-    """Turn rows of T+1 tokens into inputs and targets that respect documents.
-
-    A document's first token is not a target.
+    """Turn rows of T+1 tokens into inputs, and targets that start no document.
 
     Args:
         tokens: int32 [rows, T+1].
@@ -118,12 +116,9 @@ def read_rows(
 ) -> Batch:
     """Read rows of several sources as one batch.
 
-    Args:
-        sources: rows by the name of their source, all of one length.
-        source_of_row: int64 [n], the index of each row's source; -1 is padding.
-        numbers: int64 [n], the number of each row in its source.
-
-    Raises DataError, which names the source and the rows, if a chunk is damaged.
+    `source_of_row` is int64 [n], the index of each row's source; -1 is padding.
+    `numbers` is int64 [n], the number of each row in its source. Raises DataError,
+    which names the source and the rows, if a chunk is damaged.
     """
     length = next(iter(sources.values())).length
     batch = padding(len(source_of_row), length)

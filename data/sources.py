@@ -60,12 +60,10 @@ class Sources:
 
         The named sets; of several sources each that holds text out, if `by_source`.
         """
-        named = self.stores if by_source and len(self.stores) > 1 else {}
-        named = {n: s for n, s in named.items() if s.num_tokens("validation") > 1}
-        return {
-            name: Sources({name: store}, self.cache)
-            for name, store in {**named, **self.sets}.items()
-        }
+        stores = self.stores if by_source and len(self.stores) > 1 else {}
+        named = {n: s for n, s in stores.items() if s.num_tokens("validation") > 1}
+        sets = named | dict(self.sets)
+        return {name: Sources({name: s}, self.cache) for name, s in sets.items()}
 
     def num_tokens(self, split: Split) -> int:
         """Count the tokens of a split, the documents' ends among them."""

@@ -66,10 +66,7 @@ def prepare_store(config: PrepareConfig) -> Store:
         else:
             names = set(storage.names())
             if names and _MARK not in names:
-                raise DataError(
-                    f"{storage}: is not empty, and is no token store. Name another "
-                    f"output"
-                )
+                raise DataError(f"{storage}: is no token store. Name another output")
             storage.write(_MARK, b"")
             for name in names - {_MARK}:
                 storage.write(name, None)

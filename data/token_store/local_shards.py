@@ -44,9 +44,7 @@ class LocalShards:
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read stretches [start, stop); the disk is asked for many at once.
 
-        Raises:
-            OSError: a file is not there, or cannot be read.
-            ValueError: a file's content is not what was written.
+        Raises OSError if a file cannot be read, ValueError if it is not as written.
         """
         values = []
         for first in range(0, len(spans), _AT_ONCE):

@@ -4,8 +4,8 @@ TensorStore reads, except for stretches at random of a store on a local disk: th
 read from its files directly, several times as fast (token_store/local_shards.py). What
 goes wrong there is read again by TensorStore, which may succeed or names the damage.
 Chunks are compared with the checksums of the manifest; an array that is read whole is
-hashed. A chunk that is not there is damage too, never zeros. Opening costs the same for
-any number of tokens, except for an int64, a checksum and a byte for each chunk.
+hashed. A chunk that is not there is damage too, never zeros. Opening costs an int64, a
+checksum and a byte for each chunk.
 """
 
 import functools
@@ -55,16 +55,9 @@ class TokenArray:
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
-        """Open a split of a token store.
+        """Open a split of a store with the counts, SHA-256 and CRC-32C of its manifest.
 
-        Args:
-            storage: the storage of the store.
-            split: the name of the split.
-            documents: the number of documents, from the manifest.
-            tokens: the number of tokens, from the manifest.
-            digests: the SHA-256 of the values of each array to compare.
-            checksums: the CRC-32C of each chunk, if the store has them.
-            keep: whether small arrays are read into memory.
+        `keep`: whether small arrays are read into memory.
         """
         self._storage, self._split = storage, split
         self._digests, self._checksums = digests, checksums
@@ -144,8 +137,7 @@ class TokenArray:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the documents, the end as one, that start in each stretch (low, high].
 
-        Returns:
-            For each of them which stretch it is in, and its start; both int64.
+        Returns for each of them which stretch it is in, and its start; both int64.
         """
         if self._offsets_in_memory:
             first = np.searchsorted(self.offsets, lows, "right")

@@ -119,9 +119,8 @@ class Store:
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
     """Open the store at a path or URL, with the tokenizer it names if none is given.
 
-    Raises:
-        DataError: there is no whole store, one of its small files is damaged, or it
-            was made with another tokenizer.
+    Raises DataError if there is no whole store, one of its small files is damaged, or
+    it was made with another tokenizer.
     """
     storage = KeyValueStore(path)
     file = f"{storage}/{MANIFEST}"
@@ -165,8 +164,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     if fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
         raise DataError(
             f"{file}: its tokens were made with another tokenizer of the name "
-            f"{manifest['tokenizer']}. Name that one, or delete {storage} to build it "
-            f"anew"
+            f"{manifest['tokenizer']}. Name that one, or delete the store and build it"
         )
     return Store(storage, manifest, encoding, checksums)
 

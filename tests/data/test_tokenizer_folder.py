@@ -169,6 +169,9 @@ def test_special_tokens_keep_their_ids(tmp_path, ids):
         check_same_ids(encoding, json.dumps(content), [])
 
 
+PARTLY = {"content": "</s>", "id": 1, "lstrip": True}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -176,7 +179,7 @@ def test_special_tokens_keep_their_ids(tmp_path, ids):
         ({"pre_tokenizer": {"type": "Metaspace"}}, "cut in another way"),
         ({"pre_tokenizer": None}, "cut in another way"),
         ({"model": {"type": "Unigram"}}, "no byte-level BPE"),
-        ({"added_tokens": [{"content": "a", "lstrip": True}]}, "only in some places"),
+        ({"added_tokens": [PARTLY]}, "only in some places"),
         ({"added_tokens": []}, "no eos_token beside it"),
     ],
 )
@@ -203,3 +206,10 @@ def test_a_folder_of_another_hash_or_without_the_file_is_refused(tmp_path):
     name = write(tmp_path, learned(None))
     with pytest.raises(DataError, match="SHA-256"):
         load_tokenizer(name, "0" * 64)
+
+
+def test_text_that_the_pattern_loses_is_refused(tmp_path):
+    """A pattern may match nothing in a place that no sample has."""
+    encoding = load_tokenizer(write(tmp_path, learned(r"(?=♞)|[\s\S]")))
+    with pytest.raises(DataError, match=r"(loses a part|tiktoken fails).*Take another"):
+        encode(encoding, "a knight: ♞".encode())

@@ -165,12 +165,3 @@ def test_what_is_missing_is_named(config, folder, tmp_path):
     short = find_corpus(dataclasses.replace(config, path=str(tmp_path / "short.txt")))
     with pytest.raises(DataError, match=r"no byte is left for .* validation=0\.25"):
         short.units()
-
-
-def test_a_changed_file_is_another_source(config, folder):
-    before = find_corpus(config).identity()
-    assert find_corpus(config).identity() == before
-    changed = dataclasses.replace(config, validation=0.5)
-    assert find_corpus(changed).identity() != before
-    (folder / "00.txt").write_bytes(b"longer")
-    assert find_corpus(config).identity() != before

@@ -6,13 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.errors import DataError
 from data.text.documents import read_documents
-from data.text.files import File, Unit, units_of
+from data.text.files import File, Unit
 from data.text.records import Bad, Reading, Record
-from data.token_store.encode import encode_tasks, make_tasks
-from data.token_store.parts import EncodingSettings
-from data.tokenizer import load_tokenizer
 from tests.data.text.written_files import (
     COLUMNS,
     LINES,
@@ -173,17 +169,3 @@ def test_frames_follow_each_other(tmp_path):
         found = read_file(file_of(tmp_path, name, content + b"no frame"))
         assert found[0] == (name, text, True)
         assert isinstance(found[1], Bad)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_a_bad_record_ends_the_work_by_file_and_place(tmp_path, name):
-    lines = b'{"text": "a"}\n\n{"text": 1}\n'
-    table = pa.table({"text": pa.array(["a", "b", None])})
-    content = encode_table(name, table) if name in COLUMNS else compress(name, lines)
-    file = file_of(tmp_path, name, content)
-    settings = EncodingSettings("bytes", None, Reading(), 0, skip_bad=False)
-    place = "row 2" if name in COLUMNS else r"line 3 \(byte 15\)"
-    tasks, encoding = make_tasks(units_of(file)), load_tokenizer("bytes")
-    with pytest.raises(DataError, match=rf"{name}, {place}: 'text' is no text"):
-        encode_tasks(tasks, tmp_path, settings, encoding, 1)
-    assert not list(tmp_path.glob("*part*"))

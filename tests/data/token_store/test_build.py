@@ -83,7 +83,7 @@ def test_a_folder_of_other_files_is_refused_and_untouched(config, tmp_path):
     mine = tmp_path / "store" / "sub" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    refuse(config, "store: is not empty, and is no token store")
+    refuse(config, "store: is no token store")
     assert content_of(tmp_path / "store") == {"sub/mine.txt": b"mine"}
 
 

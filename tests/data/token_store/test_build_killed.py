@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import pickle
@@ -24,8 +23,6 @@ from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.token_store.build import prepare_store
 from data.token_store.store import open_store
-from data.tokenizer import load_tokenizer
-from data.tokenizer_json import tokenizer_json
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import (
     content_of,
@@ -58,25 +55,6 @@ def test_a_worker_that_dies_is_told(config, small_tasks, monkeypatch):
     assert prepare_store(config).num_tokens("train")
 
 
-def test_a_text_that_the_tokenizer_loses_ends_all_workers(
-    config, records, small_tasks, tmp_path
-):
-    """A pattern may match nothing in a place that no sample has."""
-    content = tokenizer_json(load_tokenizer("bytes"))
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    split["pattern"] = {"Regex": r"(?=♞)|[\s\S]"}
-    content["pre_tokenizer"]["pretokenizers"].insert(0, split)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/tokenizer.json").write_text(json.dumps(content))
-    own = dataclasses.replace(config, tokenizer=str(tmp_path / "own"), workers=2)
-    write_lines(records / "e.jsonl", ["a knight: ♞"])
-    refuse(own, "own:.*(loses a part|tiktoken fails).*Take another tokenizer")
-    assert multiprocessing.active_children() == []
-    (records / "e.jsonl").unlink()
-    assert list(prepare_store(own).verify()) == []
-
-
-# Not `python -m data.prepare`: its tasks would be too large to be killed among them.
 SMALL = """
 import pickle, sys
 import data.text.files, data.token_store.build, data.token_store.encode

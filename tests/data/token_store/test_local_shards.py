@@ -3,7 +3,6 @@
 import errno
 import functools
 import os
-import random
 from pathlib import Path
 
 import google_crc32c
@@ -15,7 +14,6 @@ import data.token_store.reader
 from data.errors import DataError
 from data.token_store.cached import cached_store
 from data.token_store.local_shards import LocalShards
-from data.token_store.reader import TokenArray
 from data.token_store.store import Store
 
 
@@ -32,21 +30,6 @@ def shards_of(store: Store) -> LocalShards:
 
 def num_open() -> int:
     return len(list(Path("/dev/fd").iterdir()))
-
-
-def spans_of(tokens: TokenArray, source: random.Random) -> list[tuple[int, int]]:
-    starts = [source.randrange(len(tokens)) for _ in range(60)]
-    return [(a, min(a + source.randrange(700), len(tokens))) for a in starts]
-
-
-def test_stretches_are_those_of_tensorstore(store):
-    tokens, shards = store.split("train"), shards_of(store)
-    for trial in range(3):  # later ones meet chunks that are checked
-        spans = spans_of(tokens, random.Random(trial))
-        for (start, stop), values in zip(spans, shards.read(spans), strict=True):
-            assert values.dtype == np.uint16
-            np.testing.assert_array_equal(values, tokens.read(start, stop))
-    assert shards.read([]) == []
 
 
 @pytest.mark.parametrize("damage", ["cut while open", "removed", "without a chunk"])
