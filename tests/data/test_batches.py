@@ -13,12 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.batches import (
-    Batch,
-    Order,
-    shuffled,
-    validation_batches,
-)
+from data.batches import Batch, Order, shuffled, validation_batches
 from data.config import DataConfig, Packing, Source
 from data.errors import DataError
 from data.rows import cut_rows
@@ -98,7 +93,7 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
     def order(seed: int, epoch: int) -> list[int]:
         steps = count // config.batch_size
         batch = joined(take(Order(store, config, seed).batches(steps * epoch), steps))
-        assert_targets_follow(batch)
+        np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
         full = np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
         return [rows.index(row) for row in full.tolist()]
 
@@ -107,10 +102,6 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
         assert sorted(one) == list(range(count))
     assert len({tuple(one) for one in orders}) == 6, "orders repeat"
     assert list(range(count)) not in orders
-
-
-def assert_targets_follow(batch: Batch) -> None:
-    np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
 
 
 @pytest.mark.parametrize("count", [1, 112, 70_000])

@@ -5,7 +5,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from data.tokenizer_json import byte_names, tokenizer_json
 from tests.fleet import REPOSITORY
 
 NAMES = byte_names()
-Vocabulary = dict[str, Any]
 
 
 def folder_of(path: Path, content: bytes) -> str:
@@ -49,46 +47,46 @@ def refused(name: str, sha256: str | None = None) -> str:
     return message
 
 
+def vocabulary(**tokens: object) -> dict[str, Any]:
+    content = of_bytes()
+    content["model"]["vocab"] |= tokens
+    return content
+
+
+def added(*tokens: object) -> dict[str, Any]:
+    content = of_bytes()
+    return content | {"added_tokens": [*content["added_tokens"], *tokens]}
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("content", "reason"),
     [
-        (lambda vocabulary: vocabulary.update(aa=2**31), "2147483648, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=-1), "is -1, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=300.5), "is 300.5, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa="x\ud800"), "not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=7), r"the id 7 is of b'\\x07' and"),
-        (lambda vocabulary: vocabulary.update({"": 300}), "has 0 bytes"),
-        (lambda vocabulary: vocabulary.update({"a" * 2000: 300}), "has 2000 bytes"),
-        (lambda vocabulary: vocabulary.update({"\ud800": 300}), "not named by bytes"),
-        (lambda vocabulary: vocabulary.pop(NAMES[7]), r"byte b'\\x07' has no token"),
+        (vocabulary(aa=2**31), "2147483648, not one of 0"),
+        (vocabulary(aa=-1), "is -1, not one of 0"),
+        (vocabulary(aa=300.5), "is 300.5, not one of 0"),
+        (vocabulary(aa="x\ud800"), "not one of 0"),
+        (vocabulary(aa=7), r"the id 7 is of b'\x07' and"),
+        (vocabulary(**{"": 300}), "has 0 bytes"),
+        (vocabulary(**{"a" * 2000: 300}), "has 2000 bytes"),
+        (vocabulary(**{"\ud800": 300}), "not named by bytes"),
+        (added({"content": NAMES[7], "id": 300}), r"byte b'\x07' has no token"),
+        (added({"content": "\ud800", "id": 300}), "half a surrogate pair"),
+        (added({"content": "", "id": 300}), "has 0 bytes"),
+        (added({"content": "<a>", "id": 2**32}), "not one of 0"),
+        (added({"content": "<a>"}), "'id' is missing"),
+        (added({"content": ["<a>"], "id": 300}), "unhashable"),
+        (added("<a>"), ""),
+        (of_bytes() | {"added_tokens": {"a": 1}}, ""),
+        (of_bytes() | {"normalizer": ["x"] * 10_000}, ""),
+        (of_bytes() | {"pre_tokenizer": {"type": "Sequence"}}, ""),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_vocabulary_is_refused(
-    tmp_path: Path, capfd, change: Callable[[Vocabulary], object], reason: str
+def test_a_wrong_tokenizer_is_refused(
+    tmp_path: Path, capfd, content: dict[str, Any], reason: str
 ):
-    content = of_bytes()
-    change(content["model"]["vocab"])
-    message = refused(folder_of(tmp_path, json.dumps(content).encode()))
-    assert reason.replace(r"\\", "\\") in message
+    assert reason in refused(folder_of(tmp_path, json.dumps(content).encode()))
     assert capfd.readouterr().err == "", "tiktoken's Rust speaks when it panics"
-
-
-@pytest.mark.parametrize(
-    "special",
-    [
-        {"content": "\ud800", "id": 300},
-        {"content": "", "id": 300},
-        {"content": "<a>", "id": 2**32},
-        {"content": "<a>"},
-        {"content": ["<a>"], "id": 300},
-        "<a>",
-    ],
-)
-def test_a_wrong_special_token_is_refused(tmp_path: Path, capfd, special: object):
-    content = of_bytes()
-    content["added_tokens"].append(special)
-    refused(folder_of(tmp_path, json.dumps(content).encode()))
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -100,9 +98,6 @@ def test_a_wrong_special_token_is_refused(tmp_path: Path, capfd, special: object
         b"[" * 100_000,
         b'{"model": null}',
         b'{"model": {"type": "BPE", "vocab": [], "merges": 3}}',
-        json.dumps(of_bytes() | {"added_tokens": {"a": 1}}).encode(),
-        json.dumps(of_bytes() | {"normalizer": ["x"] * 10_000}).encode(),
-        json.dumps(of_bytes() | {"pre_tokenizer": {"type": "Sequence"}}).encode(),
     ],
     ids=lambda content: content[:20].decode("latin-1"),
 )
