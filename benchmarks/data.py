@@ -4,6 +4,7 @@ It is compared with tiktoken's and, where `tokenizers` is installed, Hugging Fac
 batch encoders on the same text, in turn; medians are shown. Loading: benchmarks.loader.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -23,7 +24,8 @@ from data.config import PrepareConfig
 from data.errors import DataError
 from data.machine import usable_cores
 from data.token_store.build import prepare_store
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, parse_ranks
+from data.tokenizer_json import tokenizer_json
 
 
 def library(num_bytes: int) -> list[str]:
@@ -76,7 +78,9 @@ def tokenize(folder: Path) -> None:
         ),
     }
     try:
-        trained = bpe.learn(("\n".join(texts)[: 2**24],), 32000)
+        content = bpe.train(("\n".join(texts)[: 2**24],), 32000)
+        learned = json.dumps(tokenizer_json(parse_ranks("learned", content)))
+        trained = importlib.import_module("tokenizers").Tokenizer.from_str(learned)
         contenders["Hugging Face tokenizers, in memory"] = lambda: (
             trained.encode_batch_fast(texts)
         )

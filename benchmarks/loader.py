@@ -203,7 +203,7 @@ def open_large(folder: Path) -> None:
     documents, length = 100_000_000, 1000
     storage = KeyValueStore(folder / "large")
     split = writer._SplitWriter(storage, "train", np.dtype("<u2"))
-    arrays = split._arrays
+    arrays = split.arrays
     blocks = np.arange(documents * length // writer.CHUNK_LENGTH + 2)
     starts = -(-blocks * writer.CHUNK_LENGTH // length)
     arrays["index"].append(np.minimum(starts, documents).astype(np.int64))

@@ -40,3 +40,12 @@ class Piece(NamedTuple):
     column: int
     start: int
     length: int
+
+
+def group_members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the group of each member of groups of these sizes, and its number in it.
+
+    Sizes of 2, 0 and 3 give groups 0 0 2 2 2 and numbers 0 1 0 1 2.
+    """
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.batch import Batch
+from data.batch import Batch, group_members
 from data.config import DataConfig, Mistakes, Source
 from data.encoding import decode
 from data.errors import DataError
@@ -65,11 +65,7 @@ class Order:
     """The order of training rows: which rows of which sources are in which batch."""
 
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
-        """Open the rows of all sources.
-
-        Raises:
-            DataError: if there are fewer rows than a batch needs.
-        """
+        """Open the rows of all sources; raise DataError if a batch needs more rows."""
         self._config, self._sources = config, sources
         self.rows, self._local = _open(sources, config, "train")
         counts = {name: len(rows) for name, rows in self.rows.items()}
@@ -83,16 +79,11 @@ class Order:
                 f"sequences, a smaller batch or more text"
             )
         self._mixture = Mixture(list(counts), _phases(config, list(counts)))
-        many_sources = len(self.rows) > 1
-        self._seeds = [
-            seed_of(seed, name if many_sources else None) for name in self.rows
-        ]
+        alone = len(self.rows) == 1
+        self._seeds = [seed_of(seed, None if alone else name) for name in self.rows]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return how often the first steps use the rows of each source.
-
-        Rows of skipped batches count too.
-        """
+        """Return how often the first steps, with all they skip, use a source's rows."""
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
         counts = self._mixture.counts(num_batches * self._config.batch_size).tolist()
         return {
@@ -106,10 +97,8 @@ class Order:
         for name, used in self.epochs(num_steps).items():
             limit = self._limit(name)
             if used > limit:
-                rule = (
-                    f"are too few: {num_steps} steps use {name} {used:.2f} times; "
-                    f"allow more, lower its weight, or drop it by weight_changes"
-                )
+                rule = f"are too few: {num_steps} steps use {name} {used:.2f} times; "
+                rule += "allow more, lower its weight, or drop it by weight_changes"
                 mistakes.append((f"data.sources.{name}.epochs", limit, rule))
         return mistakes
 
@@ -118,17 +107,10 @@ class Order:
         return batch_number(step, self._config.skip_batches)
 
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Look up rows of a batch.
+        """Look up rows of the batch that a step trains on: int64 [n].
 
-        Args:
-            step: the step that trains on the batch.
-            rows: int64 [n], rows of the batch.
-
-        Returns:
-            int64 [n], the source of each row, and int64 [n], its number in the source.
-
-        Raises:
-            DataError: if a source with a limit of epochs is used up.
+        Returns int64 [n], the source of each row, and int64 [n], its number in the
+        source. Raises DataError if a source with a limit of epochs is used up.
         """
         first_row = self.batch_number(step) * self._config.batch_size
         source_of_row, rank = self._mixture.rows(first_row + rows)
@@ -140,9 +122,8 @@ class Order:
                     f"step {step}: data.sources.{name} is used up after {limit} "
                     f"epochs. Allow more, or give it no weight"
                 )
-            numbers[from_source] = shuffled(
-                rank[from_source], len(source_rows), self._seeds[source]
-            )
+            seed = self._seeds[source]
+            numbers[from_source] = shuffled(rank[from_source], len(source_rows), seed)
         return source_of_row, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
@@ -158,13 +139,8 @@ class Order:
     ) -> Iterator[Batch]:
         """Return an iterator over batches that reads ahead.
 
-        Args:
-            start_step: the first step.
-            rows: the rows of each batch to read, in this order; None reads all.
-            stop_step: the step before which it ends.
-
-        Raises:
-            DataError: while iterating, if a chunk is damaged or a source is used up.
+        It reads these rows of each batch, in this order; None means all. It raises
+        DataError if a chunk is damaged or a source is used up.
         """
         steps = range(start_step, stop_step)
         read = functools.partial(self.read, rows=rows)
@@ -182,15 +158,7 @@ class Order:
                 document, begin, _ = tokens.document_at(start)
                 text = decode(store.encoding, tokens.read(start, start + length))
                 key, first = tokens.document_id(document), start - begin
-                yield Excerpt(
-                    row,
-                    column,
-                    source=name,
-                    document=key,
-                    number=document,
-                    first=first,
-                    text=text,
-                )
+                yield Excerpt(row, column, name, key, document, first, text)
 
     def _limit(self, name: str) -> float:
         source = self._config.sources.get(name)
@@ -215,25 +183,18 @@ def validation_batches(
 
     Each token but the first is a target exactly once. Rows of several sources alternate
     in proportion to their numbers. The last batch is filled up with padding (segment 0,
-    target -1), so that all batches have the same shape.
-
-    Args:
-        sources: the stores.
-        config: sizes of rows and batches.
-        num_batches: the maximum number of batches; -1 means all.
-        rows: the rows of each batch to read, in this order; None reads all.
+    target -1), so that all batches have the same shape. There are at most
+    `num_batches` (-1 means all); `rows` as in `Order.batches`.
     """
     readers, local = _open(sources, config, sources.held_out, pad=True)
-    counts = [len(reader) for reader in readers.values()]
-    available = -(-sum(counts) // config.batch_size)
+    counts = np.array([len(reader) for reader in readers.values()])
+    source_of_row, numbers = group_members(counts)
+    order = np.argsort((numbers + 0.5) / counts[source_of_row], kind="stable")
+    available = -(-len(order) // config.batch_size)
     count = available if num_batches < 0 else min(num_batches, available)
-    turns = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in counts])
-    order = np.argsort(turns, kind="stable")
-    padding = (0, available * config.batch_size - len(turns))
-    source_of_row = np.repeat(np.arange(len(counts)), counts)[order]
-    source_of_row = np.pad(source_of_row, padding, constant_values=-1)
-    numbers = np.concatenate([np.arange(n) for n in counts])[order]
-    numbers = np.pad(numbers, padding)
+    padding = (0, available * config.batch_size - len(order))
+    source_of_row = np.pad(source_of_row[order], padding, constant_values=-1)
+    numbers = np.pad(numbers[order], padding)
     chosen = _chosen(config, rows)
 
     def read(step: int) -> Batch:
@@ -278,10 +239,9 @@ def _prefetch(
 ) -> Iterator[Batch]:
     import grain
 
-    threads = _THREADS_REMOTE
-    if local:
-        large = num_rows * config.sequence_length >= _LARGE
-        threads = _THREADS_LARGE if large else _THREADS_SMALL
+    large = num_rows * config.sequence_length >= _LARGE
+    threads = _THREADS_LARGE if large else _THREADS_SMALL
+    threads = threads if local else _THREADS_REMOTE
     options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)
     batches = grain.MapDataset.range(steps.start, steps.stop).map(read)
     return iter(batches.to_iter_dataset(options))

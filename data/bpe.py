@@ -8,18 +8,14 @@ in a text is text; the file holds none.
 
 import base64
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from data.errors import DataError
 from data.text.corpus import find_files
 from data.text.documents import read_documents
 from data.text.files import units_of
-from data.text.records import Bad, Reading
+from data.text.records import Reading, Record
 from data.tokenizer import RANK_FILE_PATTERN
 from data.tokenizer_json import byte_names, for_oniguruma
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 NUM_BYTES = 256
 # In characters. `tokenizers` takes about 140 bytes of memory for each character.
@@ -32,22 +28,9 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
     The 256 single bytes are among them and come first, in the order of GPT-2's file;
     the <|endoftext|> that `load_tokenizer` adds is not. A pair that occurs once is not
-    worth a token.
-
-    Raises:
-        DataError: `tokenizers` is not installed, or the texts hold too few pairs.
+    worth a token. Raises DataError if `tokenizers` is not installed, or the texts hold
+    too few pairs.
     """
-    tokenizer = learn(texts, vocab_size)
-    byte_of = {name: byte for byte, name in enumerate(byte_names())}
-    ranks = sorted((rank, token) for token, rank in tokenizer.get_vocab().items())
-    assert [rank for rank, _ in ranks] == list(range(vocab_size))
-    tokens = [bytes(byte_of[character] for character in token) for _, token in ranks]
-    lines = [b"%s %d\n" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
-    return b"".join(lines)
-
-
-def learn(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """Learn as `train` does, which writes down what is learned."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -62,21 +45,26 @@ def learn(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+    names = byte_names()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        initial_alphabet=byte_names(),
+        initial_alphabet=names,
         show_progress=False,
     )
     tokenizer.train_from_iterator(pieces_of(texts), trainer)
-    learned = tokenizer.get_vocab_size()
-    if learned < vocab_size:
+    vocabulary = tokenizer.get_vocab()
+    if len(vocabulary) < vocab_size:
         raise DataError(
             f"vocab_size={vocab_size}: the text holds pairs that occur twice for "
-            f"{learned} tokens only, of which {NUM_BYTES} are the single bytes. Give "
-            f"more text, or at most vocab_size={learned}"
+            f"{len(vocabulary)} tokens only, of which {NUM_BYTES} are the single "
+            f"bytes. Give more text, or at most vocab_size={len(vocabulary)}"
         )
-    return tokenizer
+    lines, byte_of = [], {name: byte for byte, name in enumerate(names)}
+    for name in sorted(vocabulary, key=vocabulary.__getitem__):
+        token = bytes(byte_of[character] for character in name)
+        lines.append(b"%s %d\n" % (base64.b64encode(token), vocabulary[name]))
+    return b"".join(lines)
 
 
 def pieces_of(texts: Iterable[str]) -> Iterator[str]:
@@ -110,21 +98,17 @@ def texts_of(
     """Yield the text of an input, up to `max_bytes` of it, without bad records.
 
     If there is more, the units of files that are read lie spread over all of it. They
-    depend on the files' names and sizes alone.
-
-    Raises:
-        DataError: there is no such file or folder, or a file cannot be read.
+    depend on the files' names and sizes alone. Raises DataError if there is no such
+    file or folder, or a file cannot be read.
     """
     files = find_files([input], pattern)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
-    remaining_bytes = max_bytes
     for unit in (unit for first in range(stride) for unit in units[first::stride]):
         for record in read_documents(unit, reading):
-            if isinstance(record, Bad):
-                continue
-            text = record.text[:remaining_bytes]
-            yield text.decode("utf-8", "replace")
-            remaining_bytes -= len(text)
-            if not remaining_bytes:
-                return
+            if isinstance(record, Record):
+                text = record.text[:max_bytes]
+                yield text.decode("utf-8", "replace")
+                max_bytes -= len(text)
+                if not max_bytes:
+                    return

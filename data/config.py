@@ -16,6 +16,9 @@ Number = Annotated[int, Ge(0), Le(INT32_MAX)]
 RunSeed = Annotated[int, Ge(-(2**31)), Lt(2**32)]  # JAX drops further bits
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX drops further bits, and numpy a sign
 ByteCount = Annotated[int, Ge(1), Le(2**40)]
+Pattern = Annotated[str, Doc("Which files of a folder are read.")]
+TextField = Annotated[str, Doc("The field of a record that holds its text.")]
+StorePath = Annotated[str | None, Doc("The folder or URL of a token store.")]
 Tokenizer = Annotated[
     str,
     Doc(
@@ -33,10 +36,10 @@ PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
 
 def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
     """List what is wrong with a tokenizer's name, or with a rank file's hash."""
-    published = ("bytes", *PUBLISHED)
-    if name in published or sha256 is not None or Path(name).expanduser().is_dir():
+    published, path = ("bytes", *PUBLISHED), Path(name)
+    if name in published or sha256 is not None or path.expanduser().is_dir():
         return []
-    if Path(name).name != name or Path(name).suffix or Path(name).exists():
+    if path.name != name or path.suffix or path.exists():
         rule = f"is required with a rank file: sha256sum {name}"
         rule += "; a folder with tokenizer.json needs none"
         return [("tokenizer_sha256", None, rule)]
@@ -135,7 +138,7 @@ class DataConfig:
     weight_changes: Annotated[
         list[WeightChange], Doc("When the weights of a mixture change, and to what.")
     ] = field(default_factory=list)
-    pattern: Annotated[str, Doc("Which files of a folder are read.")] = "**/*"
+    pattern: Pattern = "**/*"
     on_error: Annotated[
         OnError,
         Doc("What to do with files that are not text, and with unusable records."),
@@ -179,7 +182,7 @@ class DataConfig:
             kind = "a file or a folder" if self.source is Source.text else "a store"
             rule = f"must name {kind} with data={self.source}"
             mistakes.append(("path", self.path, rule))
-        if self.source in (Source.python, Source.mixture) and self.path:
+        elif self.source in (Source.python, Source.mixture) and self.path:
             rule = f"is not read by data={self.source}; add data=text or data=tokens"
             mistakes.append(("path", self.path, rule))
         mistakes += tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
@@ -212,24 +215,22 @@ class DataConfig:
             mistakes.append(("weight_changes", steps, rule))
         weights = {name: source.weight for name, source in self.sources.items()}
         changed = [change.weights for change in self.weight_changes]
-        for of_step, step_weights in zip((0, *steps), (weights, *changed), strict=True):
-            if unknown := sorted(set(step_weights) - set(self.sources)):
-                rule = f"at step {of_step} name no source: {', '.join(unknown)}"
-                mistakes.append(("weight_changes", step_weights, rule))
-            if not all(0 <= weight < inf for weight in step_weights.values()):
-                rule = f"at step {of_step} must be at least 0 and finite"
-                mistakes.append(("weight_changes", step_weights, rule))
-            if not any(weight > 0 for weight in step_weights.values()) and self.sources:
-                rule = f"at step {of_step} need one above 0"
-                mistakes.append(("weight_changes", step_weights, rule))
-            ordered = [step_weights.get(name, 0) for name in self.sources]
-            if any(ordered) and all(0 <= weight < inf for weight in ordered):
-                from data.mixture import too_many_digits  # numpy: slow to import
-
-                if rule := too_many_digits(ordered):
-                    key = "weight_changes" if of_step else "sources"
-                    mistakes.append((key, step_weights, f"at step {of_step} {rule}"))
+        for step, of_step in zip((0, *steps), (weights, *changed), strict=True):
+            if rule := self._mistake_of_weights(of_step):
+                key = "weight_changes" if step else "sources"
+                mistakes.append((key, of_step, f"at step {step} {rule}"))
         return mistakes
+
+    def _mistake_of_weights(self, weights: dict[str, float]) -> str | None:
+        if unknown := sorted(set(weights) - set(self.sources)):
+            return f"name no source: {', '.join(unknown)}"
+        if not all(0 <= weight < inf for weight in weights.values()):
+            return "must be at least 0 and finite"
+        if not any(weights.values()):
+            return "need one above 0" if self.sources else None
+        from data.mixture import too_many_digits  # numpy: slow to import
+
+        return too_many_digits(list(weights.values()))
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,8 @@ class PrepareConfig:
     output: Annotated[
         str | None, Doc("The folder of the token store: a path, gs:// or s3://.")
     ] = None
-    pattern: Annotated[str, Doc("Which files of a folder are read.")] = "**/*"
-    text_field: Annotated[str, Doc("The field of a record that holds its text.")] = (
-        "text"
-    )
+    pattern: Pattern = "**/*"
+    text_field: TextField = "text"
     id_field: Annotated[
         str | None,
         Doc(

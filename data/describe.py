@@ -32,8 +32,8 @@ def describe_store(store: Store) -> str:
     if count := manifest["empty_documents"]:
         lines.append(f"empty        {count:,} documents, left out")
     if count := manifest["skipped_records"]:
-        skipped_file = f"{store.path}/{SKIPPED}"
-        lines.append(f"skipped      {count:,} bad records, listed in {skipped_file}")
+        file = f"{store.path}/{SKIPPED}"
+        lines.append(f"skipped      {count:,} bad records, listed in {file}")
     return "\n".join(lines)
 
 
@@ -58,9 +58,8 @@ def describe_lengths(store: Store, split: Split) -> str:
 def samples(store: Store, split: Split, count: int, seed: int, width: int) -> str:
     """Decode the beginnings of some documents."""
     tokens = store.split(split)
-    numbers = np.random.default_rng(seed).choice(
-        tokens.num_documents, min(count, tokens.num_documents), replace=False
-    )
+    count, random = min(count, tokens.num_documents), np.random.default_rng(seed)
+    numbers = random.choice(tokens.num_documents, count, replace=False)
     lines = []
     for number in sorted(numbers.tolist()):
         start, stop = tokens.array("offsets", number, number + 2).tolist()

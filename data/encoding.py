@@ -1,9 +1,9 @@
 """Bytes to token ids and back, losslessly, with tiktoken.
 
 Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
-holds the 256 single bytes, as all of tiktoken's do, also bytes that are not UTF-8. Only
-a folder's tokenizer may say that text is normalized first: that comes back then.
-Text that contains the name of a special token is text, never control.
+holds the 256 single bytes, also bytes that are not UTF-8. Only a folder's tokenizer may
+say that text is normalized first: that comes back then. Text that contains the name of
+a special token is text, never control.
 """
 
 import functools
@@ -30,7 +30,6 @@ _PIECE_CHARS = 400_000
 # The characters that "surrogateescape" decodes invalid UTF-8 to.
 _NOT_UTF8 = re.compile("([\udc80-\udcff])")
 
-
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # normalization forms of Unicode
 
 
@@ -52,9 +51,8 @@ class FolderEncoding(tiktoken.Encoding):
         """Make it of what `tiktoken.Encoding` takes besides."""
         super().__init__(name, **ranks)
         self.form: Form | None = form
-        self.words = sorted(words, key=len, reverse=True)
-        spelled = "|".join(map(re.escape, self.words))  # the longest is tried first
-        self._word = re.compile(f"({spelled})") if words else None
+        self.words = sorted(words, key=len, reverse=True)  # the longest is tried first
+        self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what it is made of, for other processes."""
@@ -69,13 +67,12 @@ class FolderEncoding(tiktoken.Encoding):
     @property
     def rules(self) -> dict[str, Any]:
         """The rules by which text is normalized and split."""
-        rules = {"form": self.form, "words": self.words}
-        return {name: rule for name, rule in rules.items() if rule}
+        form = {"form": self.form} if self.form else {}
+        return form | ({"words": self.words} if self.words else {})
 
     def parts(self, text: str) -> Iterator[str | int]:
         """Cut text as its rules say: the ids of words, and normalized text between."""
-        cut = [text] if self._word is None else self._word.split(text)
-        for index, part in enumerate(cut):
+        for index, part in enumerate(self._word.split(text) if self.words else [text]):
             if index % 2:
                 yield self._special_tokens[part]
             else:
@@ -85,10 +82,8 @@ class FolderEncoding(tiktoken.Encoding):
     def isolating(self) -> tiktoken.Encoding:
         """The same tokenizer, of which text between two matches is a piece too.
 
-        `tokenizers` encodes such text, tiktoken leaves it out.
-
-        Raises:
-            ValueError: the pattern cannot be repeated within another one.
+        `tokenizers` encodes such text, tiktoken leaves it out. Raises ValueError if the
+        pattern cannot be repeated within another one.
         """
         pattern = self._pat_str
         if re.search(r"\\([1-9]|k)", pattern):
@@ -123,42 +118,37 @@ def padded_vocab_size(encoding: tiktoken.Encoding) -> int:
 def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
     """Encode bytes, valid UTF-8 or not, as ids: uint8 with "bytes", else uint32.
 
-    The end-of-text token is never among them, whatever the text says.
-
-    Raises:
-        DataError: the ids do not stand for the whole text, or tiktoken fails.
+    The end-of-text token is never among them, whatever the text says. Raises DataError
+    if the ids do not stand for the whole text, or tiktoken fails.
     """
     if encoding.name == BYTES:
         return np.frombuffer(text, np.uint8)
     pieces = _NOT_UTF8.split(text.decode("utf-8", "surrogateescape"))
-    parts = [np.zeros(0, np.uint32)]
+    ids = [np.zeros(0, np.uint32)]
     for index, piece in enumerate(pieces):
         if index % 2:
             byte = piece.encode("utf-8", "surrogateescape")
-            parts.append(np.array([encoding.encode_single_token(byte)], np.uint32))
+            ids.append(np.array([encoding.encode_single_token(byte)], np.uint32))
             continue
         for short in short_pieces(piece):
             folder = isinstance(encoding, FolderEncoding)
             for part in encoding.parts(short) if folder else [short]:
-                word = isinstance(part, int)
-                parts.append(np.array([part]) if word else _whole(encoding, part))
-    return np.concatenate(parts).astype(np.uint32, copy=False)
-
-
-def _whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
-    try:
-        return encode_whole(encoding, text)
-    except ValueError as error:
-        raise DataError(
-            f"tokenizer {encoding.name}: {error}. Take another tokenizer"
-        ) from error
+                try:
+                    word = isinstance(part, int)
+                    ids.append(
+                        np.array([part]) if word else encode_whole(encoding, part)
+                    )
+                except ValueError as error:
+                    raise DataError(
+                        f"tokenizer {encoding.name}: {error}. Take another tokenizer"
+                    ) from error
+    return np.concatenate(ids).astype(np.uint32, copy=False)
 
 
 def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
     """Encode text by pattern and ranks alone, and compare what the ids decode to.
 
-    Raises:
-        ValueError: they do not stand for the whole text, or tiktoken fails.
+    Raises ValueError if they do not stand for the whole text, or tiktoken fails.
     """
     try:
         ids = encoding.encode_to_numpy(text, disallowed_special=())

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-from data.config import DataConfig, Packing, Seed, Source
+from data.config import DataConfig, Packing, Seed, Source, StorePath
 from train.cli.command import run_command
 from train.config import Config, Count, Number, RunConfig
 from train.errors import Mistake
@@ -17,7 +17,7 @@ from train.identity import run_dir
 class InspectConfig:
     """Keys of `python -m data.inspect`. run.dir or run.name shows a batch of a run."""
 
-    store: Annotated[str | None, Doc("The folder or URL of a token store.")] = None
+    store: StorePath = None
     run: RunConfig = field(default_factory=RunConfig)
     step: Annotated[
         Number | None,

@@ -26,21 +26,14 @@ class KeyValueStore:
     """
 
     def __init__(self, location: str | Path, context: ts.Context | None = None):
-        """Name the folder; nothing is read.
-
-        Raises:
-            DataError: TensorStore does not know the scheme of the URL.
-        """
+        """Name the folder, or raise DataError if TensorStore knows no such scheme."""
         self.path = None  # only of a local folder
         if not is_remote(location):
             # A relative path would change its meaning with the working directory.
             location = self.path = Path(location).expanduser().absolute()
         elif urlsplit(str(location)).scheme not in _SCHEMES:
             schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-            raise DataError(
-                f"{location}: must be a local path or one under {schemes}. Name one of "
-                f"these"
-            )
+            raise DataError(f"{location}: must be a local path or one under {schemes}")
         self.location = str(location).rstrip("/")
         self._context = context
         self._store: ts.KvStore | None = None
@@ -58,13 +51,10 @@ class KeyValueStore:
             return {"driver": "http", "base_url": folder}
         if url.scheme == "memory":
             return {"driver": "memory", "path": url.netloc + url.path}
-        spec: dict[str, Any] = {
-            "driver": "gcs" if url.scheme == "gs" else "s3",
-            "bucket": url.netloc,
-            "path": url.path[1:],
-        }
-        if spec["driver"] == "gcs":
-            return spec
+        spec: dict[str, Any] = {"bucket": url.netloc, "path": url.path[1:]}
+        if url.scheme == "gs":
+            return spec | {"driver": "gcs"}
+        spec["driver"] = "s3"
         # A URL has no place for these. Source: tensorstore 0.1.80, kvstore/s3 schema.
         if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
             region = os.environ.get("AWS_REGION", "us-east-1")
@@ -76,11 +66,7 @@ class KeyValueStore:
         return spec
 
     def read(self, name: str) -> bytes:
-        """Read a key.
-
-        Raises:
-            FileNotFoundError: there is no such key.
-        """
+        """Read a key, or raise FileNotFoundError if it does not exist."""
         value, _ = self.read_version(name)
         if value is None:
             raise FileNotFoundError(f"{self}/{name}")
@@ -106,9 +92,7 @@ class KeyValueStore:
 
         A repeated request may be refused because its own first attempt succeeded, and
         a failed request may have been carried out: read again to know.
-
-        Returns:
-            The new version; None if the key has another version and was left alone.
+        Returns the new version; None if the key has another version and was left alone.
         """
 
         def write(store: ts.KvStore) -> ts.Future:
@@ -122,8 +106,7 @@ class KeyValueStore:
 
     def names(self) -> list[str]:
         """List every key."""
-        keys = self._call("listed", "", lambda store: store.list())
-        return [key.decode() for key in keys]
+        return [key.decode() for key in self._call("listed", "", ts.KvStore.list)]
 
     def _call(
         self,
@@ -145,8 +128,7 @@ class KeyValueStore:
 def check_answers(folder: str) -> None:
     """Ask a remote folder for one key, because fsspec would wait for minutes.
 
-    Raises:
-        StorageError: the store refuses, or does not answer within `ANSWER_S`.
+    Raises StorageError if the store refuses, or does not answer within `ANSWER_S`.
     """
     if is_remote(folder):
         KeyValueStore(folder).read_version("lease.json", ANSWER_S)

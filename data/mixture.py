@@ -34,20 +34,14 @@ class Mixture:
             phases: (first row, weights) of each phase. The first phase begins at row 0
                 and the last has no end. Weights are decimals and are taken exactly as
                 written. They need not sum to 1, and a missing one is 0.
-                `DataConfig.mistakes` checks them.
-
-        Raises:
-            ValueError: if a weight has too many digits.
+                `DataConfig.mistakes` checks them, also for too many digits.
         """
         self._first_row = np.array([first for first, _ in phases], np.int64)
         lengths = [*np.diff(self._first_row).tolist(), MAX_PERIOD]
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, gains = [], [], [], []
         for (_, weights), length in zip(phases, lengths, strict=True):
-            ordered = [weights.get(names[int(source)], 0) for source in by_name]
-            if rule := too_many_digits(ordered):
-                raise ValueError(f"the weights {dict(weights)} {rule}")
-            shares = shares_of(ordered)
+            shares = shares_of([weights.get(names[int(n)], 0) for n in by_name])
             period = math.lcm(*(share.denominator for share in shares))
             order = by_name[_first_rows(shares, period, min(period, length))]
             one_hot = np.eye(len(names), dtype=np.int64)[order]
@@ -69,9 +63,8 @@ class Mixture:
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows by number: int64 [n], in any order.
 
-        Returns:
-            int64 [n], the source of each row, as an index into `names`.
-            int64 [n], the number of earlier rows from the same source.
+        Returns int64 [n], the source of each row as an index into `names`, and int64
+        [n], the number of earlier rows from the same source.
         """
         phase = np.searchsorted(self._first_row, numbers, "right") - 1
         offset = numbers - self._first_row[phase]
@@ -138,9 +131,7 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
 def too_many_digits(weights: Sequence[float]) -> str | None:
     """Return the mistake if the order of these weights repeats too late, or None."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
-    if period <= MAX_PERIOD:
-        return None
-    return (
+    rule = (
         f"repeat only after {period} rows, and the limit is {MAX_PERIOD}: round them "
-        f"to fewer digits"
     )
+    return f"{rule}to fewer digits" if period > MAX_PERIOD else None

@@ -1,133 +1,110 @@
-"""Rows that hold pieces of documents, by a plan.
+"""Rows that hold pieces of documents, by a plan that is computed once and cached.
 
-The plan is computed once and cached with the SHA-256 of its files.
+The cached plan is a zip archive with checksums. A damaged one is computed again.
 """
 
-import contextlib
-import hashlib
 import logging
-import secrets
-import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from data import packing
-from data.batch import Batch, Piece, padding
+from data.batch import Batch, Piece, group_members, padding
 from data.config import Packing
 from data.errors import DataError
 from data.storage import created_atomically
 from data.token_store.reader import TokenArray
 
-PLAN_VERSION = 2
-_PLAN = ("starts.npy", "lengths.npy", "row_offsets.npy")
-_DIGESTS = "sha256"  # Digests of these files, in the format of sha256sum.
-# Larger files are mapped into memory, so that the processes of a host share them.
-_READ_BYTES = 2**26
-
 log = logging.getLogger(__name__)
 
 
+class Plan(NamedTuple):
+    """Row r holds the pieces row_offsets[r] to row_offsets[r+1] - 1.
+
+    starts: int64 [pieces], the first token of each piece.
+    lengths: int32 [pieces], the number of its inputs.
+    row_offsets: int64 [rows + 1].
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    row_offsets: np.ndarray
+
+
 class Packed:
-    """Rows by a plan: row r holds pieces row_offsets[r] to row_offsets[r+1] - 1."""
+    """Rows of `length` positions by a plan."""
 
-    def __init__(self, tokens: TokenArray, length: int, folder: Path):
-        """Open the plan in `folder`.
-
-        Raises:
-            OSError, ValueError: if the plan is not what was written.
-        """
-        self._tokens, self.length = tokens, length
-        if (folder / _DIGESTS).read_bytes() != _digests(folder):
-            raise ValueError("its files do not match their digests")
-        self._starts, self.lengths, self._row_offsets = (
-            _load(folder / name) for name in _PLAN
-        )
+    def __init__(self, tokens: TokenArray, length: int, plan: Plan):
+        """Cut these tokens as the plan says."""
+        self._tokens, self.length, self._plan = tokens, length, plan
 
     def __len__(self) -> int:
-        return len(self._row_offsets) - 1
+        return len(self._plan.row_offsets) - 1
 
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number."""
-        first = self._row_offsets[numbers]
-        counts = self._row_offsets[numbers + 1] - first
-        row = np.repeat(np.arange(len(numbers)), counts)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        numbers_of_pieces = np.repeat(first, counts) + nth
-        starts = self._starts[numbers_of_pieces]
-        lengths = self.lengths[numbers_of_pieces].astype(np.int64)
+        first = self._plan.row_offsets[numbers]
+        row, nth = group_members(self._plan.row_offsets[numbers + 1] - first)
+        piece = first[row] + nth
+        starts = self._plan.starts[piece]
+        lengths = self._plan.lengths[piece].astype(np.int64)
         tokens = self._tokens.gather(starts, lengths + 1)
         batch = padding(len(numbers), self.length)
         filled = np.bincount(row, lengths, len(numbers))
         is_text = np.arange(self.length) < filled[:, None]
         batch.inputs[is_text] = np.concatenate([piece[:-1] for piece in tokens])
         batch.targets[is_text] = np.concatenate([piece[1:] for piece in tokens])
-        batch.segment_ids[is_text] = np.repeat(nth.astype(np.int32) + 1, lengths)
-        firsts = (np.cumsum(lengths) - lengths).astype(np.int32)
-        positions = np.arange(lengths.sum(), dtype=np.int32) - np.repeat(
-            firsts, lengths
-        )
-        batch.positions[is_text] = positions
+        batch.segment_ids[is_text] = np.repeat(nth + 1, lengths)
+        batch.positions[is_text] = group_members(lengths)[1]
         return batch
 
     def pieces(self, number: int) -> list[Piece]:
         """List the pieces of a row."""
-        span = slice(self._row_offsets[number], self._row_offsets[number + 1])
-        starts, lengths = self._starts[span].tolist(), self.lengths[span].tolist()
+        span = slice(*self._plan.row_offsets[number : number + 2])
+        starts, lengths = self._plan.starts[span], self._plan.lengths[span].tolist()
         columns = np.cumsum([0, *lengths[:-1]]).tolist()
-        return list(map(Piece, columns, starts, lengths))
+        return list(map(Piece, columns, starts.tolist(), lengths))
 
 
-def _load(path: Path) -> np.ndarray:
-    mapped = path.stat().st_size > _READ_BYTES
-    return np.asarray(np.load(path, mmap_mode="r" if mapped else None))
+def make_plan(offsets: np.ndarray, length: int, kind: Packing) -> Plan:
+    """Assign documents that start at `offsets` to rows: several, or one, to a row."""
+    starts, lengths = packing.pieces(offsets, length)
+    if kind is Packing.none:
+        return Plan(starts, lengths, np.arange(len(starts) + 1))
+    assert kind is Packing.best_fit
+    order, row_offsets = packing.pack(lengths, length)
+    return Plan(starts[order], lengths[order], row_offsets)
 
 
-def _digests(folder: Path) -> bytes:
-    """Return the digests of a plan's files, in the format of sha256sum."""
-    lines = []
-    for name in _PLAN:
-        with (folder / name).open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
-    return "".join(lines).encode()
+def open_plan(tokens: TokenArray, length: int, kind: Packing, file: Path) -> Plan:
+    """Read a plan from its file; compute and write it if it is missing or damaged.
 
-
-def write_plan(tokens: TokenArray, length: int, kind: Packing, folder: Path) -> None:
-    """Compute a plan, write it under a temporary name and rename it."""
+    Raises DataError if it cannot be written.
+    """
+    if file.exists():
+        try:
+            with np.load(file) as arrays:
+                return Plan(**arrays)
+        except Exception as error:  # of any kind: zipfile reads damaged lengths too
+            message = "%s: this plan of rows is damaged (%s) and is computed again"
+            log.warning(message, file, error)
     start_s = time.monotonic()
-    starts, lengths = packing.pieces(tokens.offsets, length)
-    row_offsets = np.arange(len(starts) + 1)
-    if kind is Packing.best_fit:
-        order, row_offsets = packing.pack(lengths, length)
-        starts, lengths = starts[order], lengths[order]
-    else:
-        assert kind is Packing.none
+    plan = make_plan(tokens.offsets, length, kind)
     try:
-        with created_atomically(folder) as building:
-            building.mkdir(parents=True)
-            for name, array in zip(_PLAN, (starts, lengths, row_offsets), strict=True):
-                np.save(building / name, array)
-            (building / _DIGESTS).write_bytes(_digests(building))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with created_atomically(file) as building, building.open("wb") as opened:
+            np.savez(opened, **plan._asdict())
     except OSError as error:
         raise DataError(
-            f"{folder}: the plan of rows cannot be written there ({error}). Name a "
+            f"{file}: the plan of rows cannot be written there ({error}). Name a "
             f"writable folder with data.cache_dir"
         ) from error
+    num_pieces, num_rows = len(plan.starts), len(plan.row_offsets) - 1
+    filled = plan.lengths.sum(dtype=np.int64) / max(1, num_rows * length)
     log.info(
-        "%s rows: %d pieces in %d rows of %d, %.1f %% filled, %.1f s",
-        kind,
-        len(starts),
-        len(row_offsets) - 1,
-        length,
-        100 * packing.fill(lengths, row_offsets, length),
-        time.monotonic() - start_s,
+        f"{kind} rows: {num_pieces} pieces in {num_rows} rows of {length}, "
+        f"{filled:.1%} filled, {time.monotonic() - start_s:.1f} s"
     )
-
-
-def remove_plan(folder: Path) -> None:
-    """Remove a plan in one step, so that no other process sees a part of it."""
-    renamed = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):  # Another process may have removed it.
-        folder.rename(renamed)
-        shutil.rmtree(renamed)
+    return plan

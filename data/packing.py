@@ -14,6 +14,8 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
+from data.batch import group_members
+
 MAX_WINDOW = 2**23  # The number of pieces packed at a time, which bounds the memory.
 _Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 
@@ -21,19 +23,15 @@ _Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 def pieces(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut documents into pieces of at most T pairs; only the last may have fewer.
 
-    Args:
-        offsets: int64 [documents + 1], the start of each document, and the end. A
-            document of fewer than two tokens has no pair and gives no piece.
-        T: positions in a row.
+    `offsets` are int64 [documents + 1], the start of each document, and the end. A
+    document of fewer than two tokens has no pair and gives no piece.
 
     Returns:
         int64 [pieces], the start of each piece, in the order of the text.
         int32 [pieces], the number of its pairs. A piece of m pairs uses m + 1 tokens.
     """
     num_pairs = np.maximum(np.diff(offsets) - 1, 0)
-    num_pieces = -(-num_pairs // T)
-    document = np.repeat(np.arange(len(num_pairs)), num_pieces)
-    nth = np.arange(len(document)) - (np.cumsum(num_pieces) - num_pieces)[document]
+    document, nth = group_members(-(-num_pairs // T))
     starts = offsets[document] + nth * T
     lengths = np.minimum(T, num_pairs[document] - nth * T)
     return starts.astype(np.int64), lengths.astype(np.int32)
@@ -44,11 +42,7 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
     Each piece is in exactly one row. The number of rows is the same as if each piece
     in turn went into the fullest row that has room for it. MAX_WINDOW pieces are packed
-    at a time.
-
-    Args:
-        lengths: integers [pieces], from 1 to T.
-        T: positions in a row.
+    at a time. `lengths` are integers [pieces], from 1 to T.
 
     Returns:
         int64 [pieces], the numbers of the pieces, row after row.
@@ -75,22 +69,8 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(order), row_offsets
 
 
-def fill(lengths: np.ndarray, row_offsets: np.ndarray, T: int) -> float:
-    """Return the fraction of positions that pieces fill, or 1 if there are no rows."""
-    num_rows = len(row_offsets) - 1
-    return float(lengths.sum(dtype=np.int64)) / (num_rows * T) if num_rows else 1.0
-
-
 def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
-    """Pack a number of pieces of each length into groups of equal rows.
-
-    Args:
-        histogram: the number of pieces of each length.
-        T: positions in a row.
-
-    Returns:
-        Pairs of a row's contents and the number of such rows.
-    """
+    """Pack `histogram[n]` pieces of each length n; return contents and their rows."""
     groups: dict[int, list[tuple[_Contents, int]]] = {}  # keyed by free positions
     rooms: list[int] = []  # the keys of groups, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():

@@ -2,11 +2,9 @@
 
 A row has inputs, the targets that follow them, segment ids, and positions that begin at
 0 with each document. `Concatenated` rows are all tokens end to end. `Packed` rows hold
-pieces of documents. A plan says which; it is computed once and cached with the SHA-256
-of its files, and a damaged plan is computed again.
+pieces of documents, by a plan.
 """
 
-import logging
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,14 +13,12 @@ import numpy as np
 from data.batch import Batch, Piece, padding
 from data.config import DataConfig, Packing
 from data.errors import DataError
-from data.packed_rows import PLAN_VERSION, Packed, remove_plan, write_plan
+from data.packed_rows import Packed, open_plan
 from data.text.files import Split
 from data.token_store.reader import TokenArray
 from data.token_store.store import Store
 
-_ATTEMPTS = 3  # Other processes may remove a plan that they found damaged.
-
-log = logging.getLogger(__name__)
+_PLAN_VERSION = 3
 
 
 class Concatenated:
@@ -39,11 +35,7 @@ class Concatenated:
         return self._count
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """Read rows by number, int64 [n].
-
-        Raises:
-            DataError: if a chunk is damaged.
-        """
+        """Read rows by number, int64 [n]; raise DataError if a chunk is damaged."""
         starts = numbers * self.length
         counts = np.minimum(len(self._tokens) - starts, self.length + 1)
         rows = np.zeros((len(numbers), self.length + 1), np.int32)
@@ -67,9 +59,7 @@ class Concatenated:
 def cut_rows(
     tokens: np.ndarray, row: np.ndarray, column: np.ndarray, remaining: np.ndarray
 ) -> Batch:
-    """Turn rows of T+1 tokens into inputs and targets that respect documents.
-
-    A document's first token is not a target.
+    """Turn rows of T+1 tokens into inputs, and targets that start no document.
 
     Args:
         tokens: int32 [rows, T+1].
@@ -108,15 +98,8 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a split, packed as the config says.
 
-    Args:
-        store: the token store.
-        config: packing and length of rows.
-        split: the split to read.
-        cache: the folder of plans.
-        pad: with `concat` packing, also return the last, incomplete row, with padding.
-
-    Raises:
-        DataError: if the store is damaged or a plan cannot be written.
+    `cache` is the folder of plans. With `pad`, `concat` packing also gives the last,
+    incomplete row. Raises DataError if the store is damaged or a plan is not written.
     """
     tokens, length = store.split(split), config.sequence_length
     if config.packing is Packing.concat:
@@ -124,20 +107,8 @@ def open_rows(
         count = -(-num_pairs // length) if pad else num_pairs // length
         return Concatenated(tokens, length, count, config.document_mask)
     name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
-    folder = cache / f"{name}-v{PLAN_VERSION}"
-    for _ in range(_ATTEMPTS):
-        if not folder.exists():
-            write_plan(tokens, length, config.packing, folder)
-        try:
-            return Packed(tokens, length, folder)
-        except (OSError, ValueError) as error:
-            message = "%s: this plan of rows is damaged (%s) and is computed again"
-            log.warning(message, folder, error)
-            remove_plan(folder)
-    raise DataError(
-        f"{folder}: the plan of rows stays damaged, or cannot be read or replaced. "
-        f"Check the disk, or name another folder with data.cache_dir"
-    )
+    file = cache / f"{name}-v{_PLAN_VERSION}.npz"
+    return Packed(tokens, length, open_plan(tokens, length, config.packing, file))
 
 
 def read_rows(
@@ -145,13 +116,9 @@ def read_rows(
 ) -> Batch:
     """Read rows of several sources as one batch.
 
-    Args:
-        sources: rows by the name of their source, all of one length.
-        source_of_row: int64 [n], the index of each row's source; -1 is padding.
-        numbers: int64 [n], the number of each row in its source.
-
-    Raises:
-        DataError: if a chunk is missing or damaged. It names the source and the rows.
+    `source_of_row` is int64 [n], the index of each row's source; -1 is padding.
+    `numbers` is int64 [n], the number of each row in its source. Raises DataError,
+    which names the source and the rows, if a chunk is damaged.
     """
     length = next(iter(sources.values())).length
     batch = padding(len(source_of_row), length)
@@ -164,9 +131,8 @@ def read_rows(
         except DataError as error:
             first = ", ".join(map(str, numbers[from_source][:8].tolist()))
             more = ", ..." if len(from_source) > 8 else ""
-            raise DataError(
-                f"source {name}, reading rows {first}{more}: {error}"
-            ) from error
+            place = f"source {name}, reading rows {first}{more}"
+            raise DataError(f"{place}: {error}") from error
         if len(from_source) == len(source_of_row):
             return part
         for field, values in zip(batch, part, strict=True):

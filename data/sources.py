@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import assert_never
 
 import tiktoken
 
@@ -41,16 +40,15 @@ class Sources:
     def fingerprint(self) -> str:
         """The content's hash: of one store its own, else of all with their names."""
         if len(self.stores) == 1:
-            return next(iter(self.stores.values())).fingerprint
+            return self.fingerprints["text"]
         text = " ".join(f"{name}={f}" for name, f in sorted(self.fingerprints.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """The content's hash of each store by name; of one that is alone, as `text`."""
-        if len(self.stores) == 1:
-            return {"text": self.fingerprint}
-        return {name: store.fingerprint for name, store in self.stores.items()}
+        alone = len(self.stores) == 1
+        return {"text" if alone else n: s.fingerprint for n, s in self.stores.items()}
 
     @property
     def held_out(self) -> Split:
@@ -62,12 +60,10 @@ class Sources:
 
         The named sets; of several sources each that holds text out, if `by_source`.
         """
-        named = self.stores if by_source and len(self.stores) > 1 else {}
-        named = {n: s for n, s in named.items() if s.num_tokens("validation") > 1}
-        return {
-            name: Sources({name: store}, self.cache)
-            for name, store in {**named, **self.sets}.items()
-        }
+        stores = self.stores if by_source and len(self.stores) > 1 else {}
+        named = {n: s for n, s in stores.items() if s.num_tokens("validation") > 1}
+        sets = named | dict(self.sets)
+        return {name: Sources({name: s}, self.cache) for name, s in sets.items()}
 
     def num_tokens(self, split: Split) -> int:
         """Count the tokens of a split, the documents' ends among them."""
@@ -92,23 +88,17 @@ def open_sources(
 ) -> Sources:
     """Open, and for text build on first use, what a config names.
 
-    `beat` is called for each piece of text that is encoded meanwhile. Who asks for
-    sources `to_evaluate` needs validation text.
-
-    Raises:
-        DataError: something is missing or damaged, or tokenizers differ, or there is
-            no validation text where it is needed.
+    `beat` is called for each piece of text that is encoded meanwhile. Sources that are
+    opened `to_evaluate` need validation text. Raises DataError if something is missing
+    or damaged, or tokenizers differ.
     """
-    match config.source:
-        case Source.python:
+    if config.source is Source.python:
+        stores = {config.name: cached_store(config, beat)}
+    elif config.source is Source.text:
+        with _said_of("data.path", config.path or ""):
             stores = {config.name: cached_store(config, beat)}
-        case Source.text:
-            with _said_of("data.path", config.path or ""):
-                stores = {config.name: cached_store(config, beat)}
-        case Source.tokens | Source.mixture:
-            stores = {name: _open(config, name) for name in _names(config)}
-        case _:
-            assert_never(config.source)
+    else:
+        stores = {name: _open(config, name) for name in _names(config)}
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
         names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
         raise DataError(
@@ -136,21 +126,20 @@ def open_sets(
     """Add named validation sets to what a config names, encoded by its tokenizer.
 
     Each is a token store, or, if the config reads text, a text file or a folder of
-    them; `beat` as in `open_sources`. `table` is the key that names them.
-
-    Raises:
-        DataError: one is missing or damaged, too short, or has another tokenizer.
+    them; `beat` as in `open_sources`. `table` is the key that names them. Raises
+    DataError if one is missing or damaged, too short, or has another tokenizer.
     """
     sets = {}
+    manifest = next(iter(sources.stores.values())).manifest
     for name, path in paths.items():
         stored = is_remote(path) or (Path(path) / MANIFEST).exists()
         with _said_of(f"{table}.{name}.path", path):
             if config.source in (Source.python, Source.text) and not stored:
-                text_config = replace(config, name=name, source=Source.text, path=path)
-                store = cached_store(replace(text_config, validation=0.0), beat)
+                of_set = {"name": name, "path": path, "validation": 0.0}
+                text_config = replace(config, source=Source.text, **of_set)
+                store = cached_store(text_config, beat)
             else:
                 store = open_store(path)
-        manifest = next(iter(sources.stores.values())).manifest
         if store.manifest["tokenizer_fingerprint"] != manifest["tokenizer_fingerprint"]:
             raise DataError(
                 f"{table}.{name}: {path} has the tokenizer "
@@ -167,8 +156,7 @@ def open_sets(
 def encoding_of(config: DataConfig) -> tiktoken.Encoding:
     """Load the tokenizer of what a config names, without building anything.
 
-    Raises:
-        DataError: it is missing or damaged.
+    Raises DataError if it is missing or damaged.
     """
     if config.source in (Source.python, Source.text):
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)

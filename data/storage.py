@@ -27,14 +27,16 @@ from data.errors import DataError
 
 _EXTRAS = {"s3": "s3", "gs": "gcs"}  # scheme: the extra that installs its client
 ANSWER_S = 5.0  # a store that has not answered by then does not answer
+# Another attempt would fail as well.
 _PERMANENT = (
-    *(PermissionError, FileNotFoundError, FileExistsError),
-    *(NotADirectoryError, IsADirectoryError),
+    PermissionError,
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
 )
-# TensorStore's messages begin with these if another attempt would fail as well.
-_PERMANENT_STATUS = (
-    *("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION"),
-)
+# TensorStore's messages begin with these then.
+_STATUS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION")
 
 
 class StorageError(DataError):
@@ -47,7 +49,9 @@ class StorageError(DataError):
     """
 
     def __init__(self, location: object, error: Exception, action: str):
-        self.reason, self.is_permanent = _reason(error), _is_permanent(error)
+        self.reason = _reason(error)
+        self.is_permanent = isinstance(error, _PERMANENT)
+        self.is_permanent |= str(error).startswith(_STATUS)
         super().__init__(
             f"{location}: cannot be {action} ({self.reason}). Check path, network and "
             f"permissions"
@@ -62,9 +66,8 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def storage_path(location: str) -> epath.Path:
     """Return the path of a location; a local one is absolute and has no `~`.
 
-    Raises:
-        ValueError: the message is the rule that the location breaks: its scheme is
-            unknown, or the client of its store is not installed.
+    Raises ValueError if the scheme is unknown, or the client of its store is not
+    installed. The message is the rule that the location breaks.
     """
     scheme, remote, _ = location.partition("://")
     if not remote:
@@ -91,14 +94,9 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
 
     It appears whole or not at all, a file also after a power failure. A file replaces
     an older one. A folder gives way to one that another process has put there first.
-
-    Args:
-        path: the file or folder to create; its parent exists.
-        temporary: its name until it is complete. By default the name is random, so
-            that several processes may create `path` at once.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
+    The parent exists. By default the temporary name is random, so that several
+    processes may create `path` at once. Raises OSError if it cannot be written; nothing
+    is left behind.
     """
     building = temporary or path.with_name(
         f"{path.name}.building-{secrets.token_hex(4)}"
@@ -128,14 +126,9 @@ def write_atomically(
 ) -> None:
     """Write a file that appears whole or not at all, also after a power failure.
 
-    Args:
-        path: an object, or a local file whose folder is made if missing.
-        content: text is encoded as UTF-8; chunks of bytes are concatenated.
-        temporary: the name of a local file until it is complete. The default is a
-            hidden name in the same folder; one process writes it at a time.
-
-    Raises:
-        OSError: the file was not written.
+    The folder of a local file is made if missing. Text is encoded as UTF-8. The
+    temporary name of a local file is by default a hidden one in the same folder; one
+    process writes it at a time. Raises OSError if the file was not written.
     """
     content = content.encode() if isinstance(content, str) else content
     chunks = [content] if isinstance(content, bytes) else content
@@ -161,11 +154,7 @@ class AppendedFile:
         self._synced_bytes = os.fstat(self._fd).st_size
 
     def append(self, chunk: bytes) -> None:
-        """Append a chunk.
-
-        Raises:
-            OSError: it does not fit; the file is as it was before.
-        """
+        """Append a chunk, or raise OSError and leave the file as it was."""
         size = os.fstat(self._fd).st_size
         try:
             if os.write(self._fd, chunk) < len(chunk):
@@ -177,9 +166,8 @@ class AppendedFile:
     def sync(self) -> None:
         """Make all chunks survive a power failure.
 
-        Raises:
-            OSError: all chunks since the last successful `sync` are removed, because
-                they may be lost although a second fsync would succeed.
+        If it raises OSError, all chunks since the last successful `sync` are removed,
+        because they may be lost although a second fsync would succeed.
         """
         try:
             os.fsync(self._fd)
@@ -196,8 +184,7 @@ class AppendedFile:
 def list_files(folder: epath.Path) -> list[str]:
     """List all files below a remote folder, by their paths in it, in few requests.
 
-    Raises:
-        FileNotFoundError: there is none.
+    Raises FileNotFoundError if there is none.
     """
     client, root = fsspec.url_to_fs(os.fspath(folder))
     names = [name.removeprefix(f"{root}/") for name in client.find(root)]
@@ -237,10 +224,6 @@ def modified_at(folder: epath.Path) -> float:
         return folder.stat().mtime
     client, _ = fsspec.url_to_fs(os.fspath(folder))
     return client.modified(os.fspath(folder / list_files(folder)[0])).timestamp()
-
-
-def _is_permanent(error: Exception) -> bool:
-    return isinstance(error, _PERMANENT) or str(error).startswith(_PERMANENT_STATUS)
 
 
 def _reason(error: Exception) -> str:

@@ -30,10 +30,8 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     It is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of `PUBLISHED`
     (downloaded on first use), a folder with tokenizer.json, or the path of a tiktoken
     rank file (<|endoftext|> follows its last rank), whose SHA-256 in hexadecimal is
-    required.
-
-    Raises:
-        DataError: the vocabulary is missing, damaged, or cannot be downloaded.
+    required. Raises DataError if the vocabulary is missing, damaged, or cannot be
+    downloaded.
     """
     if name == BYTES:
         return tiktoken.Encoding(
@@ -77,11 +75,7 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
 
 
 def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
-    """Make a tokenizer of a rank file's content, or of what `rank_file` made.
-
-    Raises:
-        DataError: it is no rank file.
-    """
+    """Make a tokenizer of what `rank_file` returned, or raise DataError."""
     digest = hashlib.sha256(content).hexdigest()
     try:
         if content.startswith(b"{"):
@@ -117,17 +111,14 @@ def rank_file(name: str) -> bytes | None:
     """
     if name == BYTES or name in PUBLISHED:
         return None
-    if is_folder(name):
-        encoding = load_tokenizer(name)
-        pairs = sorted(
-            (rank, token) for token, rank in encoding._mergeable_ranks.items()
-        )
-        ranks = [(base64.b64encode(token).decode(), rank) for rank, token in pairs]
-        assert isinstance(encoding, FolderEncoding)
-        about = encoding.__getstate__() | {"ranks": ranks}
-        del about["mergeable_ranks"]
-        return json.dumps(about).encode()
-    return Path(name).expanduser().read_bytes()
+    if not is_folder(name):
+        return Path(name).expanduser().read_bytes()
+    encoding = load_tokenizer(name)
+    assert isinstance(encoding, FolderEncoding)
+    about = encoding.__getstate__()
+    ranks = sorted(about.pop("mergeable_ranks").items(), key=lambda item: item[1])
+    about["ranks"] = [(base64.b64encode(token).decode(), rank) for token, rank in ranks]
+    return json.dumps(about).encode()
 
 
 def is_folder(name: str) -> bool:

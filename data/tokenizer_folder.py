@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tiktoken
 
@@ -28,10 +28,8 @@ from data.tokenizer_json import COUNTED, byte_names, merges_of
 
 FILE = "tokenizer.json"
 # The exceptions that reading a malformed file may raise.
-MALFORMED = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError),
-    *(RecursionError, OverflowError),
-)
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError)
+MALFORMED += (RecursionError, OverflowError)
 # Source: tokenizers 0.23, pre_tokenizers/byte_level.rs: it is GPT-2's.
 _BYTE_LEVEL_PATTERN = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -42,9 +40,8 @@ _BYTE_OF = {character: byte for byte, character in enumerate(byte_names())}
 def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     """Load the tokenizer of a folder; <|endoftext|> is its own, or else its eos_token.
 
-    Raises:
-        DataError: there is none, it is not the one of that hash, or one of which the
-            ids would differ.
+    Raises DataError if there is none, if it is not the one of that hash, or if its ids
+    would differ.
     """
     folder = Path(name).expanduser()
     try:
@@ -78,18 +75,18 @@ def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError("it is no byte-level BPE, but of SentencePiece's kind")
     form = _form(tokenizer.get("normalizer"))
-    words = [a for a in added if not a.get("special")]
-    for word in words:
-        if any(word.get(way) for way in ("lstrip", "rstrip", "single_word")):
-            raise ValueError(f"{word['content']!r} is a token only in some places")
     special = {a["content"]: a["id"] for a in added}
+    vocabulary = [(_token(k), v) for k, v in model["vocab"].items() if k not in special]
     if END_OF_TEXT not in special:
         if end not in special:
             raise ValueError(f"no {END_OF_TEXT}, and no eos_token beside it")
         special[END_OF_TEXT] = special.pop(end)
-    words = sorted({word["content"] for word in words} & {*special})
-    added = {a["content"] for a in added}
-    vocabulary = ((_token(k), v) for k, v in model["vocab"].items() if k not in added)
+    words = []
+    for word in (a for a in added if not a.get("special")):
+        if any(word.get(way) for way in ("lstrip", "rstrip", "single_word")):
+            raise ValueError(f"{word['content']!r} is a token only in some places")
+        if word["content"] in special:
+            words.append(word["content"])
     ranks = checked_ranks(vocabulary, special)
     _check_merges(model, ranks)
     pattern = _pattern(tokenizer.get("pre_tokenizer"))
@@ -97,7 +94,7 @@ def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
     return FolderEncoding(
         name,
         form=form,
-        words=words,
+        words=sorted({*words}),
         pat_str=pattern,
         mergeable_ranks=ranks,
         special_tokens=special,
@@ -109,11 +106,12 @@ def _form(normalizer: Mapping[str, Any] | None) -> Form | None:
     steps = [normalizer] if normalizer else []
     if normalizer and normalizer.get("type") == "Sequence":
         steps = normalizer["normalizers"]
-    kinds = [step["type"] for step in steps]
-    forms = {(): None, **{(form,): form for form in get_args(Form)}}
-    if (*kinds,) not in forms:
-        raise ValueError(f"it changes text before it is cut (normalizer {normalizer})")
-    return forms[(*kinds,)]
+    match [step["type"] for step in steps]:
+        case []:
+            return None
+        case ["NFC" | "NFD" | "NFKC" | "NFKD" as form]:
+            return form
+    raise ValueError(f"it changes text before it is cut (normalizer {normalizer})")
 
 
 def _token(name: str) -> bytes:
@@ -146,21 +144,23 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
     *splits, level = steps
-    if level.get("type") != "ByteLevel" or level.get("add_prefix_space"):
-        raise ValueError(f"text is cut in another way ({pre_tokenizer})")
-    if not splits and level.get("use_regex", True):
-        return _BYTE_LEVEL_PATTERN
-    if not splits:
-        return r"(?s:.+)"
-    (split,) = splits if len(splits) == 1 else ({},)
-    pattern = (split.get("pattern") or {}).get("Regex")
-    behavior = split.get("type"), split.get("behavior"), split.get("invert")
-    if (
-        behavior != ("Split", "Isolated", False)
-        or not pattern
-        or level.get("use_regex", True)
-    ):
-        raise ValueError(f"text is cut in another way ({pre_tokenizer})")
-    if re.search(COUNTED, pattern):
-        raise ValueError("its pattern repeats a count, which tiktoken reads otherwise")
-    return pattern
+    if level.get("type") == "ByteLevel" and not level.get("add_prefix_space"):
+        match splits, level.get("use_regex", True):
+            case [], True:
+                return _BYTE_LEVEL_PATTERN
+            case [], False:
+                return r"(?s:.+)"
+            case [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": str(pattern)},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            ], False if pattern:
+                if not re.search(COUNTED, pattern):
+                    return pattern
+                raise ValueError(
+                    "its pattern repeats a count, which tiktoken reads otherwise"
+                )
+    raise ValueError(f"text is cut in another way ({pre_tokenizer})")

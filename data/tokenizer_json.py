@@ -5,8 +5,8 @@ cuts text into pieces. The file names bytes by characters, as GPT-2's does, and 
 merges, which ranks imply.
 """
 
+import itertools
 import re
-from itertools import pairwise
 from typing import Any
 
 import tiktoken
@@ -36,16 +36,9 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     added = [rank for rank in special.values() if rank > last]
     follow = added == [*range(last + 1, last + 1 + len(added))]
     inside = {t: rank for t, rank in pairs if rank < last or not follow}
-    split: list[dict[str, Any]] = []
-    if encoding.name != BYTES:
-        split = [
-            {
-                "type": "Split",
-                "pattern": {"Regex": for_oniguruma(encoding._pat_str)},
-                "behavior": "Isolated",
-                "invert": False,
-            }
-        ]
+    pattern = {"Regex": for_oniguruma(encoding._pat_str)}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
+    splits = [] if encoding.name == BYTES else [split | {"invert": False}]
     rules = encoding.rules if isinstance(encoding, FolderEncoding) else {}
     form, words = rules.get("form"), rules.get("words", ())
     by_bytes = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -67,7 +60,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
             for token, rank in special.items()
         ],
         "normalizer": form and {"type": form},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
         "post_processor": None,
         "decoder": level,
         "model": {
@@ -100,34 +93,32 @@ def tokenizer_config(length: int) -> dict[str, Any]:
 def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) -> None:
     """Check that a tokenizer.json of this content gives our ids for some texts.
 
-    Raises:
-        DataError: naming the first place where ids differ.
-        ImportError: if `tokenizers` is not installed.
+    Raises DataError that names the first place where ids differ, and ImportError if
+    `tokenizers` is not installed.
     """
     import tokenizers
+
+    def refused(reason: str) -> DataError:
+        return DataError(
+            f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
+            f"{reason}. Leave it out with tokenizer=false"
+        )
 
     theirs = tokenizers.Tokenizer.from_str(content)
     for token, rank in encoding._special_tokens.items():
         if (their_id := theirs.token_to_id(token)) not in (None, rank):
-            raise DataError(
-                f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
-                f"{token} would be {their_id} instead of {rank}. Leave it out with "
-                f"tokenizer=false"
-            )
+            raise refused(f"{token} would be {their_id} instead of {rank}")
     # Only ours is cut where it is long: across a cut, ids may differ and be right.
     for piece in (piece for text in texts for piece in short_pieces(text)):
-        ours, ids = (
-            encode(encoding, piece.encode()).tolist(),
-            theirs.encode(piece, add_special_tokens=False).ids,
-        )
+        ours = encode(encoding, piece.encode()).tolist()
+        ids = theirs.encode(piece, add_special_tokens=False).ids
         if ours != ids:
-            pairs = enumerate(zip(ours, ids, strict=False))
-            first = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(ids)))
+            pairs = zip(ours, ids, strict=False)
+            first = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
             near = encoding.decode_bytes(ours[max(0, first - 3) : first + 5])
-            raise DataError(
-                f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
+            raise refused(
                 f"that gives other ids near {near!r}, {ids[first : first + 5]} instead "
-                f"of {ours[first : first + 5]}. Leave it out with tokenizer=false"
+                f"of {ours[first : first + 5]}"
             )
 
 
@@ -137,7 +128,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
-            pairs = [a + b for a, b in pairwise(parts)]
+            pairs = [a + b for a, b in itertools.pairwise(parts)]
             best = min(pairs, key=lambda pair: ranks.get(pair, rank))
             if ranks.get(best, rank) >= rank:
                 break  # only a piece as a whole is this token

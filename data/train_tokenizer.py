@@ -15,7 +15,7 @@ from annotated_types import Ge, Le
 from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
-from data.config import ByteCount
+from data.config import ByteCount, Pattern, TextField
 from data.encoding import encode
 from data.errors import DataError
 from data.storage import created_atomically
@@ -37,10 +37,8 @@ class TrainTokenizerConfig:
         str | None, Doc("A file, folder, glob or URL, as for data.prepare.")
     ] = None
     output: Annotated[str | None, Doc("The rank file to write.")] = None
-    pattern: Annotated[str, Doc("Which files of a folder are read.")] = "**/*"
-    text_field: Annotated[str, Doc("The field of a record that holds its text.")] = (
-        "text"
-    )
+    pattern: Pattern = "**/*"
+    text_field: TextField = "text"
     vocab_size: Annotated[
         int,
         Ge(NUM_BYTES + 1),
@@ -67,7 +65,7 @@ def train_tokenizer_mistakes(config: TrainTokenizerConfig) -> list[Mistake]:
     if not config.output:
         rule = "must name the rank file to write, say output=mine.tiktoken"
         mistakes.append(Mistake("output", config.output, rule))
-    if config.input and config.output:
+    elif config.input:
         source = Path(config.input).expanduser().resolve()
         if Path(config.output).expanduser().resolve().is_relative_to(source):
             rule = f"must lie outside of input={config.input}, which is read as text"
@@ -80,17 +78,28 @@ def main(config: TrainTokenizerConfig) -> int:
     assert config.input is not None
     assert config.output is not None
     output = Path(config.output).expanduser().absolute()
-    if not os.access(output.parent, os.W_OK):  # known before an hour's work, not after
+    # Both are known before an hour's work, not after.
+    if not os.access(output.parent, os.W_OK):
         raise DataError(
             f"output={output}: {output.parent} is no folder that can be written to. "
             f"Create it, or name another"
+        )
+    if output.exists():
+        raise DataError(
+            f"output={output}: is there already. Remove it, or name another"
         )
     _log.info("learning %d tokens from %s", config.vocab_size, config.input)
     sample: list[str] = []
     reading = Reading(config.text_field, keep_invalid_utf8=True)
     texts = texts_of(config.input, config.max_bytes, reading, config.pattern)
     content = train(hold_out(texts, sample), config.vocab_size)
-    write(output, content)
+    try:
+        with created_atomically(output) as partial:
+            partial.write_bytes(content)
+    except OSError as error:
+        raise DataError(
+            f"output={output}: cannot be written ({error}). Make room, or name another"
+        ) from error
     sha256 = hashlib.sha256(content).hexdigest()
     encoding = load_tokenizer(str(output), sha256)
     if text := "".join(sample).encode():
@@ -106,29 +115,6 @@ def main(config: TrainTokenizerConfig) -> int:
     prepare_settings = [setting.removeprefix("data.") for setting in settings]
     _log.info("for data.prepare: %s", shlex.join(prepare_settings))
     return 0
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; one that holds the same already stays.
-
-    Raises:
-        DataError: it holds something else, or cannot be written.
-    """
-    try:
-        if path.exists():
-            if path.read_bytes() != content:
-                raise DataError(
-                    f"output={path}: is there already, and is another one than this "
-                    f"text and vocab_size give. Remove it, or name another output"
-                )
-            _log.info("%s is there already, and is the same", path)
-            return
-        with created_atomically(path) as partial:
-            partial.write_bytes(content)
-    except OSError as error:
-        raise DataError(
-            f"output={path}: cannot be written ({error}). Make room, or name another"
-        ) from error
 
 
 if __name__ == "__main__":

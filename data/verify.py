@@ -1,10 +1,8 @@
 """`python -m data.verify store=...`: read a whole store, and name what is damaged."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from typing_extensions import Doc
-
+from data.config import StorePath
 from train.cli.command import run_command
 from train.errors import WRONG_DATA, Mistake
 
@@ -13,7 +11,7 @@ from train.errors import WRONG_DATA, Mistake
 class VerifyConfig:
     """Keys of `python -m data.verify`."""
 
-    store: Annotated[str | None, Doc("The folder or URL of a token store.")] = None
+    store: StorePath = None
 
 
 def main(config: VerifyConfig) -> int:

@@ -16,7 +16,7 @@ import os
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,14 +27,13 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.storage import is_remote
 from data.text.documents import read_documents
-from data.text.files import File, Format, Split, Unit, cut, units_of, unreadable
-from data.text.records import Bad, Reading
+from data.text.files import File, Format, Split, Unit, cut, hash_fraction, units_of
+from data.text.records import Bad, Reading, Record
 from data.text.streams import align, text_size
 
 log = logging.getLogger(__name__)
 
-_NOT_LIBRARY = {"site-packages", "dist-packages"}
-_NOT_LIBRARY |= {"test", "tests", "idle_test", "__pycache__"}
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Corpus:
     files: tuple[File, ...]
     validation: float  # the part that is held out
     left_out: tuple[File, ...] = ()  # files that are not text
-    key_prefix: str = ""  # of the config keys that messages name: "data." in training
 
     def identity(self) -> str:
         """Hash the division, and path, size and version of every file."""
@@ -55,8 +53,7 @@ class Corpus:
     def units(self) -> list[Unit]:
         """Cut the files into what is read independently, in order.
 
-        Raises:
-            DataError: a split of a single text would be empty.
+        Raises DataError if a split of a single text would be empty.
         """
         if any(file.format is not Format.text for file in self.files):
             return [unit for file in self.files for unit in units_of(file)]
@@ -69,39 +66,30 @@ class Corpus:
                 f"need some of their own. Name it once"
             )
         held_out = held_out_ids(names, self.validation) if self.validation else set()
-        return [
-            unit
-            for file in self.files
-            for unit in units_of(
-                file, "validation" if file.name in held_out else "train"
-            )
-        ]
+        units: list[Unit] = []
+        for file in self.files:
+            split = "validation" if file.name in held_out else "train"
+            units += units_of(file, split)
+        return units
 
     def without_bad_files(self, beat: Callable[[], object]) -> "Corpus":
         """Leave out the text files that cannot be read as text from end to end.
 
-        `beat` is called while they are read.
-
-        Raises:
-            DataError: no file is left.
+        `beat` is called while they are read. Raises DataError if no file is left.
         """
-
-        def progress(_: int) -> None:
-            beat()
-
-        def is_bad(file: File) -> bool:
-            records = read_documents(Unit(file), Reading(), progress)
-            return any(isinstance(record, Bad) for record in records)
-
-        texts = [file for file in self.files if file.format is Format.text]
-        bad = {file: None for file in texts if is_bad(file)}  # a set in order
-        if len(bad) == len(self.files):
+        good, bad = [], []
+        for file in self.files:
+            records: Iterable[Record | Bad] = ()
+            if file.format is Format.text:
+                records = read_documents(Unit(file), Reading(), lambda _: beat())
+            is_bad = any(isinstance(record, Bad) for record in records)
+            (bad if is_bad else good).append(file)
+        if not good:
             raise DataError(
                 f"{self.root}: none of its {len(bad)} files is text in UTF-8, so that "
-                f"{self.key_prefix}on_error=skip leaves nothing. Name other files"
+                f"data.on_error=skip leaves nothing. Name other files"
             )
-        files = tuple(file for file in self.files if file not in bad)
-        return replace(self, files=files, left_out=(*bad,))
+        return replace(self, files=tuple(good), left_out=tuple(bad))
 
     def _single_text(self) -> list[Unit]:
         (file,) = self.files
@@ -110,45 +98,41 @@ class Corpus:
         parts: list[tuple[int, int, Split]] = [(0, middle, "train")]
         if self.validation:
             parts.append((middle, size, "validation"))
+        units: list[Unit] = []
         for low, high, split in parts:
             if low == high:
                 raise DataError(
                     f"{file.path}: no byte is left for {split}, and both splits need "
-                    f"text. Use a longer file, or change "
-                    f"{self.key_prefix}validation={self.validation}"
+                    f"text. Use a longer file, or change validation="
+                    f"{self.validation} (data.validation in training)"
                 )
-        if file.compression:  # read from its start either way
-            return [
-                Unit(file, a, stop=b, low=a, high=b, split=split, marks_end=False)
-                for a, b, split in parts
-            ]
-        return [unit for a, b, split in parts for unit in cut(file, a, b, split, False)]
+            if file.compression:  # read from its start either way
+                units.append(Unit(file, low, high, low, high, split, marks_end=False))
+            else:
+                units += cut(file, low, high, split, marks_end=False)
+        return units
 
 
 def find_corpus(config: DataConfig) -> Corpus:
     """Find the documents that a training config names, without reading them.
 
-    Raises:
-        DataError: the path is missing, or holds no file.
+    Raises DataError if the path is missing, or holds no file.
     """
     if config.source is Source.python:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        try:
-            files = _library_files(root)
-        except OSError as error:
-            raise unreadable(root, error) from error
+        root = sysconfig.get_paths()["stdlib"]
+        files = _library_files(Path(root))
         if len(files) < 2:
             raise DataError(
                 f"{root}: Python's standard library is not there as source code. Name "
                 f"text of your own with data=text data.path=..."
             )
-        return Corpus(str(root), tuple(files), config.validation, key_prefix="data.")
-    path = config.path or ""
-    files = find_files([path], config.pattern, key_prefix="data.")
-    return Corpus(path, tuple(files), config.validation, key_prefix="data.")
+    else:
+        root = config.path or ""
+        files = find_files([root], config.pattern)
+    return Corpus(root, tuple(files), config.validation)
 
 
-def find_files(inputs: Sequence[str], pattern: str, key_prefix: str = "") -> list[File]:
+def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     """Find files, in the order of their names.
 
     Of several inputs, a name begins with the last part of its input's, and where that
@@ -158,10 +142,8 @@ def find_files(inputs: Sequence[str], pattern: str, key_prefix: str = "") -> lis
         inputs: files, folders and globs; local, or URLs that fsspec knows.
         pattern: which files of a folder. Hidden ones do not count; and where some hold
             records (.jsonl, .parquet, .arrow), only those do.
-        key_prefix: as in `Corpus`.
 
-    Raises:
-        DataError: one of the inputs is missing, holds nothing or cannot be reached.
+    Raises DataError if an input is missing, holds nothing or cannot be reached.
     """
     files_by_folder: list[tuple[list[str], File]] = []
     for entry in inputs:
@@ -179,8 +161,8 @@ def find_files(inputs: Sequence[str], pattern: str, key_prefix: str = "") -> lis
             ) from error
         if not files:
             raise DataError(
-                f"{entry}: 0 files match {key_prefix}pattern={pattern} (hidden ones do "
-                f"not count). Add files, widen the pattern, or name a single file"
+                f"{entry}: 0 files match the pattern {pattern} (hidden ones do not "
+                f"count). Add files, widen the pattern, or name a single file"
             )
         prefix = PurePosixPath(entry.rstrip("/")).name
         if len(inputs) > 1 and [file.name for file in files] != [prefix]:
@@ -208,19 +190,19 @@ def _told_apart(files_by_folder: list[tuple[list[str], File]]) -> list[File]:
     same_name = defaultdict[str, list[tuple[list[str], File]]](list)
     for folders, file in files_by_folder:
         same_name[file.name].append((folders, file))
-    counts = {
-        n: len({file.path for _, file in group}) for n, group in same_name.items()
-    }
+    counts = {n: len({f.path for _, f in group}) for n, group in same_name.items()}
     used_names = {name for name, count in counts.items() if count == 1}
+    told_apart = [file for name in used_names for _, file in same_name[name]]
     for name in sorted(same_name.keys() - used_names):
-        for depth in range(1, 2 + max(len(folders) for folders, _ in same_name[name])):
-            longer = ["/".join([*f[-depth:], name]) for f, _ in same_name[name]]
+        group = same_name[name]
+        for depth in range(1, 2 + max(len(folders) for folders, _ in group)):
+            longer = ["/".join([*folders[-depth:], name]) for folders, _ in group]
             if len({*longer}) == counts[name] and not used_names & {*longer}:
                 break
         used_names |= {*longer}
-        group = zip(same_name[name], longer, strict=True)
-        same_name[name] = [(f, replace(file, name=new)) for (f, file), new in group]
-    return [file for group in same_name.values() for _, file in group]
+        pairs = zip(group, longer, strict=True)
+        told_apart += [replace(file, name=new) for (_, file), new in pairs]
+    return told_apart
 
 
 def held_out_ids(ids: set[str], fraction: float) -> set[str]:
@@ -229,12 +211,8 @@ def held_out_ids(ids: set[str], fraction: float) -> set[str]:
     The lowest hash is always held out and the highest never, so that neither split
     is empty. `ids` holds at least two.
     """
-    hashes = {
-        name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
-        for name in sorted(ids)
-    }
-    first, *_, last = sorted(hashes, key=hashes.__getitem__)
-    return ({name for name in ids if hashes[name] < fraction} | {first}) - {last}
+    first, *others, _ = sorted(sorted(ids), key=hash_fraction)
+    return {first} | {name for name in others if hash_fraction(name) < fraction}
 
 
 def _find(entry: str, pattern: str) -> list[File]:
@@ -262,13 +240,9 @@ def _find(entry: str, pattern: str) -> list[File]:
             files.append(_file_of(system, info, name))
     texts = [file.name for file in files if file.format is Format.text]
     if texts and len(texts) < len(files):
-        log.warning(
-            "%s: %d files that hold no records are left out, such as %s; to encode "
-            "them too, name them as another input",
-            entry,
-            len(texts),
-            texts[0],
-        )
+        message = "%s: %d files that hold no records are left out, such as %s; to "
+        message += "encode them too, name them as another input"
+        log.warning(message, entry, len(texts), texts[0])
         return [file for file in files if file.format is not Format.text]
     return files
 

@@ -17,12 +17,11 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_documents(
-    unit: Unit, reading: Reading, progress: Callable[[int], None] = lambda _: None
+    unit: Unit, reading: Reading, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Record | Bad]:
     """Read the documents of a unit; `progress` gets the bytes of the file, as read.
 
-    Raises:
-        DataError: the file cannot be opened, or a library that it needs is missing.
+    Raises DataError if the file cannot be opened, or a library is missing.
     """
     readers = {Format.text: _text, Format.lines: _lines}
     reader = readers.get(unit.file.format, table_rows)

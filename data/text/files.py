@@ -6,7 +6,8 @@ document. Text and lines may be compressed (.gz, .zst). A plain file is cut into
 of 4 MiB that are read independently; where they are cut follows from the file alone.
 """
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Literal
@@ -78,6 +79,11 @@ class Unit:
         return self.file.size if self.stop is None else self.stop - self.start
 
 
+def hash_fraction(document: str) -> float:
+    """Map a document's id to [0, 1) by a hash, which decides its split."""
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8]) / 2**64
+
+
 def units_of(file: File, split: Split | None = None) -> list[Unit]:
     """Cut a file into the units that are read independently of each other."""
     if file.compression or file.format in (Format.parquet, Format.arrow):
@@ -86,26 +92,12 @@ def units_of(file: File, split: Split | None = None) -> list[Unit]:
 
 
 def cut(
-    file: File,
-    low: int,
-    high: int,
-    split: Split | None = None,
-    marks_end: bool = True,
+    file: File, low: int, high: int, split: Split | None = None, marks_end: bool = True
 ) -> list[Unit]:
     """Cut bytes [low, high) of a plain file into units."""
+    whole = Unit(file, low, high, low, high, split, marks_end)
     starts = range(low, max(high, low + 1), UNIT_BYTES)
-    return [
-        Unit(
-            file,
-            start,
-            stop=min(start + UNIT_BYTES, high),
-            low=low,
-            high=high,
-            split=split,
-            marks_end=marks_end,
-        )
-        for start in starts
-    ]
+    return [replace(whole, start=s, stop=min(s + UNIT_BYTES, high)) for s in starts]
 
 
 def unreadable(path: object, error: Exception) -> DataError:

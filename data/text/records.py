@@ -42,17 +42,15 @@ def document(
     try:
         encoded = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:
-        return Bad(
-            file, location, f"{reading.text_field!r} holds half a surrogate pair"
-        )
+        reason = f"{reading.text_field!r} holds half a surrogate pair"
+        return Bad(file, location, reason)
     if not_utf8(encoded) is not None:
         return Bad(file, location, "not UTF-8")
     if len(encoded) > reading.max_record_bytes:
         return Bad(file, location, too_long(len(encoded), reading.max_record_bytes))
     if isinstance(name, dict | list):
-        return Bad(
-            file, location, f"{reading.id_field!r} is no id but {type(name).__name__}"
-        )
+        kind = type(name).__name__
+        return Bad(file, location, f"{reading.id_field!r} is no id but {kind}")
     document_name = f"{file.name}:{location}" if name is None else str(name)
     return Record(document_name.encode(errors="replace").decode(), encoded)
 

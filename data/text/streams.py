@@ -7,6 +7,7 @@ what was wrong. That storage fails is a DataError, never damage.
 import contextlib
 import functools
 import io
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -21,12 +22,11 @@ CUT_WINDOW = 2**16
 
 @contextlib.contextmanager
 def open_stream(
-    file: File, progress: Callable[[int], None] = lambda _: None
+    file: File, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator["Stream"]:
     """Open a file; `progress` gets the number of its bytes as they are read.
 
-    Raises:
-        DataError: it cannot be opened or read.
+    Raises DataError if it cannot be opened or read.
     """
     try:
         with fsspec.open(file.path, "rb") as raw:
@@ -46,14 +46,13 @@ def text_size(file: File) -> int:
 
 def align(file: File, offset: int) -> int:
     """Move a place in a text back to the first byte of a character."""
-    back = min(offset, 3)
+    first = max(0, offset - 3)
     with open_stream(file) as stream:
-        stream.seek(offset - back)
-        around = stream.take(back + 1)
-    extra = 0
-    while extra < back and around[back:] and _continues(around[back - extra]):
-        extra += 1
-    return offset - extra
+        stream.seek(first)
+        around = stream.take(offset - first + 1)
+    while first < offset < first + len(around) and _continues(around[offset - first]):
+        offset -= 1
+    return offset
 
 
 def line_number(file: File, offset: int) -> int:
@@ -69,7 +68,7 @@ def line_number(file: File, offset: int) -> int:
 class _Counted(io.RawIOBase):
     """Reads through, and reports how much. That storage fails is no damage."""
 
-    def __init__(self, file: Any, path: str, progress: Callable[[int], None]):
+    def __init__(self, file: Any, path: str, progress: Callable[[int], object]):
         self._file, self._path, self._progress = file, path, progress
         self.seek, self.tell = file.seek, file.tell
 
@@ -143,7 +142,6 @@ class Stream:
     """A file, decompressed. `file` is read directly, or by these methods."""
 
     def __init__(self, raw: BinaryIO, compression: str | None):
-        """Read through a compression."""
         self.file: Any = raw
         self._unpacked = _Decompressed(raw, compression) if compression else None
         if self._unpacked is not None:
@@ -179,13 +177,9 @@ class Stream:
 
 def cut_point(window: bytes) -> int:
     """Return by how many bytes a cut moves: to after a line, or else a character."""
-    newline = window.find(b"\n")
-    if newline >= 0:
-        return newline + 1
-    extra = 0
-    while extra < min(3, len(window)) and _continues(window[extra]):
-        extra += 1
-    return extra
+    if newline := window.find(b"\n") + 1:
+        return newline
+    return len([*itertools.takewhile(_continues, window[:3])])
 
 
 def _continues(byte: int) -> bool:

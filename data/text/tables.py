@@ -17,8 +17,10 @@ def table_rows(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record 
     columns = [name for name in (reading.text_field, reading.id_field) if name]
     row = 0
     try:
-        parquet = unit.file.format is Format.parquet
-        names, batches = (_parquet if parquet else _arrow)(stream.file, columns)
+        if unit.file.format is Format.parquet:
+            names, batches = _parquet(stream.file, columns)
+        else:
+            names, batches = _arrow(stream.file)
         if absent := [name for name in columns if name not in names]:
             yield Bad(unit.file, "row 0", f"no column {absent[0]!r}")
             return
@@ -40,7 +42,7 @@ def _parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
     return table.schema_arrow.names, batches
 
 
-def _arrow(file: Any, _: list[str]) -> tuple[list[str], Iterator[Any]]:
+def _arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
     import pyarrow as pa
 
     if file.peek(6)[:6] != b"ARROW1":

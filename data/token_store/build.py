@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import tiktoken
 
@@ -46,43 +45,32 @@ def prepare_store(config: PrepareConfig) -> Store:
     that a killed preparation is continued by the same command. The store's bytes
     follow from the input's and the config alone.
 
-    Raises:
-        DataError: the input cannot be read or is bad, or the output cannot be written,
-            belongs to something else, or is being prepared by another process.
+    Raises DataError if the input cannot be read or is bad, or the output cannot be
+    written, belongs to something else, or is being prepared by another process.
     """
     assert config.output, "checked by the command"
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     reading = Reading(
-        config.text_field,
-        config.id_field,
-        config.keep_invalid_utf8,
-        config.max_record_bytes,
+        text_field=config.text_field,
+        id_field=config.id_field,
+        keep_invalid_utf8=config.keep_invalid_utf8,
+        max_record_bytes=config.max_record_bytes,
     )
-    settings = encoding_settings(config, reading, config.on_error is OnError.skip)
+    settings = encoding_settings(config, reading)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
-    storage, workers = KeyValueStore(config.output), config.workers or usable_cores()
+    storage = KeyValueStore(config.output)
     with _locked(_work_folder(config, storage)) as work:
         if is_there := storage.has(MANIFEST):
             _log.info("%s: is there already", storage)
         else:
             names = set(storage.names())
             if names and _MARK not in names:
-                raise DataError(
-                    f"{storage}: is not empty, and is no token store. Name another "
-                    f"output"
-                )
+                raise DataError(f"{storage}: is no token store. Name another output")
             storage.write(_MARK, b"")
             for name in names - {_MARK}:
                 storage.write(name, None)
-            build_store(
-                storage,
-                corpus,
-                settings=settings,
-                encoding=encoding,
-                parts=work,
-                workers=workers,
-            )
+            build_store(storage, corpus, settings, encoding, work, config.workers)
         storage.write(_MARK, None)
         store = open_store(storage.location, encoding)
         if is_there and store.manifest["made_of"] != made_of(corpus, settings):
@@ -101,16 +89,15 @@ def build_store(
     settings: EncodingSettings,
     encoding: tiktoken.Encoding,
     parts: Path,
-    workers: int,
+    workers: int | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> None:
     """Encode a corpus into an empty folder; its manifest, written last, commits it.
 
-    Encoded parts wait in `parts`, where what an earlier attempt left is used. `beat` is
-    called for each that is encoded, and for each that is put into the store.
-
-    Raises:
-        DataError: text or storage fail, or a split would be empty.
+    Encoded parts wait in `parts`, where what an earlier attempt left is used. By
+    default there is one worker for each core. `beat` is
+    called for each that is encoded, and for each that is put into the store. Raises
+    DataError if text or storage fail, or a split would be empty.
     """
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
@@ -119,17 +106,11 @@ def build_store(
             meter.show(size, tokens)
             beat()
 
-        encode_tasks(
-            tasks,
-            parts,
-            settings=settings,
-            encoding=encoding,
-            workers=workers,
-            report=show,
-        )
-    source: dict[str, Any] = {"path": corpus.root, "validation": corpus.validation}
-    if corpus.left_out:
-        source["left_out"] = {file.path: file.size for file in corpus.left_out}
+        workers = workers or usable_cores()
+        encode_tasks(tasks, parts, settings, encoding, workers, report=show)
+    left_out = {file.path: file.size for file in corpus.left_out}
+    source = {"path": corpus.root, "validation": corpus.validation}
+    source |= {"left_out": left_out} if left_out else {}
     about = {
         "tokenizer": settings.tokenizer,
         "tokenizer_sha256": settings.tokenizer_sha256,
@@ -157,16 +138,15 @@ def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
 
 
 def encoding_settings(
-    config: DataConfig | PrepareConfig, reading: Reading, skip_bad: bool
+    config: DataConfig | PrepareConfig, reading: Reading
 ) -> EncodingSettings:
     """Return what decides the tokens of a text."""
-    sha256 = config.tokenizer_sha256 or digest_of(config.tokenizer)
     return EncodingSettings(
         config.tokenizer,
-        sha256,
+        config.tokenizer_sha256 or digest_of(config.tokenizer),
         reading=reading,
         validation=config.validation,
-        skip_bad=skip_bad,
+        skip_bad=config.on_error is OnError.skip,
     )
 
 
@@ -182,8 +162,7 @@ def _segments(
             if bad and not skip_bad:  # an earlier attempt did
                 file, location, reason = bad[0]
                 raise DataError(
-                    f"{file}, {location}: {reason}. Repair it, or set "
-                    f"{corpus.key_prefix}on_error=skip"
+                    f"{file}, {location}: {reason}. Repair it, or set on_error=skip"
                 )
             num_bad += len(bad)
             documents.update({s: len(segment.splits[s].ends) for s in SPLITS})
@@ -192,9 +171,9 @@ def _segments(
         if not documents[split]:
             raise DataError(
                 f"{corpus.root}: of {documents.total()} documents none falls to "
-                f"{split} with {corpus.key_prefix}validation={corpus.validation} "
-                f"({num_bad} bad records were skipped). Give more text or another part"
-                + ("" if corpus.key_prefix else "; validation=0 holds nothing out")
+                f"{split} with validation={corpus.validation} ({num_bad} bad records "
+                f"were skipped). Give more text or another part (data.validation in "
+                f"training; data.prepare holds nothing out with validation=0)"
             )
 
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data.config import DataConfig, OnError, Source
+from data.config import DataConfig, Source
 from data.encoding import fingerprint
 from data.key_value_store import KeyValueStore
-from data.machine import cache_folder, usable_cores
+from data.machine import cache_folder
 from data.storage import created_atomically
 from data.text.corpus import find_corpus
 from data.text.records import Reading
@@ -34,20 +34,14 @@ def cached_store(
 
     The folder's name contains a hash of the inputs, so a changed source makes another
     store. The store is built in a temporary folder, which is then renamed: any number
-    of processes may build it at once, and a process that dies leaves no store.
-
-    Args:
-        config: the data section of the config.
-        beat: a function that is called for each encoded piece of text.
-
-    Raises:
-        DataError: the text or the tokenizer is missing, or the store is damaged.
+    of processes may build it at once, and a process that dies leaves no store. `beat`
+    is called for each encoded piece of text. Raises DataError if the text or the
+    tokenizer is missing, or the store is damaged.
     """
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
-    skip_bad = config.on_error is OnError.skip
     reading = Reading(keep_invalid_utf8=config.source is Source.python)
-    settings = encoding_settings(config, reading, skip_bad)
+    settings = encoding_settings(config, reading)
     identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
     if config.source is Source.text:
         identity += f" UTF-8, {config.on_error}"
@@ -59,19 +53,13 @@ def cached_store(
         _log.info("preparing %s from %s", path, corpus.root)
         started = time.monotonic()
         _remove_abandoned(path)
-        if skip_bad and config.source is Source.text:
+        if settings.skip_bad and config.source is Source.text:
             corpus = corpus.without_bad_files(beat)
         with created_atomically(path) as building:
             parts = building / "parts"
             make_folder(parts, path.parent, "data.cache_dir")
             build_store(
-                KeyValueStore(building),
-                corpus,
-                settings=settings,
-                encoding=encoding,
-                parts=parts,
-                workers=usable_cores(),
-                beat=beat,
+                KeyValueStore(building), corpus, settings, encoding, parts, beat=beat
             )
             shutil.rmtree(parts)
         _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
@@ -82,20 +70,14 @@ def cached_store(
 
 def _warn_of_skipped(store: Store) -> None:
     """Say at each start what `data.on_error=skip` has left out."""
-    manifest = store.manifest
-    if left_out := manifest["source"].get("left_out"):
-        _log.warning(
-            "data.on_error=skip left out %d files that are not text, %d bytes in all: "
-            "%s",
-            len(left_out),
-            sum(left_out.values()),
-            ", ".join([*left_out][:5]) + ", ..." * (len(left_out) > 5),
-        )
-    if count := manifest["skipped_records"]:
-        skipped_file = f"{store.path}/{SKIPPED}"
-        _log.warning(
-            "data.on_error=skip left out %d bad records: %s", count, skipped_file
-        )
+    if left_out := store.manifest["source"].get("left_out"):
+        files, size = [*left_out], sum(left_out.values())
+        named = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
+        message = "left out %d files that are not text, %d bytes in all: %s"
+        _log.warning(f"data.on_error=skip {message}", len(files), size, named)
+    if count := store.manifest["skipped_records"]:
+        message = "data.on_error=skip left out %d bad records: %s/%s"
+        _log.warning(message, count, store.path, SKIPPED)
 
 
 def cache_dir(config: DataConfig) -> Path:

@@ -1,8 +1,7 @@
 """Encode the units of an input into parts, in any number of processes.
 
 A part is a function of its task alone, and appears whole or not at all. So tasks may
-run in any order, in any number of processes, and be killed: what is there need not be
-done again.
+run in any order and be killed: what is there need not be done again.
 """
 
 import hashlib
@@ -81,18 +80,17 @@ def encode_tasks(
 
     With one worker, or one task left, all is done in this process. `report` gets now
     and then the bytes of the files that are done, and the tokens encoded just now.
-
-    Raises:
-        DataError: a file cannot be read; or, unless bad records are skipped, the
-            first one met, by file and line.
+    Raises DataError if a file cannot be read, or for the first bad record, by file and
+    line, unless they are skipped.
     """
-    pending = [
-        task for task in tasks if not encoded_part_path(folder, task, settings).exists()
-    ]
-    if len(pending) < len(tasks):
-        num_done = len(tasks) - len(pending)
+    pending, done = [], 0
+    for task in tasks:
+        if encoded_part_path(folder, task, settings).exists():
+            done += task.size
+        else:
+            pending.append(task)
+    if num_done := len(tasks) - len(pending):
         log.info("%d of %d parts were encoded before", num_done, len(tasks))
-    done = sum(task.size for task in tasks) - sum(task.size for task in pending)
     context = multiprocessing.get_context("spawn")
     counts = context.Value("q", 0), context.Value("q", 0)
     if workers == 1 or len(pending) <= 1:
@@ -140,7 +138,6 @@ class _Encoder:
         self._num_bytes, self._num_tokens = counts
 
     def encode(self, task: Task) -> None:
-        """Make a task's part."""
         path = encoded_part_path(self._folder, task, self._settings)
         segment = SegmentBuilder(self._encoding, self._settings.validation)
         try:
@@ -157,28 +154,25 @@ class _Encoder:
 
     def _add(self, unit: Unit, segment: SegmentBuilder, file: BinaryIO) -> None:
         """Add a unit's records to a segment, which is written whenever it is full."""
-        num_read, is_text = 0, unit.file.format is Format.text
+        is_text = unit.file.format is Format.text
         complete = not is_text or unit.start == unit.low
+        # A unit's ends lie elsewhere than its records', but the sum is the files'.
+        expected = unit.num_bytes
 
         def progress(num_bytes: int) -> None:
-            nonlocal num_read
-            num_read += num_bytes
+            nonlocal expected
+            expected -= num_bytes
             _add_to(self._num_bytes, num_bytes)
 
         for record in read_documents(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
-                field = "" if is_text else ", or read another field (text_field=...)"
-                raise DataError(
-                    f"{_complaint(record)}. Repair it, or leave it out with "
-                    f"on_error=skip (in training: data.on_error=skip){field}"
-                )
+                raise _bad_record(record)
             _add_to(self._num_tokens, segment.add(record, unit, complete))
             if is_text and isinstance(record, Record) and record.text:
                 complete = False
             if segment.size >= _SEGMENT_BYTES:
                 segment.write(file)
-        # A unit's ends lie elsewhere than its records', but the sum is the files'.
-        _add_to(self._num_bytes, unit.num_bytes - num_read)
+        progress(expected)
 
 
 def _add_to(count: Synchronized, more: int) -> None:
@@ -213,10 +207,15 @@ def _work(task: Task) -> None:
     _encoder.encode(task)
 
 
-def _complaint(bad: Bad) -> str:
-    """Describe a bad record, by file and line."""
+def _bad_record(bad: Bad) -> DataError:
+    """Return the error of a record that may not be skipped, by file and line."""
     unit, _, number = bad.place.partition(" ")
+    place, field = bad.place, ", or read another field (text_field=...)"
     if unit == "byte":
-        line = line_number(bad.file, int(number))
-        return f"{bad.file.path}, line {line} ({bad.place}): {bad.reason}"
-    return f"{bad.file.path}, {bad.place}: {bad.reason}"
+        place = f"line {line_number(bad.file, int(number))} ({place})"
+    if bad.file.format is Format.text:
+        field = ""
+    return DataError(
+        f"{bad.file.path}, {place}: {bad.reason}. Repair it, or leave it out with "
+        f"on_error=skip (data.on_error in training){field}"
+    )

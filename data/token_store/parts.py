@@ -5,7 +5,6 @@ places among them where documents end, and those documents' ids; then what was s
 It appears whole or not at all. What is in it follows from its input and the settings.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import tiktoken
 
 from data.encoding import encode
-from data.text.files import SPLITS, Split, Unit
+from data.text.files import SPLITS, Split, Unit, hash_fraction
 from data.text.records import Bad, Reading, Record
 
 
@@ -70,8 +69,7 @@ class SegmentBuilder:
         `complete`: nothing of its document came before it.
         """
         if isinstance(record, Bad):
-            bad = [record.file.path, record.place, record.reason]
-            self._notes["bad"].append(bad)
+            self._notes["bad"].append([record.file.path, record.place, record.reason])
             return 0
         if complete and record.ends and not record.text:
             self._notes["empty"] += 1
@@ -93,11 +91,11 @@ class SegmentBuilder:
         """Append the segment to a part, and begin another."""
         for split in SPLITS:
             ids = self._ids[split]
-            _save(file, np.concatenate(self._tokens[split]))
-            _save(file, np.array(self._ends[split], np.int64))
-            _save(file, np.frombuffer(b"".join(ids), np.uint8))
-            _save(file, np.cumsum([len(name) for name in ids], dtype=np.int64))
-        _save(file, np.frombuffer(json.dumps(self._notes).encode(), np.uint8))
+            np.save(file, np.concatenate(self._tokens[split]))
+            np.save(file, np.array(self._ends[split], np.int64))
+            np.save(file, np.frombuffer(b"".join(ids), np.uint8))
+            np.save(file, np.cumsum([len(name) for name in ids], dtype=np.int64))
+        np.save(file, np.frombuffer(json.dumps(self._notes).encode(), np.uint8))
         self._clear()
 
 
@@ -106,28 +104,18 @@ def read_part(path: Path) -> Iterator[Segment]:
     with path.open("rb") as file:
         size = path.stat().st_size
         while file.tell() < size:
-            splits: dict[Split, SegmentSplit] = {}
-            for split in SPLITS:
-                fields = (_load(file) for _ in SegmentSplit._fields)
-                splits[split] = SegmentSplit(*fields)
-            yield Segment(splits, json.loads(_load(file).tobytes()))
+            splits: dict[Split, SegmentSplit] = {
+                split: SegmentSplit(*(np.load(file) for _ in SegmentSplit._fields))
+                for split in SPLITS
+            }
+            yield Segment(splits, json.loads(np.load(file).tobytes()))
 
 
 def split_of(document: str, validation: float) -> Split:
     """Choose a document's split by a hash of its id, wherever it comes from."""
-    digest = hashlib.sha256(document.encode()).digest()
-    held_out = int.from_bytes(digest[:8]) / 2**64 < validation
-    return "validation" if held_out else "train"
+    return "validation" if hash_fraction(document) < validation else "train"
 
 
 def token_dtype(encoding: tiktoken.Encoding) -> np.dtype:
     """Return the least dtype that holds every id: uint16 or uint32, little-endian."""
     return np.dtype("<u2" if encoding.n_vocab <= 2**16 else "<u4")
-
-
-def _save(file: BinaryIO, array: np.ndarray) -> None:
-    np.lib.format.write_array(file, array, allow_pickle=False)
-
-
-def _load(file: BinaryIO) -> np.ndarray:
-    return np.lib.format.read_array(file, allow_pickle=False)

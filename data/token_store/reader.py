@@ -1,12 +1,11 @@
 """One split of a token store, read at random: from memory when it is small.
 
-TensorStore reads, but for stretches at random of a store on a local disk: these are
-read from its files directly, several times as fast (token_store/local_shards.py), and
-what goes wrong there TensorStore reads again, to do without or to name it. A chunk's
-checksum is checked when it is first read, and compared with that of the manifest; an
-array that is read whole is hashed. A chunk that is not there is damage too, never
-zeros. Opening costs the same for any number of tokens, but for one int64 a chunk of
-tokens, which documents start there, its checksum, and one byte, whether it was checked.
+TensorStore reads, except for stretches at random of a store on a local disk: these are
+read from its files directly, several times as fast (token_store/local_shards.py). What
+goes wrong there is read again by TensorStore, which may succeed or names the damage.
+Chunks are compared with the checksums of the manifest; an array that is read whole is
+hashed. A chunk that is not there is damage too, never zeros. Opening costs an int64, a
+checksum and a byte for each chunk.
 """
 
 import functools
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from data.batch import group_members
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.token_store.local_shards import LocalShards
@@ -35,7 +35,6 @@ from data.token_store.writer import (
 MEMORY_LIMIT_BYTES = 2**30
 OFFSETS_LIMIT = 2**23
 _CACHE_LIMIT_BYTES = 2**28
-
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +55,12 @@ class TokenArray:
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
-        """Open a split of a token store.
+        """Open a split of a store with the counts, SHA-256 and CRC-32C of its manifest.
 
-        Args:
-            storage: the storage of the store.
-            split: the name of the split.
-            documents: the number of documents, from the manifest.
-            tokens: the number of tokens, from the manifest.
-            digests: the SHA-256 of the values of each array to compare.
-            checksums: the CRC-32C of each chunk, if the store has them.
-            keep: whether small arrays are read into memory.
+        `keep`: whether small arrays are read into memory.
         """
         self._storage, self._split = storage, split
         self._digests, self._checksums = digests, checksums
-        self._compared = {name: bytearray(len(c)) for name, c in checksums.items()}
         self._num_tokens, self.num_documents = tokens, documents
         lengths = {
             "tokens": tokens,
@@ -77,12 +68,10 @@ class TokenArray:
             "id_offsets": documents + 1,
             "index": -(-tokens // CHUNK_LENGTH) + 1,
         }
-        self._arrays: dict[str, Any] = {}
-        for name in ARRAYS:
-            array = self._open(name)
-            if array.shape[0] != lengths.get(name, array.shape[0]):
-                raise self._damaged(name, 0, 0, f"its length is {array.shape[0]}")
-            self._arrays[name] = array
+        self._arrays: dict[str, Any] = {name: self._open(name) for name in ARRAYS}
+        for name, length in lengths.items():
+            if (found := self._arrays[name].shape[0]) != length:
+                raise self._damaged(name, 0, 0, f"its length is {found}")
         size = tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
         self.in_memory = keep and size <= MEMORY_LIMIT_BYTES
         self._offsets_in_memory = keep and (
@@ -92,17 +81,12 @@ class TokenArray:
             self._arrays["tokens"] = self._whole("tokens")
         if self._offsets_in_memory:
             self._arrays["offsets"] = self._whole("offsets")
-        folder = storage.path and storage.path / split
-        self._local = {
-            name: shards
-            for name, array in self._arrays.items()
-            if isinstance(array, ts.TensorStore)
-            and (
-                shards := LocalShards.of(
-                    folder and folder / name, array, checksums.get(name)
-                )
-            )
-        }
+        self._local: dict[str, LocalShards] = {}
+        for name, array in self._arrays.items():
+            if storage.path is not None and isinstance(array, ts.TensorStore):
+                folder, dtype = storage.path / split / name, array.dtype.numpy_dtype
+                known = checksums.get(name)
+                self._local[name] = LocalShards(folder, dtype, array.shape[0], known)
 
     @property
     def is_local(self) -> bool:
@@ -153,23 +137,18 @@ class TokenArray:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the documents, the end as one, that start in each stretch (low, high].
 
-        Returns:
-            For each of them which stretch it is in, and its start; both int64.
+        Returns for each of them which stretch it is in, and its start; both int64.
         """
         if self._offsets_in_memory:
             first = np.searchsorted(self.offsets, lows, "right")
             last = np.searchsorted(self.offsets, highs, "right")
-            counts = last - first
-            row = np.repeat(np.arange(len(lows)), counts)
-            nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-            return row, self.offsets[np.repeat(first, counts) + nth]
+            row, nth = group_members(last - first)
+            return row, self.offsets[first[row] + nth]
         blocks = len(self._index) - 1
         firsts = self._index[np.minimum(lows // CHUNK_LENGTH, blocks)]
         lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, blocks)]
-        spans = [
-            (int(a), min(int(b), self.num_documents) + 1)
-            for a, b in zip(firsts, lasts, strict=True)
-        ]
+        stops = np.minimum(lasts, self.num_documents) + 1
+        spans = list(zip(firsts.tolist(), stops.tolist(), strict=True))
         rows, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for row, offsets in enumerate(self._read("offsets", spans)):
             inside = offsets[(offsets > lows[row]) & (offsets <= highs[row])]
@@ -179,9 +158,9 @@ class TokenArray:
 
     def document_at(self, token: int) -> tuple[int, int, int]:
         """Return the document that a token belongs to: its number, start and end."""
-        first = max(0, int(self._index[token // CHUNK_LENGTH]) - 1)
-        last = int(self._index[min(token // CHUNK_LENGTH + 1, len(self._index) - 1)])
-        offsets = self.array("offsets", first, last + 1)
+        block = token // CHUNK_LENGTH
+        first = max(0, int(self._index[block]) - 1)
+        offsets = self.array("offsets", first, int(self._index[block + 1]) + 1)
         nth = int(np.searchsorted(offsets, token, "right")) - 1
         return first + nth, int(offsets[nth]), int(offsets[nth + 1])
 
@@ -213,38 +192,33 @@ class TokenArray:
         array = self._arrays[name]
         if isinstance(array, np.ndarray):
             return [array[start:stop] for start, stop in spans]
-        # All reads are under way before the first one is awaited.
-        wider = [self._widened(name, start, stop) for start, stop in spans]
-        reads = deque(array[start:stop].read() for start, stop in wider)
+        # TensorStore reads whole chunks in any case, and only they can be compared. All
+        # reads are under way before the first one is awaited.
+        firsts = [start // CHUNK_LENGTH for start, _ in spans]
+        lasts = [-(-stop // CHUNK_LENGTH) for _, stop in spans]
+        reads = deque(
+            array[a * CHUNK_LENGTH : min(b * CHUNK_LENGTH, array.shape[0])].read()
+            for a, b in zip(firsts, lasts, strict=True)
+        )
         values = []
-        for (start, stop), (first, _) in zip(spans, wider, strict=True):
+        for (start, stop), chunk in zip(spans, firsts, strict=True):
             try:
-                value = reads.popleft().result()
-                self._compare(name, first, value)
+                chunks = reads.popleft().result()
+                self._compare(name, chunk, chunks)
             except (ValueError, OSError) as error:
                 raise self._damaged(name, start, stop, str(error)) from error
-            part = value[start - first : stop - first]
-            values.append(part if part.size == value.size else part.copy())
+            part = chunks[start - chunk * CHUNK_LENGTH : stop - chunk * CHUNK_LENGTH]
+            values.append(part if part.size == chunks.size else part.copy())
         return values
 
-    def _widened(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Widen a stretch to whole chunks, unless all of them were compared."""
-        first, last = start // CHUNK_LENGTH, -(-stop // CHUNK_LENGTH)
-        if name not in self._compared or all(self._compared[name][first:last]):
-            return start, stop
-        length = self._arrays[name].shape[0]
-        return first * CHUNK_LENGTH, min(last * CHUNK_LENGTH, length)
-
-    def _compare(self, name: str, first: int, values: np.ndarray) -> None:
-        """Compare the checksums of chunks with the manifest's, each chunk once."""
-        begin, end = first // CHUNK_LENGTH, -(-(first + len(values)) // CHUNK_LENGTH)
-        compared = self._compared.get(name)
-        if compared is None or all(compared[begin:end]):
+    def _compare(self, name: str, first: int, chunks: np.ndarray) -> None:
+        """Compare chunks from number `first` on with the checksums of the manifest."""
+        if name not in self._checksums:
             return
-        for chunk, checksum in enumerate(chunk_checksums(values), begin):
-            if checksum != self._checksums[name][chunk]:
-                raise ValueError(f"chunk {chunk} is one of another store")
-            compared[chunk] = True
+        found = chunk_checksums(chunks)
+        other = np.flatnonzero(found != self._checksums[name][first:][: len(found)])
+        if len(other):
+            raise ValueError(f"chunk {first + other[0]} is one of another store")
 
     def _open(self, name: str) -> ts.TensorStore:
         spec = {
@@ -263,17 +237,13 @@ class TokenArray:
             raise self._damaged(name, 0, 0, str(error)) from error
 
     def _damaged(self, name: str, start: int, stop: int, error: str) -> DataError:
-        array = f"{self._storage}/{self._split}/{name}"
-        message = f"{array}: is missing or damaged"
+        place = f"{self._storage}/{self._split}/{name}"
+        state = "is"
         if stop > start:
             shards = range(start // SHARD_LENGTH, (stop - 1) // SHARD_LENGTH + 1)
-            files = ", ".join(f"c/{shard}" for shard in shards)
-            chunks = f"{start // CHUNK_LENGTH} to {(stop - 1) // CHUNK_LENGTH}"
-            message = (
-                f"{array}/{files}: values {start} to {stop - 1} (chunks {chunks}) are "
-                f"missing or damaged"
-            )
+            place += "/" + ", ".join(f"c/{shard}" for shard in shards)
+            state = f"values {start} to {stop - 1} are"
         return DataError(
-            f"{message} ({error}). Delete {self._storage} and build it again, or bring "
-            f"back that file from a copy"
+            f"{place}: {state} missing or damaged ({error}). Delete {self._storage} "
+            f"and build it again, or bring back that file from a copy"
         )

@@ -41,9 +41,7 @@ class Store:
     encoding: tiktoken.Encoding
     # The checksums of chunks, by the names of their files. Older stores have none.
     checksums: Mapping[str, np.ndarray]
-    _splits: dict[str, TokenArray] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _splits: dict[str, TokenArray] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -64,18 +62,13 @@ class Store:
         return self.manifest["splits"][split]["bytes"]
 
     def split(self, split: Split) -> TokenArray:
-        """Open a split, on first use.
-
-        Raises:
-            DataError: an array is missing or damaged.
-        """
+        """Open a split, on first use; raise DataError if it is missing or damaged."""
         if split not in self._splits:
             self._splits[split] = self._open(split)
         return self._splits[split]
 
     def _open(self, split: Split, keep: bool = True) -> TokenArray:
         counts = self.manifest["splits"][split]
-        files = {name: checksum_file(split, name) for name in ARRAYS}
         return TokenArray(
             self.storage,
             split,
@@ -84,8 +77,8 @@ class Store:
             digests=self.manifest["digests"][split],
             checksums={
                 name: self.checksums[file]
-                for name, file in files.items()
-                if file in self.checksums
+                for name in ARRAYS
+                if (file := checksum_file(split, name)) in self.checksums
             },
             keep=keep,
         )
@@ -126,9 +119,8 @@ class Store:
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
     """Open the store at a path or URL, with the tokenizer it names if none is given.
 
-    Raises:
-        DataError: there is no whole store, one of its small files is damaged, or it
-            was made with another tokenizer.
+    Raises DataError if there is no whole store, one of its small files is damaged, or
+    it was made with another tokenizer.
     """
     storage = KeyValueStore(path)
     file = f"{storage}/{MANIFEST}"
@@ -172,8 +164,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     if fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
         raise DataError(
             f"{file}: its tokens were made with another tokenizer of the name "
-            f"{manifest['tokenizer']}. Name that one, or delete {storage} to build it "
-            f"anew"
+            f"{manifest['tokenizer']}. Name that one, or delete the store and build it"
         )
     return Store(storage, manifest, encoding, checksums)
 

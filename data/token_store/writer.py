@@ -54,8 +54,7 @@ def write_store(
     `about` holds further entries of the manifest: tokenizer and source. `ranks` is the
     content of the tokenizer's rank file, which is stored with the tokens.
 
-    Raises:
-        DataError: the storage cannot be written.
+    Raises DataError if the storage cannot be written.
     """
     splits: dict[Split, _SplitWriter] = {
         split: _SplitWriter(storage, split, dtype) for split in SPLITS
@@ -68,27 +67,30 @@ def write_store(
         empty += segment.notes["empty"]
         skipped += segment.notes["bad"]
     counts = {s: w.close() | {"bytes": num_bytes[s]} for s, w in splits.items()}
-    digests = {split: writer.digests() for split, writer in splits.items()}
+    digests = {
+        split: {name: array.digest.hexdigest() for name, array in writer.arrays.items()}
+        for split, writer in splits.items()
+    }
     keys = "file", "place", "reason"
     lines = [json.dumps(dict(zip(keys, bad, strict=True))) + "\n" for bad in skipped]
-    storage.write(SKIPPED, "".join(lines).encode())
-    small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
-    small.append(SKIPPED)
+    files = {SKIPPED: "".join(lines).encode()}
     for split, writer in splits.items():
-        for name, checksums in writer.checksums().items():
-            storage.write(checksum_file(split, name), checksums)
-            small.append(checksum_file(split, name))
+        for name, array in writer.arrays.items():
+            files[checksum_file(split, name)] = bytes(array.checksums)
     if ranks is not None:
-        storage.write(RANKS, ranks)
-        small.append(RANKS)
-    content = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
+        files[RANKS] = ranks
+    for name, content in files.items():
+        storage.write(name, content)
+    small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
+    small += files
+    flat = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
     manifest = {
         "schema": SCHEMA,
         **about,
         "splits": counts,
         "empty_documents": empty,
         "skipped_records": len(skipped),
-        "fingerprint": hashlib.sha256(" ".join(content).encode()).hexdigest(),
+        "fingerprint": hashlib.sha256(" ".join(flat).encode()).hexdigest(),
         "digests": digests,
         "files": {
             name: hashlib.sha256(storage.read(name)).hexdigest() for name in small
@@ -118,14 +120,14 @@ class _SplitWriter:
 
     def __init__(self, storage: KeyValueStore, split: str, dtype: np.dtype):
         dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
-        self._arrays = {
+        self.arrays = {
             name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(kind))
             for name, kind in zip(ARRAYS, dtypes, strict=True)
         }
         self._documents = self._tokens = self._id_bytes = 0
         self._begins = self._indexed = 0  # the next document, the next block
         for name in ("offsets", "id_offsets"):
-            self._arrays[name].append(np.zeros(1))
+            self.arrays[name].append(np.zeros(1))
 
     def append(self, part: SegmentSplit) -> None:
         ends = self._tokens + part.ends
@@ -133,12 +135,12 @@ class _SplitWriter:
             starts = np.concatenate([[self._begins], ends[:-1]])
             blocks = np.arange(self._indexed, starts[-1] // CHUNK_LENGTH + 1)
             num_documents = np.searchsorted(starts, blocks * CHUNK_LENGTH)
-            self._arrays["index"].append(self._documents + num_documents)
+            self.arrays["index"].append(self._documents + num_documents)
             self._begins, self._indexed = ends[-1], self._indexed + len(blocks)
-        self._arrays["tokens"].append(part.tokens)
-        self._arrays["offsets"].append(ends)
-        self._arrays["ids"].append(part.ids)
-        self._arrays["id_offsets"].append(self._id_bytes + part.id_ends)
+        self.arrays["tokens"].append(part.tokens)
+        self.arrays["offsets"].append(ends)
+        self.arrays["ids"].append(part.ids)
+        self.arrays["id_offsets"].append(self._id_bytes + part.id_ends)
         self._documents += len(ends)
         self._tokens += len(part.tokens)
         self._id_bytes += len(part.ids)
@@ -146,16 +148,10 @@ class _SplitWriter:
     def close(self) -> dict[str, int]:
         assert self._begins == self._tokens, "the last document has an end"
         blocks = -(-self._tokens // CHUNK_LENGTH) + 1
-        self._arrays["index"].append(np.full(blocks - self._indexed, self._documents))
-        for array in self._arrays.values():
+        self.arrays["index"].append(np.full(blocks - self._indexed, self._documents))
+        for array in self.arrays.values():
             array.close()
         return {"documents": self._documents, "tokens": self._tokens}
-
-    def checksums(self) -> dict[str, bytes]:
-        return {name: bytes(a.checksums) for name, a in self._arrays.items()}
-
-    def digests(self) -> dict[str, str]:
-        return {name: a.digest.hexdigest() for name, a in self._arrays.items()}
 
 
 class _ArrayWriter:
@@ -164,24 +160,17 @@ class _ArrayWriter:
     def __init__(self, kvstore: dict[str, Any], dtype: np.dtype):
         checked = [{"name": "bytes"}, {"name": "crc32c"}]
         sharding = {"chunk_shape": [CHUNK_LENGTH], "codecs": checked}
-        self._array = ts.open(
-            {
-                "driver": "zarr3",
-                "kvstore": kvstore,
-                # A chunk of zeros must be there too: a missing one is then damage.
-                "store_data_equal_to_fill_value": True,
-                "metadata": {
-                    "shape": [0],
-                    "data_type": dtype.name,
-                    "chunk_grid": {
-                        "name": "regular",
-                        "configuration": {"chunk_shape": [SHARD_LENGTH]},
-                    },
-                    "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-                },
-            },
-            create=True,
-        ).result()
+        shards = {"chunk_shape": [SHARD_LENGTH]}
+        metadata = {
+            "shape": [0],
+            "data_type": dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": shards},
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        }
+        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+        # A chunk of zeros must be there too: a missing one is then damage.
+        spec["store_data_equal_to_fill_value"] = True
+        self._array = ts.open(spec, create=True).result()
         self.digest = hashlib.sha256()
         self.checksums = bytearray()
         self._dtype = dtype
@@ -199,6 +188,9 @@ class _ArrayWriter:
 
     def close(self) -> None:
         self._write(self._num_waiting)
+        self._wait()
+
+    def _wait(self) -> None:
         if self._pending is not None:
             self._pending.result()
 
@@ -208,8 +200,7 @@ class _ArrayWriter:
         values = np.concatenate(self._waiting)
         start = self._array.shape[0]
         self.checksums += chunk_checksums(values[:count]).tobytes()
-        if self._pending is not None:
-            self._pending.result()  # one shard on its way at a time
+        self._wait()  # one shard on its way at a time
         self._array = self._array.resize(exclusive_max=[start + count]).result()
         self._pending = self._array[start : start + count].write(values[:count])
         self._waiting, self._num_waiting = [values[count:]], len(values) - count

@@ -1,9 +1,13 @@
 """Tiny texts and stores in temporary folders."""
 
+import base64
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import data.token_store.local_shards
 import data.token_store.reader
 import data.token_store.writer
 from data.config import DataConfig, Source
@@ -23,9 +27,27 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 values and shards of 256, so that tiny stores have many."""
-    for module in (data.token_store.writer, data.token_store.reader):
+    stores = data.token_store
+    for module in (stores.writer, stores.reader, stores.local_shards):
         monkeypatch.setattr(module, "CHUNK_LENGTH", 64)
         monkeypatch.setattr(module, "SHARD_LENGTH", 256)
+
+
+@pytest.fixture(scope="session")
+def write_ranks() -> Callable[..., dict[str, str]]:
+    """Write a rank file of the bytes and some more; return the keys that name it."""
+
+    def write(path: Path, extra: tuple[bytes, ...] = (b"th", b"the", b" the")) -> dict:
+        tokens = [bytes([byte]) for byte in range(256)] + list(extra)
+        lines = [
+            base64.b64encode(token) + b" %d\n" % rank
+            for rank, token in enumerate(tokens)
+        ]
+        path.write_bytes(b"".join(lines))
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        return {"tokenizer": str(path), "tokenizer_sha256": sha256}
+
+    return write
 
 
 @pytest.fixture(params=["memory", "offsets", "disk"])

@@ -13,12 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.batches import (
-    Batch,
-    Order,
-    shuffled,
-    validation_batches,
-)
+from data.batches import Batch, Order, shuffled, validation_batches
 from data.config import DataConfig, Packing, Source
 from data.errors import DataError
 from data.rows import cut_rows
@@ -81,17 +76,6 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
         assert array.shape == (8, 16)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_together_read_all_validation_batches(config, processes):
-    store = open_sources(config)
-    size = config.batch_size // processes
-    parts = [slice(rank * size, (rank + 1) * size) for rank in range(processes)]
-    whole = list(validation_batches(store, config))
-    split = [list(validation_batches(store, config, rows=part)) for part in parts]
-    for batch, pieces in zip(whole, zip(*split, strict=True), strict=True):
-        assert_equal(joined(list(pieces)), batch)
-
-
 def test_rows_of_a_batch_may_be_several_stretches(config):
     order = Order(open_sources(config), config, 5)
     some = order.read(2, [slice(6, 8), slice(0, 2)])
@@ -109,7 +93,7 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
     def order(seed: int, epoch: int) -> list[int]:
         steps = count // config.batch_size
         batch = joined(take(Order(store, config, seed).batches(steps * epoch), steps))
-        assert_targets_follow(batch)
+        np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
         full = np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
         return [rows.index(row) for row in full.tolist()]
 
@@ -120,10 +104,6 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
     assert list(range(count)) not in orders
 
 
-def assert_targets_follow(batch: Batch) -> None:
-    np.testing.assert_array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-
-
 @pytest.mark.parametrize("count", [1, 112, 70_000])
 @pytest.mark.parametrize("seed", [7, 2**32 - 2])
 def test_the_order_of_rows_is_grains(count, seed):
@@ -132,15 +112,6 @@ def test_the_order_of_rows_is_grains(count, seed):
     numbers = shuffled(ranks, count, seed)
     assert numbers.dtype == np.int64
     assert numbers.tolist() == [order[rank] for rank in ranks.tolist()]
-
-
-def test_batches_straddle_epochs_without_loss(numbers):
-    config, _ = numbers
-    config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
-    store = open_sources(config)
-    batch = joined(take(Order(store, config, 0).batches(), 25))  # two epochs and a row
-    counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
-    assert counts.tolist() == [2] * 112
 
 
 ranges = st.lists(st.integers(0, 60), max_size=8).map(

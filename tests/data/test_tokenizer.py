@@ -1,6 +1,4 @@
-import base64
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,21 +12,11 @@ TEXT = "naïve 猫 <|endoftext|>\r\n  x".encode()
 EVERYTHING = bytes(range(256)) * 2 + TEXT + b"\xed\xa0"
 
 
-def write_ranks(path: Path, extra: tuple[bytes, ...] = (b"th", b"the", b" the")) -> str:
-    tokens = [bytes([byte]) for byte in range(256)] + list(extra)
-    lines = [
-        base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)
-    ]
-    path.write_bytes(b"".join(lines))
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @pytest.fixture(params=["bytes", "ranks"])
-def encoding(request: pytest.FixtureRequest, tmp_path: Path) -> tiktoken.Encoding:
+def encoding(request, tmp_path, write_ranks) -> tiktoken.Encoding:
     if request.param == "bytes":
         return load_tokenizer("bytes")
-    path = tmp_path / "ranks"
-    return load_tokenizer(str(path), write_ranks(path))
+    return load_tokenizer(*write_ranks(tmp_path / "ranks").values())
 
 
 def test_any_bytes_round_trip(encoding):
@@ -37,9 +25,9 @@ def test_any_bytes_round_trip(encoding):
     assert decode(encoding, encode(encoding, "猫 the".encode())) == "猫 the"
 
 
-def test_a_rank_file_merges_around_bytes_that_are_not_utf8(tmp_path):
+def test_a_rank_file_merges_around_bytes_that_are_not_utf8(tmp_path, write_ranks):
     path = tmp_path / "bytes"  # its name must not make it the built-in one
-    encoding = load_tokenizer(str(path), write_ranks(path))
+    encoding = load_tokenizer(*write_ranks(path).values())
     assert encode(encoding, b"the\xff the").tolist() == [257, 0xFF, 258]
 
 
@@ -73,16 +61,13 @@ def test_bytes_needs_no_list_of_ids():
     assert encoding.encode_ordinary("aé") == encode(encoding, "aé".encode()).tolist()
 
 
-def test_the_fingerprint_is_of_the_ids_not_of_the_name(tmp_path):
-    hashes = [
+def test_the_fingerprint_is_of_the_ids_not_of_the_name(tmp_path, write_ranks):
+    files = [
         write_ranks(tmp_path / "a"),
         write_ranks(tmp_path / "b"),
         write_ranks(tmp_path / "c", (b"he", b"the")),
     ]
-    prints = [
-        fingerprint(load_tokenizer(str(tmp_path / name), sha256))
-        for name, sha256 in zip("abc", hashes, strict=True)
-    ]
+    prints = [fingerprint(load_tokenizer(*file.values())) for file in files]
     assert prints[0] == prints[1] != prints[2]
     bytes_print = "427ac374a327c594eb2b324aaee4eeab922dda2d73e5d31c853f24460814ad1b"
     assert fingerprint(load_tokenizer("bytes")) == bytes_print, (
@@ -90,12 +75,11 @@ def test_the_fingerprint_is_of_the_ids_not_of_the_name(tmp_path):
     )
 
 
-def test_a_rank_file_needs_its_hash(tmp_path):
-    path = tmp_path / "r.tiktoken"
-    sha256 = write_ranks(path)
+def test_a_rank_file_needs_its_hash(tmp_path, write_ranks):
+    path, sha256 = write_ranks(tmp_path / "r.tiktoken").values()
     for other in (None, "0" * 64):
         with pytest.raises(DataError, match=f"(?s){sha256}.*config gives {other}"):
-            load_tokenizer(str(path), other)
+            load_tokenizer(path, other)
 
 
 def test_a_missing_or_malformed_rank_file_is_named(tmp_path):
@@ -108,11 +92,9 @@ def test_a_missing_or_malformed_rank_file_is_named(tmp_path):
 
 
 def test_without_network_a_published_vocabulary_says_so(tmp_path, monkeypatch):
-    """In words for every command: each calls the key otherwise."""
     for variable in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    with pytest.raises(DataError, match=r"can it be downloaded.*tokenizer bytes") as e:
+    with pytest.raises(DataError, match=r"can it be downloaded.*tokenizer bytes"):
         load_tokenizer("gpt2")
-    assert "tokenizer=" not in str(e.value)

@@ -5,22 +5,18 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import data.tokenizer_checks
 from data.errors import DataError
 from data.tokenizer import load_tokenizer
-from data.tokenizer_checks import check_pattern
 from data.tokenizer_folder import FILE
 from data.tokenizer_json import byte_names, tokenizer_json
 from tests.fleet import REPOSITORY
 
 NAMES = byte_names()
-Vocabulary = dict[str, Any]
 
 
 def folder_of(path: Path, content: bytes) -> str:
@@ -51,70 +47,57 @@ def refused(name: str, sha256: str | None = None) -> str:
     return message
 
 
-def test_a_folder_of_bytes_is_taken(tmp_path: Path):
-    assert load_tokenizer(folder_of(tmp_path, json.dumps(of_bytes()).encode()))
+def vocabulary(**tokens: object) -> dict[str, Any]:
+    content = of_bytes()
+    content["model"]["vocab"] |= tokens
+    return content
+
+
+def added(*tokens: object) -> dict[str, Any]:
+    content = of_bytes()
+    return content | {"added_tokens": [*content["added_tokens"], *tokens]}
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("content", "reason"),
     [
-        (lambda vocabulary: vocabulary.update(aa=2**31), "2147483648, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=10**30), "not one of 0 to"),
-        (lambda vocabulary: vocabulary.update(aa=-1), "is -1, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=300.5), "is 300.5, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=True), "is True, not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa="x\ud800"), "not one of 0"),
-        (lambda vocabulary: vocabulary.update(aa=7), r"the id 7 is of b'\\x07' and"),
-        (lambda vocabulary: vocabulary.update({"": 300}), "has 0 bytes"),
-        (lambda vocabulary: vocabulary.update({"a" * 2000: 300}), "has 2000 bytes"),
-        (lambda vocabulary: vocabulary.update({"\ud800": 300}), "not named by bytes"),
-        (lambda vocabulary: vocabulary.pop(NAMES[7]), r"byte b'\\x07' has no token"),
+        (vocabulary(aa=2**31), "2147483648, not one of 0"),
+        (vocabulary(aa=-1), "is -1, not one of 0"),
+        (vocabulary(aa=300.5), "is 300.5, not one of 0"),
+        (vocabulary(aa="x\ud800"), "not one of 0"),
+        (vocabulary(aa=7), r"the id 7 is of b'\x07' and"),
+        (vocabulary(**{"": 300}), "has 0 bytes"),
+        (vocabulary(**{"a" * 2000: 300}), "has 2000 bytes"),
+        (vocabulary(**{"\ud800": 300}), "not named by bytes"),
+        (added({"content": NAMES[7], "id": 300}), r"byte b'\x07' has no token"),
+        (added({"content": "\ud800", "id": 300}), "half a surrogate pair"),
+        (added({"content": "", "id": 300}), "has 0 bytes"),
+        (added({"content": "<a>", "id": 2**32}), "not one of 0"),
+        (added({"content": "<a>"}), "'id' is missing"),
+        (added({"content": ["<a>"], "id": 300}), "unhashable"),
+        (added("<a>"), ""),
+        (of_bytes() | {"added_tokens": {"a": 1}}, ""),
+        (of_bytes() | {"normalizer": ["x"] * 10_000}, ""),
+        (of_bytes() | {"pre_tokenizer": {"type": "Sequence"}}, ""),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_vocabulary_is_refused(
-    tmp_path: Path, capfd, change: Callable[[Vocabulary], object], reason: str
+def test_a_wrong_tokenizer_is_refused(
+    tmp_path: Path, capfd, content: dict[str, Any], reason: str
 ):
-    content = of_bytes()
-    change(content["model"]["vocab"])
-    message = refused(folder_of(tmp_path, json.dumps(content).encode()))
-    assert reason.replace(r"\\", "\\") in message
+    assert reason in refused(folder_of(tmp_path, json.dumps(content).encode()))
     assert capfd.readouterr().err == "", "tiktoken's Rust speaks when it panics"
-
-
-@pytest.mark.parametrize(
-    "special",
-    [
-        {"content": "\ud800", "id": 300},
-        {"content": "", "id": 300},
-        {"content": "<a>", "id": 2**32},
-        {"content": "<a>", "id": 256},
-        {"content": "<a>"},
-        {"content": ["<a>"], "id": 300},
-        "<a>",
-    ],
-)
-def test_a_wrong_special_token_is_refused(tmp_path: Path, capfd, special: object):
-    content = of_bytes()
-    content["added_tokens"].append(special)
-    refused(folder_of(tmp_path, json.dumps(content).encode()))
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     "content",
     [
         b"",
-        b"{",
         b"\xff\xfe\0",
         b"[]",
-        b"7",
         b"[" * 100_000,
-        b'{"model": ' + b'{"a":' * 100_000,
         b'{"model": null}',
         b'{"model": {"type": "BPE", "vocab": [], "merges": 3}}',
-        json.dumps(of_bytes() | {"added_tokens": {"a": 1}}).encode(),
-        json.dumps(of_bytes() | {"normalizer": ["x"] * 10_000}).encode(),
-        json.dumps(of_bytes() | {"pre_tokenizer": {"type": "Sequence"}}).encode(),
     ],
     ids=lambda content: content[:20].decode("latin-1"),
 )
@@ -130,12 +113,9 @@ def test_a_file_of_anything_else_is_refused(tmp_path: Path, capfd, content: byte
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        (r"\p{L}*", "fails on a sample"),  # which matches the empty text
-        ("", "cut in another way"),
         (r"(?:a+)+(?=b)", "Max limit for backtracking"),
         (r"(?:\w+\s?)+(?<!x)$|[\s\S]", "Max limit for backtracking"),
         (r"(.)\1", "refers to its own groups"),
-        ("(", "Parsing error"),
         ("(" * 50_000 + ")" * 50_000, "nested"),
         (r"(?=((a{200}){200}){200})", "fails on a sample"),
         ("\ud800", "surrogate"),
@@ -149,10 +129,9 @@ def test_a_pattern_that_fails_or_loses_text_is_refused(
     assert capfd.readouterr().err == ""
 
 
-def test_a_pattern_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(data.tokenizer_checks, "DEADLINE_S", 0.05)
-    with pytest.raises(ValueError, match="backtracks without end"):
-        check_pattern(r"(?:(?:(?=.)[\s\S])+)+x|[\s\S]")
+def test_a_pattern_that_matches_the_empty_text_is_refused(tmp_path: Path):
+    content = json.dumps(cut_by(r"\p{L}*")).encode()
+    assert "fails on a sample" in refused(folder_of(tmp_path, content))
 
 
 LINES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
@@ -162,17 +141,12 @@ LINES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(25
     ("lines", "reason"),
     [
         ([*LINES, b"YWE= 2147483648"], "not one of 0"),
-        ([*LINES, b"YWE= -1"], "is -1"),
-        ([*LINES, b"YWE= 7"], "the id 7 is of"),
         ([*LINES, b"YQ== 300"], "b'a' occurs twice"),
         ([*LINES, b"=== 300"], "base64"),
-        ([*LINES, b"Y!WE= 300"], "base64"),
         ([*LINES, b"YWE= 1" + b"0" * 5000], "digits"),
         ([*LINES, b"YWE="], "unpack"),
-        (LINES[1:], "has no token"),
         ([], "has no token"),
         ([b'{"ranks": [["YQ==", 1]]}'], "special_tokens"),
-        ([b"{" * 100_000], "rank file"),
     ],
 )
 def test_a_wrong_rank_file_is_refused(

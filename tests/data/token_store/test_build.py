@@ -12,18 +12,16 @@ from pathlib import Path
 import data.token_store.build
 import data.token_store.encode
 import data.token_store.writer
-from data.config import OnError, PrepareConfig
+from data.config import OnError
 from data.text.files import SPLITS
 from data.token_store.build import prepare_store
 from data.token_store.parts import split_of
-from tests.data.test_tokenizer import write_ranks
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import (
     content_of,
     documents_of,
     refuse,
     some_texts,
-    write_lines,
 )
 from tests.fleet import REPOSITORY
 
@@ -53,21 +51,6 @@ def test_a_store_holds_each_record_once(config, records):
     assert not Path(f"{store.path}.work").exists()
 
 
-def test_records_of_files_of_one_name_have_ids_of_their_own(tmp_path):
-    for folder in ("en", "de"):
-        (tmp_path / folder).mkdir()
-        write_lines(tmp_path / folder / "corpus.jsonl", [f"{folder} 1", f"{folder} 2"])
-    inputs = [f"{tmp_path}/{folder}/corpus.jsonl" for folder in ("en", "de")]
-    output = str(tmp_path / "store")
-    store = prepare_store(PrepareConfig(inputs, output, validation=0, workers=1))
-    found = {name: text for (_, name), text in documents_of(store).items()}
-    assert found == {
-        f"{folder}/corpus.jsonl:byte {at}": f"{folder} {number}".encode()
-        for folder in ("en", "de")
-        for number, at in ((1, 0), (2, 25))
-    }
-
-
 def test_the_store_does_not_depend_on_workers_and_tasks(config, tmp_path, request):
     prepare_store(config)
     whole = content_of(tmp_path / "store")
@@ -78,9 +61,10 @@ def test_the_store_does_not_depend_on_workers_and_tasks(config, tmp_path, reques
         assert content_of(output) == whole
 
 
-def test_a_store_of_other_settings_is_refused_and_untouched(config, records, tmp_path):
-    ranks = {"tokenizer": str(tmp_path / "ranks")}
-    ranks["tokenizer_sha256"] = write_ranks(tmp_path / "ranks")
+def test_a_store_of_other_settings_is_refused_and_untouched(
+    config, records, tmp_path, write_ranks
+):
+    ranks = write_ranks(tmp_path / "ranks")
     prepare_store(config)
     before = content_of(tmp_path / "store")
     other = "store: is a store of other input or other settings"
@@ -99,7 +83,7 @@ def test_a_folder_of_other_files_is_refused_and_untouched(config, tmp_path):
     mine = tmp_path / "store" / "sub" / "mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    refuse(config, "store: is not empty, and is no token store")
+    refuse(config, "store: is no token store")
     assert content_of(tmp_path / "store") == {"sub/mine.txt": b"mine"}
 
 
@@ -155,17 +139,6 @@ def test_a_folder_of_work_keeps_what_else_is_in_it(config, tmp_path):
     (tmp_path / "scratch/mine.part").write_text("not yours")
     prepare_store(dataclasses.replace(config, work_dir=str(tmp_path / "scratch")))
     assert [p.name for p in (tmp_path / "scratch").iterdir()] == ["mine.part"]
-
-
-def test_a_text_that_is_not_utf8_leaves_no_document(tmp_path):
-    for name, text in {"a": b"a", "b": b"\xff", "c": b"c", "d": b"d"}.items():
-        (tmp_path / f"{name}.txt").write_bytes(text)
-    config = PrepareConfig(str(tmp_path), str(tmp_path / "store"), "*.txt", workers=1)
-    refuse(config, r"b\.txt, line 1 \(byte 0\): not UTF-8")
-    skipping = dataclasses.replace(config, on_error=OnError.skip)
-    store = prepare_store(skipping)
-    texts = documents_of(store)
-    assert set(texts.values()) == {b"a", b"c", b"d"}
 
 
 def test_nothing_is_held_out_only_if_asked(config, tmp_path):

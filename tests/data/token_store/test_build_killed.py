@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import pickle
@@ -24,8 +23,6 @@ from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.token_store.build import prepare_store
 from data.token_store.store import open_store
-from data.tokenizer import load_tokenizer
-from data.tokenizer_json import tokenizer_json
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import (
     content_of,
@@ -58,31 +55,13 @@ def test_a_worker_that_dies_is_told(config, small_tasks, monkeypatch):
     assert prepare_store(config).num_tokens("train")
 
 
-def test_a_text_that_the_tokenizer_loses_ends_all_workers(
-    config, records, small_tasks, tmp_path
-):
-    """A pattern may match nothing in a place that no sample has."""
-    content = tokenizer_json(load_tokenizer("bytes"))
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    split["pattern"] = {"Regex": r"(?=♞)|[\s\S]"}
-    content["pre_tokenizer"]["pretokenizers"].insert(0, split)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/tokenizer.json").write_text(json.dumps(content))
-    own = dataclasses.replace(config, tokenizer=str(tmp_path / "own"), workers=2)
-    write_lines(records / "e.jsonl", ["a knight: ♞"])
-    refuse(own, "own:.*(loses a part|tiktoken fails).*Take another tokenizer")
-    assert multiprocessing.active_children() == []
-    (records / "e.jsonl").unlink()
-    assert list(prepare_store(own).verify()) == []
-
-
-# Not `python -m data.prepare`: its tasks would be too large to be killed among them.
 SMALL = """
 import pickle, sys
 import data.text.files, data.token_store.build, data.token_store.encode
-import data.token_store.reader, data.token_store.writer
+import data.token_store.local_shards, data.token_store.reader, data.token_store.writer
 data.token_store.encode._TASK_BYTES = data.text.files.UNIT_BYTES = 40_000
-for module in (data.token_store.writer, data.token_store.reader):
+stores = data.token_store
+for module in (stores.writer, stores.reader, stores.local_shards):
     module.CHUNK_LENGTH, module.SHARD_LENGTH = 2**12, 2**15
 data.token_store.build.prepare_store(pickle.loads(bytes.fromhex(sys.argv[1])))
 """

@@ -38,7 +38,7 @@ def test_from_s3_to_s3(bucket, config, records, tmp_path):
     prepare_store(far)
     refuse(far, "other settings", validation=0.2)
     bucket.pipe_file("bucket/mine/file", b"mine")
-    refuse(far, "is not empty", output="s3://bucket/mine")
+    refuse(far, "is no token store", output="s3://bucket/mine")
     bucket.pipe_file("bucket/stores/far/train/tokens/c/0", b"damaged")
     reports = list(open_store(far.output or "").verify())
     assert ["s3://bucket/stores/far/train/tokens" in report for report in reports]

@@ -3,20 +3,17 @@
 import errno
 import functools
 import os
-import random
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import pytest
-import tensorstore as ts
 
 import data.token_store.local_shards
 import data.token_store.reader
 from data.errors import DataError
 from data.token_store.cached import cached_store
 from data.token_store.local_shards import LocalShards
-from data.token_store.reader import TokenArray
 from data.token_store.store import Store
 
 
@@ -35,71 +32,20 @@ def num_open() -> int:
     return len(list(Path("/dev/fd").iterdir()))
 
 
-def spans_of(tokens: TokenArray, source: random.Random) -> list[tuple[int, int]]:
-    starts = [source.randrange(len(tokens)) for _ in range(60)]
-    return [(a, min(a + source.randrange(700), len(tokens))) for a in starts]
-
-
-def test_stretches_are_those_of_tensorstore(store):
-    tokens, shards = store.split("train"), shards_of(store)
-    for trial in range(3):  # later ones meet chunks that are checked
-        spans = spans_of(tokens, random.Random(trial))
-        for (start, stop), values in zip(spans, shards.read(spans), strict=True):
-            assert values.dtype == np.uint16
-            np.testing.assert_array_equal(values, tokens.read(start, stop))
-    assert shards.read([]) == []
-
-
-def test_no_damage_to_a_file_is_taken_for_data(store):
-    whole = [(0, len(store.split("train")))]
-    (intact,) = shards_of(store).read(whole)
-    files = sorted(Path(store.path, "train/tokens/c").iterdir())
-    assert len(files) > 2
-    source = random.Random(0)
-    for trial in range(200):
-        file = files[trial % len(files)]
-        content = file.read_bytes()
-        damage, at = bytearray(content), source.randrange(len(content))
-        kind = source.choice(["flip", "cut", "add", "swap"])
-        if kind == "flip":
-            damage[at] ^= 1 << source.randrange(8)
-        elif kind == "cut":
-            del damage[at:]
-        elif kind == "add":
-            damage[at:at] = source.randbytes(3)
-        else:
-            damage[:] = damage[at:] + damage[:at]
-        file.write_bytes(damage)
-        try:
-            (found,) = shards_of(store).read(whole)
-        except (OSError, ValueError):
-            with pytest.raises(DataError, match=f"tokens/c/.*{file.name}"):
-                store._open("train").gather(np.array([0]), np.array(whole[0][1:]))
-        else:
-            np.testing.assert_array_equal(found, intact)
-        file.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage", ["cut", "cut while open", "removed", "without a chunk"]
-)
-@pytest.mark.parametrize("known", [False, True])
-def test_what_is_missing_is_named_by_its_file(store, damage, known):
+@pytest.mark.parametrize("damage", ["cut while open", "removed", "without a chunk"])
+def test_what_is_missing_is_named_by_its_file(store, damage):
     tokens = store.split("train")
     place = np.array([10, 2 * 256 + 70]), np.array([5, 5])
-    if known:
-        assert [len(values) for values in tokens.gather(*place)] == [5, 5]
-        if damage != "cut while open":
-            data.token_store.local_shards._open.cache_clear()
+    assert [len(values) for values in tokens.gather(*place)] == [5, 5]
+    if damage != "cut while open":
+        data.token_store.local_shards._open.cache_clear()
     file = Path(store.path, "train/tokens/c/2")
     content = file.read_bytes()
     if damage == "cut while open":
         os.truncate(file, 100)
     else:
         file.unlink()
-    if damage == "cut":
-        file.write_bytes(content[:100])
-    elif damage == "without a chunk":
+    if damage == "without a chunk":
         chunks, index = content[: -16 * 4 - 4], bytearray(content[-16 * 4 - 4 : -4])
         index[16:32] = b"\xff" * 16
         checksum = google_crc32c.value(bytes(index)).to_bytes(4, "little")
@@ -131,24 +77,3 @@ def test_only_so_many_files_are_open(store, monkeypatch):
     del shards
     opened.cache_clear()
     assert num_open() == before
-
-
-def test_other_stores_are_left_to_tensorstore(store, tmp_path):
-    array = store.split("train")._arrays["tokens"]
-    assert LocalShards.of(tmp_path, array)
-    assert LocalShards.of(None, array) is None, "not local"
-    spec = array.spec().to_json() | {"kvstore": {"driver": "memory", "path": "a/"}}
-    sharding = spec["metadata"]["codecs"][0]["configuration"]
-    compressed = [*sharding["codecs"], {"name": "gzip", "configuration": {"level": 1}}]
-    for codecs in (
-        [
-            {
-                "name": "sharding_indexed",
-                "configuration": sharding | {"codecs": compressed},
-            }
-        ],
-        sharding["codecs"],  # chunk by chunk
-    ):
-        spec["metadata"]["codecs"] = codecs
-        other = ts.open(spec, create=True, delete_existing=True).result()
-        assert LocalShards.of(tmp_path, other) is None

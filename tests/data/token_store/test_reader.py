@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data.token_store.local_shards
 import data.token_store.reader
 import data.token_store.writer
 from data.errors import DataError
@@ -17,6 +18,7 @@ from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS
 from data.token_store.parts import Segment, SegmentSplit
 from data.token_store.reader import TokenArray
+from data.token_store.writer import ARRAYS, write_store
 
 lengths = st.lists(
     st.one_of(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40)), max_size=80
@@ -55,10 +57,11 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
         tempfile.TemporaryDirectory() as folder,
         mock.patch.multiple(data.token_store.writer, **small),
         mock.patch.multiple(data.token_store.reader, **small),
+        mock.patch.multiple(data.token_store.local_shards, **small),
     ):
         storage = KeyValueStore(folder)
         segments = segments_of(ends, cuts)
-        data.token_store.writer.write_store(storage, segments, np.dtype(np.uint16), {})
+        write_store(storage, segments, np.dtype(np.uint16), {})
         arrays = []
         for limit, most in ((2**30, 0), (0, 2**30), (0, 0), (0, 0)):
             limits = {"MEMORY_LIMIT_BYTES": limit, "OFFSETS_LIMIT": most}
@@ -101,30 +104,15 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
             np.testing.assert_array_equal(tokens, np.arange(total))
 
 
-def test_an_empty_split_is_a_split(tmp_path):
-    segments = segments_of(np.array([5]), [])
-    data.token_store.writer.write_store(
-        KeyValueStore(tmp_path), segments, np.dtype(np.uint16), {}
-    )
-    array = TokenArray(KeyValueStore(tmp_path), "validation", 0, 0)
+def test_an_empty_split_is_one_and_an_array_of_another_length_is_damage(tmp_path):
+    storage, segments = KeyValueStore(tmp_path), segments_of(np.array([5]), [])
+    write_store(storage, segments, np.dtype(np.uint16), {})
+    array = TokenArray(storage, "validation", 0, 0)
     assert len(array) == 0
     assert array.offsets.tolist() == [0]
-    assert [len(array.array(name)) for name in data.token_store.writer.ARRAYS] == [
-        0,
-        1,
-        1,
-        0,
-        1,
-    ]
-
-
-@pytest.mark.parametrize("counts", [(2, 5), (1, 6)])
-def test_an_array_of_another_length_is_damage(tmp_path, counts):
-    segments = segments_of(np.array([5]), [])
-    data.token_store.writer.write_store(
-        KeyValueStore(tmp_path), segments, np.dtype(np.uint16), {}
-    )
-    with pytest.raises(
-        DataError, match=r"train/\w+: is missing or damaged \(its len.*Delete"
-    ):
-        TokenArray(KeyValueStore(tmp_path), "train", *counts)
+    assert [len(array.array(name)) for name in ARRAYS] == [0, 1, 1, 0, 1]
+    for counts in ((2, 5), (1, 6)):
+        with pytest.raises(
+            DataError, match=r"train/\w+: is missing .* \(its len.*Delete"
+        ):
+            TokenArray(storage, "train", *counts)
