@@ -74,7 +74,7 @@ def status(submission: Submission) -> list[str]:
     if queue and not over:
         its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
         workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", its)
-        lines += describe_queue(queue, workloads, _pending(submission, queue))
+        lines.append(describe_queue(queue, workloads))
     pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
     of_pod = "involvedObject.kind=Pod,involvedObject.name="
 
@@ -128,18 +128,6 @@ def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, 
     """List objects; none where the cluster does not let us, or has no such kind."""
     done = _run(submission, "get", kind, *arguments, "-ojson")
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
-
-
-def _pending(submission: Submission, queue: str) -> list[dict[str, Any]]:
-    """List what waits in a queue, in order; Kueue's visibility server may be off."""
-    namespace = submission.handle["kubectl"][-1]
-    for version in ("v1beta2", "v1beta1"):
-        path = f"/apis/visibility.kueue.x-k8s.io/{version}/namespaces/{namespace}"
-        path += f"/localqueues/{queue}/pendingworkloads"
-        done = _run(submission, "get", "--raw", path)
-        if done.returncode == 0:
-            return json.loads(done.stdout)["items"]
-    return []
 
 
 def _first_pod(submission: Submission) -> str:

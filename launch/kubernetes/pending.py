@@ -10,32 +10,17 @@ Object = Mapping[str, Any]
 _MOST = 8  # lines of pods that have failed
 
 
-def describe_queue(
-    queue: str, workloads: Sequence[Object], pending: Sequence[Object]
-) -> list[str]:
-    """Describe where in Kueue's queue a JobSet is, and what Kueue says of it.
-
-    `pending` is all that waits there, as Kueue's visibility server lists it.
-    """
+def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
+    """Describe what Kueue says of a JobSet in its queue."""
     if not workloads:
-        return [f"queue {queue}: Kueue has not taken it up (is there such a queue?)"]
-    workload = workloads[-1]
-    all_of_them = workload.get("status", {}).get("conditions", [])
+        return f"queue {queue}: Kueue has not taken it up (is there such a queue?)"
+    all_of_them = workloads[-1].get("status", {}).get("conditions", [])
     conditions = {condition["type"]: condition for condition in all_of_them}
     if conditions.get("Admitted", {}).get("status") == "True":
-        return [f"queue {queue}: admitted"]
-    why = conditions.get("QuotaReserved", {}).get("message") or "waits"
-    for position, entry in enumerate(pending):
-        if entry["metadata"]["name"] == workload["metadata"]["name"]:
-            local_position = entry.get("positionInLocalQueue", position)
-            cluster_position = entry.get("positionInClusterQueue")
-            more = (
-                ""
-                if cluster_position is None
-                else f", {cluster_position} in the cluster's"
-            )
-            return [f"queue {queue}: {local_position} before it{more}: {why}"]
-    return [f"queue {queue}: {why}"]
+        return f"queue {queue}: admitted"
+    return (
+        f"queue {queue}: {conditions.get('QuotaReserved', {}).get('message', 'waits')}"
+    )
 
 
 def describe_pods(

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from launch.short_notice import warn_of_short_notice
-from tests.launch.test_backend import JOB
+from tests.launch.kinds import JOB
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from launch.node import STOP
 from launch.policy import Verdict, judge
 from launch.skypilot import FILE
 from launch.submissions import Submission
-from tests.launch.hostile import VALUES, argument_printer, printed
-from tests.launch.test_backend import CLUSTERS, JOB
+from tests.launch.hostile import VALUES, argument_printer, printed, program
+from tests.launch.kinds import GOLDEN, JOB
 from train.cli.quoting import hydra_text
 from train.errors import Exit
 
-PLAIN, FULL = CLUSTERS["skypilot/archive"], CLUSTERS["skypilot/full"]
+PLAIN, FULL = SkypilotCluster(accelerators="H100:8"), GOLDEN["skypilot/full"]
 
 
 def task(cluster: SkypilotCluster, job: Job = JOB) -> dict[str, Any]:
@@ -116,9 +116,8 @@ class Sky:
     def __init__(self, folder: Path):
         self.folder = folder
         self.tell()
-        program = folder / "sky"
-        program.write_text(FAKE.format(python=sys.executable, folder=str(folder)))
-        program.chmod(0o755)
+        text = FAKE.format(python=sys.executable, folder=str(folder))
+        program(folder / "sky", text)
 
     def tell(self, *jobs: dict[str, Any]) -> None:
         new = self.folder / "queue.new"
@@ -179,23 +178,6 @@ def test_it_warns_where_nothing_installs_jax(sky, submission, caplog, keys, warn
     assert ("nothing seems to install jax" in caplog.text) is warned
 
 
-@pytest.mark.parametrize(
-    ("keys", "refused"),
-    [
-        ({}, True),
-        ({"accelerators": "H100:8"}, False),
-        ({"image": "docker:a/b:c"}, False),
-        ({"setup": ["pip install jax"]}, False),
-        ({"merge": {"resources": {"cpus": 8}, "setup": "pip install jax"}}, False),
-    ],
-)
-def test_a_job_without_accelerators_image_and_setup_is_refused(keys, refused):
-    wrong = skypilot.mistakes(SkypilotCluster(**keys), "gs://bucket/run")
-    assert [mistake.key for mistake in wrong] == ["cluster.accelerators"] * refused
-    for remedy in ("cluster.accelerators=H100:8", "cluster.image", "cluster.setup="):
-        assert all(remedy in mistake.rule for mistake in wrong)
-
-
 def test_status_tells_of_the_newest_of_its_name(sky, submission):
     assert skypilot.status(submission) == ["SkyPilot knows no such job"]
     assert not skypilot.alive(submission)
@@ -237,12 +219,6 @@ def test_stop_cancels_what_does_not_run_yet(sky, submission):
         words for words, _ in sky.calls()
     ]
     assert not (submission.folder / STOP).exists()
-
-
-def test_without_skypilot_it_is_said(submission, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Exit, match="pip install skypilot"):
-        skypilot.alive(submission)
 
 
 def test_its_commands_are_skypilots(tmp_path, monkeypatch):

@@ -19,8 +19,7 @@ from launch.job import ARCHIVE, UNPACK, Rendered
 from launch.node import STOP
 from launch.plan_check import Machine
 from tests.fleet import REPOSITORY
-from tests.launch.test_archive import contents
-from tests.launch.test_unpack import UNPACKER
+from tests.launch.kinds import UNPACKER, contents
 from train.cli.command import compose
 from train.errors import ConfigError, Exit
 

@@ -18,10 +18,8 @@ from launch.job import ARCHIVE, UNPACK, Job
 from launch.unpack import unpack
 from tests.fleet import REPOSITORY
 from tests.launch.hostile import VALUES, argument_printer, printed
-from tests.launch.test_archive import contents
+from tests.launch.kinds import UNPACKER, contents
 from train.cli.quoting import hydra_text
-
-UNPACKER = REPOSITORY / "launch" / "unpack.py"
 
 
 def place(folder: Path, packed: bytes) -> Path:
@@ -204,13 +202,6 @@ def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
     folder = Path(said).relative_to(tmp_path).parts[0]
     assert folder.startswith("longhaul-code-"), wrong
     assert (tmp_path / folder).stat().st_mode & 0o077 == 0
-
-
-def test_an_unknown_command_exits_as_from_a_shell(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", archive(checkout))
-    command = [sys.executable, UNPACK, ARCHIVE, "--", "no-such-python"]
-    ran = subprocess.run(command, cwd=submission, env=environment(tmp_path))
-    assert ran.returncode == 127
 
 
 def test_from_an_object_store(bucket, checkout: Path, tmp_path: Path):

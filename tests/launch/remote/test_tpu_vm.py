@@ -1,9 +1,9 @@
 """`cluster=tpu_vm` against a gcloud that plays the service (fake_gcloud.py)."""
 
 import re
+import shlex
 import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,12 @@ from launch.config import Code
 from launch.job import ARCHIVE, UNPACK
 from launch.remote import attempt, gcloud, supervise, tpu_vm
 from launch.remote import queued_resource as queued
+from launch.submissions import newest
 from launch.supervisor import Wait
 from tests.launch import fake_gcloud
 from tests.launch.hostile import argument_printer, printed
+from tests.launch.kinds import JOB, TPU_VM
 from tests.launch.remote.stage import TPU, TpuStage, interrupt, until
-from tests.launch.remote.test_supervise import stop_from_another_machine
 from train.errors import Exit
 
 STAGES = (TpuStage,)
@@ -107,7 +108,11 @@ def test_ctrl_c_while_it_waits_for_machines(stage):
 
 def test_stopped_from_another_machine_while_it_waits_for_machines(stage, monkeypatch):
     at = stage(0, plan=[["WAITING_FOR_RESOURCES"], ["ACTIVE"]])
-    stop = partial(stop_from_another_machine, at, monkeypatch)
+
+    def stop() -> None:
+        monkeypatch.setattr(supervise, "alive", lambda _: False)  # as seen from there
+        assert tpu_vm.stop(newest(at.job.run_dir)) == 0
+
     stopping = at.later(lambda: at.verbs().count("describe") > 2, stop)
     code = at.submit()
     stopping.join()  # else it would go on in the next test
@@ -172,23 +177,10 @@ def test_the_archive_goes_along(stage):
         assert (home / ARCHIVE).read_text() == "archive"
 
 
-def test_without_gcloud(stage, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Exit, match="gcloud is not installed"):
-        gcloud.call(["gcloud"])
-
-
-def test_the_fake_refuses_what_gcloud_does(stage):
-    at = stage()
-    with pytest.raises(Exit, match="unrecognized arguments: --preemptible"):
-        at.submit(replace(TPU, options=["--preemptible"]))
-
-
 SDK = Path("lib/google-cloud-sdk/data/cli/gcloud_completions.py")
 
 
 def test_flags_are_those_of_the_sdk():
-    """The table of the fake against the parser of a real SDK."""
     folders = [root / SDK for root in (Path("/usr"), Path("/"), Path.home())]
     there = [file for file in folders if file.exists()]
     if not there:
@@ -198,8 +190,11 @@ def test_flags_are_those_of_the_sdk():
     node = tree["STATIC_COMPLETION_CLI_TREE"]
     for word in ("compute", "tpus", "queued-resources"):
         node = node["commands"][word]
-    for verb, flags in fake_gcloud.FLAGS.items():
-        known = node["commands"][verb]["flags"]
-        for flag, takes_value in flags.items():
-            assert flag in known, f"{verb} {flag}"
-            assert (known[flag] != "bool") == takes_value, f"{verb} {flag}"
+    rendered = tpu_vm.render(JOB, TPU_VM).files["tpu_vm.sh"]
+    for line in rendered.splitlines()[1::2]:
+        group, verb, *words = shlex.split(line)[3:]
+        assert group == "queued-resources"
+        for flag, equals, _ in (w.partition("=") for w in words if w[:2] == "--"):
+            known = node["commands"][verb]["flags"]
+            known = {**known, "--project": "", "--format": "", "--quiet": "bool"}
+            assert (known[flag] != "bool") == bool(equals), f"{verb} {flag}"

@@ -16,6 +16,7 @@ import pytest
 from tests.drills.ground import check_equal
 from tests.fleet import free_port
 from tests.launch import fake_gcloud
+from tests.launch.hostile import program
 from tests.launch.launched import STEPS, LaunchedRun
 from tests.metadata import AS_ON_A_TPU_VM, metadata_server
 
@@ -31,7 +32,7 @@ def cloud(tmp_path) -> Iterator[Path]:
     cloud = tmp_path / "cloud"
     fake_gcloud.install(cloud, [WAITS])
     as_there = f'shift 3; exec {sys.executable} -P -c "{AS_ON_A_TPU_VM}" "$@"'
-    fake_gcloud.program(cloud / "bin/python-of-the-vm", f"#!/bin/sh\n{as_there}\n")
+    program(cloud / "bin/python-of-the-vm", f"#!/bin/sh\n{as_there}\n")
     port = {"JAX_COORDINATOR_PORT": f"{free_port()}", "JAX_FORCE_TPU_INIT": "1"}
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(metadata_server(n)) for n in range(VMS)]

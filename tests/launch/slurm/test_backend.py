@@ -13,9 +13,9 @@ from launch.slurm.script import script
 from launch.slurm.squeue import QueuedJob
 from launch.submissions import Submission
 from tests.launch.hostile import VALUES
+from tests.launch.kinds import SHARED as JOB
 from tests.launch.launched import says
 from tests.launch.slurm_stubs import Stubs
-from tests.launch.test_backend import SHARED as JOB
 
 
 def test_directives_hold_only_what_was_checked():

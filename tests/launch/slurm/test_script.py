@@ -13,8 +13,8 @@ from launch.slurm import backend as slurm
 from launch.slurm.script import script
 from launch.supervisor import Supervisor, describe_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.kinds import Played
 from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
-from tests.launch.test_supervisor import Played
 from train.cli.quoting import hydra_text
 
 
