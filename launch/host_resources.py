@@ -12,6 +12,12 @@ Keys of the cluster replace either. Without a plan nothing is asked for, and wha
 gives by default holds.
 """
 
+import logging
+
+from launch.job import Job
+
+log = logging.getLogger(__name__)
+
 _PROCESS_BYTES = 16 << 30
 _CORES_PER_CHIP = 8
 # The assumed rate of a host to an object store or a shared disk.
@@ -29,6 +35,13 @@ def process_cores(chips: int) -> int:
     return _CORES_PER_CHIP * chips
 
 
-def estimated_save_s(staged_bytes: int) -> float:
-    """Return how long a save takes, at one GB/s a host."""
-    return staged_bytes / _SAVED_BYTES_PER_S
+def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
+    """Warn if a save takes longer than the notice that `source` gives."""
+    save_s = (job.staged_bytes or 0) / _SAVED_BYTES_PER_S
+    if save_s > notice_s:
+        log.warning(
+            "%s %.0f s, but a save takes some %.0f s at 1 GB/s a host: that may cost "
+            "the steps since the save before, and checkpoint.save_interval_minutes "
+            "bounds them",
+            *(source, notice_s, save_s),
+        )

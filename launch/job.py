@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import is_remote
-from launch.config import Code
+from launch.config.clusters import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name

@@ -14,9 +14,7 @@ import json
 import logging
 import os
 import re
-import subprocess
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +22,15 @@ from etils import epath
 
 from data.storage import is_remote
 from launch import gpu_variables as gpu
-from launch.config import Code, SkypilotCluster
+from launch.config import SkypilotCluster
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
 from launch.manifest import merge_values, to_yaml
 from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
 from launch.submissions import Submission
-from launch.subprocesses import run_tool
+from launch.subprocesses import ask_tool, run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
 
 log = logging.getLogger(__name__)
@@ -162,7 +161,8 @@ def submit(
             '[pip install "jax[cuda13]" ...]'
         )
     secrets = {name: os.environ[source] for name, source in cluster.secrets.items()}
-    _sky(*_launch(job.name, cluster, str(folder))[1:], show=True, secrets=secrets)
+    env = {**os.environ, **secrets}  # sky takes them from there
+    ask_tool(_launch(job.name, cluster, str(folder)), env=env, capture_output=False)
     return FINISHED
 
 
@@ -189,7 +189,8 @@ def status(submission: Submission) -> list[str]:
 def logs(submission: Submission, follow: bool) -> int:
     """Print what the run has said; ends as `sky jobs logs` does (100: it failed)."""
     flags = ["--follow" if follow else "--no-follow", "--tail", "0"]
-    return _run("jobs", "logs", "--name", submission.name, *flags, show=True).returncode
+    words = ["sky", "jobs", "logs", "--name", submission.name, *flags]
+    return run_tool(words, capture_output=False).returncode
 
 
 def stop(submission: Submission) -> int:
@@ -200,7 +201,7 @@ def stop(submission: Submission) -> int:
             (submission.folder / STOP).write_text("")
             log.info("asked to save and stop")
         elif not requested:
-            _sky("jobs", "cancel", "--name", submission.name, "--yes")
+            ask_tool(["sky", "jobs", "cancel", "--name", submission.name, "--yes"])
         requested = True
         time.sleep(_LOOK_S)
     return FINISHED
@@ -212,34 +213,10 @@ def _is_over(job: dict[str, Any]) -> bool:
 
 def _newest(submission: Submission) -> dict[str, Any]:
     """Return the last job in the queue with the submission's name; {} if none is."""
-    output = _sky("jobs", "queue", "--all", "--output", "json")
+    output = ask_tool(["sky", "jobs", "queue", "--all", "--output", "json"])
     # SkyPilot may print other things before it.
     start = min((i for c in "[{" if (i := output.find(c)) >= 0), default=len(output))
     jobs = json.loads(output[start:] or "[]")
     jobs = jobs if isinstance(jobs, list) else jobs.get("jobs", [])
     named = [job for job in jobs if job.get("job_name") == submission.name]
     return max(named, key=lambda job: job["job_id"], default={})
-
-
-def _sky(
-    *words: str, show: bool = False, secrets: Mapping[str, str] | None = None
-) -> str:
-    """Run SkyPilot's command, which must succeed; return its output, or show it.
-
-    Raises:
-        Exit: it failed, or is not there.
-    """
-    done = _run(*words, show=show, secrets=secrets)
-    if done.returncode:
-        verb = " ".join(words[:2])
-        raise Exit(CRASHED, f"sky {verb} failed with exit code {done.returncode}")
-    return done.stdout or ""
-
-
-def _run(
-    *words: str, show: bool, secrets: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    missing = "SkyPilot is not installed here: pip install skypilot"
-    env = {**os.environ, **(secrets or {})}  # sky takes them from there
-    streams = {"capture_output": False, "stdout": None if show else subprocess.PIPE}
-    return run_tool(["sky", *words], Exit(CRASHED, missing), env=env, **streams)

@@ -11,7 +11,8 @@ from etils import epath
 from launch import local, skypilot
 from launch.archive import archive_files
 from launch.backend import Backend
-from launch.config import Action, Code, LaunchConfig, kind_in, schema_of
+from launch.config import Action, LaunchConfig, kind_in, schema_of
+from launch.config.clusters import Code
 from launch.job import Job, Rendered, control_character_mistakes, job_name, shell
 from launch.kubernetes import gke_gpu, gke_tpu
 from launch.plan_check import ALL_UNCHECKED, Checked, check_plan

@@ -43,8 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         os.execvp(command[0], [*command])
     except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 def read_archive(archive: str) -> bytes:

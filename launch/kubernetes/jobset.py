@@ -15,7 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.config import Code, KubernetesCluster, kind_of
+from launch.config import kind_of
+from launch.config.cloud_clusters import KubernetesCluster
+from launch.config.clusters import Code
 from launch.job import Job, Rendered
 from launch.kubernetes.pod import CONTAINER, Pods, pod
 from launch.manifest import merge_values, to_yaml

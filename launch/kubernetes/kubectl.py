@@ -12,15 +12,16 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from launch.config import ClusterConfig, KubernetesCluster
+from launch.config import ClusterConfig
+from launch.config.cloud_clusters import KubernetesCluster
+from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE, kubectl
 from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
-from launch.short_notice import warn_of_short_notice
 from launch.submissions import Submission
-from launch.subprocesses import run_tool
-from train.errors import CRASHED, FINISHED, Exit
+from launch.subprocesses import ask_tool, run_tool
+from train.errors import FINISHED
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def logs(submission: Submission, follow: bool) -> int:
             more = ["--follow"] * (not over)
             more += [f"--since-time={since}"] if now == pod else []
             more += ["--container", CONTAINER]
-            done = _run(submission, "logs", now, *more, show=True)
+            done = _run(submission, "logs", now, *more, capture_output=False)
             if done.returncode == 0:
                 pod, since = now, datetime.now(UTC).isoformat(timespec="seconds")
         if over:
@@ -154,22 +155,12 @@ def _describe_jobset(jobset: dict[str, Any], over: bool) -> str:
     return "restarting" if any(c["type"] == "Restarting" for c in true) else "submitted"
 
 
-def _ask(submission: Submission, *words: str, input: str | None = None) -> str:
-    """Run kubectl, which must succeed; return its output.
-
-    Raises:
-        Exit: with what it said.
-    """
-    done = _run(submission, *words, input=input)
-    if done.returncode:
-        verb = " ".join(words[:2])
-        raise Exit(CRASHED, f"kubectl {verb} failed: {done.stderr.strip()}")
-    return done.stdout
+def _ask(submission: Submission, *words: str, **options: Any) -> str:
+    """Run kubectl, which must succeed; return its output."""
+    return ask_tool([*submission.handle["kubectl"], *words], **options)
 
 
 def _run(
-    submission: Submission, *words: str, input: str | None = None, show: bool = False
+    submission: Submission, *words: str, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    options: dict[str, Any] = {"input": input, "capture_output": not show}
-    missing = Exit(CRASHED, "kubectl is not on the PATH")
-    return run_tool([*submission.handle["kubectl"], *words], missing, **options)
+    return run_tool([*submission.handle["kubectl"], *words], **options)

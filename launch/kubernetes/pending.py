@@ -18,9 +18,8 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
     conditions = {condition["type"]: condition for condition in all_of_them}
     if conditions.get("Admitted", {}).get("status") == "True":
         return f"queue {queue}: admitted"
-    return (
-        f"queue {queue}: {conditions.get('QuotaReserved', {}).get('message', 'waits')}"
-    )
+    why = conditions.get("QuotaReserved", {}).get("message", "waits")
+    return f"queue {queue}: {why}"
 
 
 def describe_pods(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.config import KubernetesCluster
+from launch.config.cloud_clusters import KubernetesCluster
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job
 

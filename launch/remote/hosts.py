@@ -7,7 +7,8 @@ import logging
 import signal
 from abc import ABC, abstractmethod
 
-from launch.config import Code, SshCluster, TpuVmCluster
+from launch.config import SshCluster, TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK
 from launch.node import asked_to_stop
 from launch.remote.run_script import RUN, State, read_states, run_words

@@ -12,7 +12,8 @@ import re
 import sys
 from dataclasses import asdict, replace
 
-from launch.config import Code, SshCluster
+from launch.config import SshCluster
+from launch.config.clusters import Code
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
 from launch.remote import supervise

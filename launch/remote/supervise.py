@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
+from launch.config import KINDS, LocalCluster, SshCluster, TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import Job
 from launch.node import STOP, asked_to_stop
 from launch.remote.attempt import RemoteAttempt

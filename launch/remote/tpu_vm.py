@@ -9,7 +9,8 @@ machines and the training that it finds.
 
 from dataclasses import asdict, replace
 
-from launch.config import Code, TpuVmCluster
+from launch.config import TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, VARIABLE, VARIABLE_RULE, Job, Rendered, options, shell
 from launch.plan_check import Machine, object_store_mistakes
 from launch.remote import supervise

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
+from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
-from launch.short_notice import warn_of_short_notice
 from launch.slurm.checks import mistakes as mistakes
 from launch.slurm.script import LOG, SCRIPT, STOP, script, script_folder
-from launch.slurm.squeue import QueuedJob, query_slurm
+from launch.slurm.squeue import QueuedJob
 from launch.submissions import Submission
+from launch.subprocesses import ask_tool
 from launch.supervisor import ATTEMPTS, describe_attempts
 from train.errors import FINISHED
 
@@ -65,7 +66,7 @@ def submit(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])
     submission = submission.with_handle(folder=str(folder))
-    number, _, federation = query_slurm(rendered.command).strip().partition(";")
+    number, _, federation = ask_tool(rendered.command).strip().partition(";")
     submission.with_handle(job=number, cluster=federation)
     print(f"job {number}; action=status says where it is, action=logs what it says")
     return FINISHED

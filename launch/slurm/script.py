@@ -19,7 +19,8 @@ from typing import Any
 
 from data.storage import is_remote
 from launch import gpu_variables as gpu
-from launch.config import Code, SlurmCluster
+from launch.config import SlurmCluster
+from launch.config.clusters import Code
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job, exports, local_folder, options
 from launch.policy import (

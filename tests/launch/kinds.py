@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from launch.config import (
-    Code,
     GkeGpuCluster,
     GkeTpuCluster,
     LocalCluster,
@@ -19,6 +18,7 @@ from launch.config import (
     TpuVmCluster,
     kind_of,
 )
+from launch.config.clusters import Code
 from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE
 from launch.submit import BACKENDS

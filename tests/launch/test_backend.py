@@ -7,14 +7,8 @@ import pytest
 import yaml
 
 from launch import gpu_variables as gpu
-from launch.config import (
-    KINDS,
-    Code,
-    LocalCluster,
-    SkypilotCluster,
-    SlurmCluster,
-    kind_of,
-)
+from launch.config import KINDS, LocalCluster, SkypilotCluster, SlurmCluster, kind_of
+from launch.config.clusters import Code
 from launch.job import job_name
 from launch.plan_check import Machine
 from launch.submit import BACKENDS

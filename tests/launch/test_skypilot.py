@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from launch import skypilot
-from launch.config import Code, SkypilotCluster
+from launch.config import SkypilotCluster
+from launch.config.clusters import Code
 from launch.job import Job
 from launch.node import STOP
 from launch.policy import Verdict, judge

@@ -14,7 +14,8 @@ from etils import epath
 from data.key_value_store import KeyValueStore
 from launch import __main__ as door
 from launch.archive import files
-from launch.config import Code, LocalCluster, schema_of
+from launch.config import LocalCluster, schema_of
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Rendered
 from launch.node import STOP
 from launch.plan_check import Machine

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.archive import archive
-from launch.config import Code
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Job
 from launch.unpack import unpack
 from tests.fleet import REPOSITORY

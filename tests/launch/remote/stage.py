@@ -11,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launch.config import Code, SshCluster, TpuVmCluster
+from launch.config import SshCluster, TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import Job
 from launch.remote import ssh, tpu_vm
 from launch.submissions import Submission, keep

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import Code
+from launch.config.clusters import Code
 from launch.job import Job
 from launch.remote import ssh, tpu_vm
 from tests.launch.hostile import VALUES, argument_printer, printed, program

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import Code
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK
 from launch.remote import attempt, gcloud, supervise, tpu_vm
 from launch.remote import queued_resource as queued
