@@ -75,11 +75,7 @@ def values(environment: Mapping[str, str]) -> dict[str, str]:
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return the machine to plan for: nodes of GPUs.
-
-    It is a named target if the kind is given and that number of GPUs has a name, and
-    otherwise a number of devices.
-    """
+    """Return nodes of GPUs as a named target, if one fits, or a number of devices."""
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
     except ConfigError:

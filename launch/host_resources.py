@@ -43,5 +43,7 @@ def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
             "%s %.0f s, but a save takes some %.0f s at 1 GB/s a host: that may cost "
             "the steps since the save before, and checkpoint.save_interval_minutes "
             "bounds them",
-            *(source, notice_s, save_s),
+            source,
+            notice_s,
+            save_s,
         )

@@ -35,10 +35,9 @@ class Machine(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A job that a plan was made for, if that could be done.
+    """A job with what the plan says of a host's memory, and what no plan has checked.
 
-    job: with what it needs of a host's memory, if the plan says so.
-    unchecked: a sentence that says what no plan has checked, and why; None if all was.
+    `unchecked` is a sentence, None if all was checked.
     """
 
     job: Job

@@ -89,7 +89,7 @@ def render(job: Job, cluster: SkypilotCluster) -> Rendered:
         for name, source in cluster.secrets.items()
         if name != source
     ]
-    command = _launch(job.name, cluster, job.files)
+    command = _launch(job.name, cluster, job.rendered_to or job.folder)
     return Rendered({FILE: to_yaml(document)}, command, setup)
 
 

@@ -9,11 +9,19 @@ from typing import Any
 from etils import epath
 
 from launch import local, skypilot
-from launch.archive import archive_files
+from launch.archive import archive
 from launch.backend import Backend
 from launch.config import Action, LaunchConfig, kind_in, schema_of
 from launch.config.clusters import Code
-from launch.job import Job, Rendered, control_character_mistakes, job_name, shell
+from launch.job import (
+    ARCHIVE,
+    UNPACK,
+    Job,
+    Rendered,
+    control_character_mistakes,
+    job_name,
+    shell,
+)
 from launch.kubernetes import gke_gpu, gke_tpu
 from launch.plan_check import ALL_UNCHECKED, Checked, check_plan
 from launch.remote import ssh, tpu_vm
@@ -81,8 +89,8 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
 def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Show what would be submitted, with the paths that `submit_job` would use.
 
-    A plan is made as for `submit_job`; the first line says what it did not check, if
-    so. Files go to `output`, or are printed; then come the commands.
+    The first line says what the plan did not check, if so. Files go to `output`, or are
+    printed; then come the commands.
     """
     backend = BACKENDS[kind_in(arguments)]
     job, unchecked = _checked(config, _job(config, arguments, workdir), backend)
@@ -133,11 +141,7 @@ def _checked(config: Any, job: Job, backend: Backend) -> Checked:
 
 
 def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
-    """Return what is to run; its folder is not settled yet.
-
-    Raises:
-        ConfigError: a word that cannot travel.
-    """
+    """Return what is to run; its folder is not settled yet."""
     if errors := control_character_mistakes(arguments):
         raise ConfigError(errors)
     directory = run_directory(config)
@@ -154,15 +158,14 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
 
 def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
     archived = getattr(cluster, "code", None) is Code.archive  # some kinds lack the key
-    return {**rendered.files, **(archive_files(ROOT) if archived else {})}
+    if not archived:
+        return dict(rendered.files)
+    unpack = (ROOT / "launch" / UNPACK).read_bytes()
+    return {**rendered.files, ARCHIVE: archive(ROOT), UNPACK: unpack}
 
 
 def _refuse_twice(directory: str) -> None:
-    """Refuse to submit what was submitted and is not over.
-
-    Raises:
-        ConfigError: saying what to do instead.
-    """
+    """Raise ConfigError if the run was submitted and is not over."""
     submission = newest(directory)
     if submission is not None and BACKENDS[submission.kind].alive(submission):
         rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "
@@ -172,8 +175,8 @@ def _refuse_twice(directory: str) -> None:
 
 def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
     """Leave out what is ours; name the run's directory from the root on."""
-    passed = [a for a in arguments if _key(a) != "run.dir"]
-    passed = [a for a in passed if _key(a).partition(".")[0] not in OWN]
+    passed = [a for a in arguments if _key(a).partition(".")[0] not in OWN]
+    passed = [a for a in passed if _key(a) != "run.dir"]
     return (*passed, hydra_text("run.dir", directory))
 
 

@@ -84,9 +84,16 @@ def run_captured(
     Raises:
         Exit: there is no such program.
     """
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(words, cwd=cwd, start_new_session=True, **pipes)
+        process = subprocess.Popen(
+            words,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            cwd=cwd,
+            start_new_session=True,
+        )
     except FileNotFoundError:
         raise _missing(words[0]) from None
     with process:

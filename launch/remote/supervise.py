@@ -45,7 +45,7 @@ def supervise(
     """Keep the run going to its end; return its exit code.
 
     `start` begins an attempt, which writes to files in this folder, and shows what
-    process 0 writes if told to; `over` is called at the end, however that comes about.
+    process 0 writes if told to.
     """
     folder = submission.local_folder()
     if cluster.detach and not detach_process(folder / "launch.log"):
@@ -71,7 +71,7 @@ def supervise_hosts(
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
         begin = partial(hosts.begin, take_up=next(first, False))
-        return RemoteAttempt(hosts, folder / LOG, cluster.poll_s, begin, show)
+        return RemoteAttempt(hosts, folder / LOG, begin, show)
 
     return supervise(job, cluster, submission, start, hosts.release)
 
@@ -148,8 +148,8 @@ def stop(submission: Submission) -> int:
             time.sleep(0.1)
     elif hosts := submitted_hosts(submission):
         if hosts.may_run():
-            file, poll_s = submission.local_folder() / LOG, hosts.poll_s
-            attempt = RemoteAttempt(hosts, file, poll_s, begin=lambda wait: True)
+            file = submission.local_folder() / LOG
+            attempt = RemoteAttempt(hosts, file, begin=lambda wait: True)
             attempt.stop(signal.SIGINT)
             attempt.wait()
         hosts.release()

@@ -16,22 +16,14 @@ from launch.plan_check import Machine, object_store_mistakes
 from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
 from launch.remote.queued_resource import describe_states
-from launch.remote.run_script import RUN, run_script, run_words
+from launch.remote.run_script import RUN, run_script
 from launch.remote.supervise import alive, logs, stop  # noqa: F401
-from launch.remote.tpu_hosts import (
-    STATES,
-    TpuHosts,
-    copy_command,
-    make_line,
-    tpu_ssh_command,
-    tpu_start_line,
-)
+from launch.remote.tpu_hosts import STATES, TpuHosts
 from launch.submissions import Submission
 from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
-_COMMANDS_FILE = "tpu_vm.sh"
 # The Python of the machines is 3.10, so the setup installs a newer one next to it, with
 # the package versions of the archive: each start installs, and no restart changes them.
 _SETUP = (
@@ -86,7 +78,7 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
-    """Return run.sh, and the commands that are typed from here, in their order."""
+    """Return run.sh, and the command that asks for the machines."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = remote_job.command(python, cluster.code)
@@ -105,34 +97,11 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
         workdir=job.workdir if cluster.code is Code.shared else None,
         last=last,
     )
-    files = {RUN: script, _COMMANDS_FILE: _typed(job.name, cluster)}
-    return Rendered(files, commands(job.name, cluster)["create"])
-
-
-def _typed(name: str, cluster: TpuVmCluster) -> str:
-    """Return the commands that the supervisor types, for those who want to do so."""
-    gcloud = commands(name, cluster)
-    poll = run_words(name, "poll", 0, 1)
-    interrupt = run_words(name, "signal", 0, 1, "INT")
-    parts = {
-        "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
-        "Are they?": gcloud["describe"],
-        "Make room for the files": tpu_ssh_command(name, cluster, make_line(name)),
-        "Copy them, from the folder of this file": copy_command(name, cluster),
-        "Start training": tpu_ssh_command(name, cluster, tpu_start_line(name)),
-        "Does it run?": tpu_ssh_command(name, cluster, poll),
-        "Let it save and stop": tpu_ssh_command(name, cluster, interrupt),
-        "Delete the machines": gcloud["delete"],
-    }
-    lines = [line for title, p in parts.items() for line in (f"# {title}", shell(p))]
-    return "\n".join(lines) + "\n"
+    return Rendered({RUN: script}, commands(job.name, cluster)["create"])
 
 
 def _secrets(cluster: TpuVmCluster) -> list[str]:
-    """Return lines of shell that ask Secret Manager, by the machine's own account.
-
-    Source: the reference of gcloud secrets versions access (SDK 528).
-    """
+    """Return lines of shell that ask Secret Manager, by the machine's own account."""
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():

@@ -48,7 +48,7 @@ def render(job: Job, cluster: SlurmCluster) -> Rendered:
     folder = script_folder(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
-    files = folder if job.rendered_to is None else job.files
+    files = job.rendered_to or folder
     command += [f"--output={output}", f"{files}/{SCRIPT}"]
     commands_before = [
         shell(["mkdir", "-p", folder])

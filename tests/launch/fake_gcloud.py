@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,8 +68,7 @@ def _create(folder: Path, words: list[str], flags: dict[str, str]) -> int:
         prefix = flags.get("--node-prefix", name)
         nodes = [f"{prefix}-{n}" for n in range(count)] or [flags["--node-id"]]
         hosts = _HOSTS[flags["--accelerator-type"]]
-        now = time.strftime("%Y-%m-%dT%H:%M:%S.123456789Z", time.gmtime())
-        state[name] = {"states": states, "nodes": nodes, "hosts": hosts, "made": now}
+        state[name] = {"states": states, "nodes": nodes, "hosts": hosts}
     print(f"Created queued resource [{name}].", file=sys.stderr)
     return 0
 
@@ -91,7 +89,7 @@ def _describe(folder: Path, words: list[str], flags: dict[str, str]) -> int:
         if word == "SUSPENDED":
             told["stateInitiator"] = "SERVICE"
         resource["now"] = word
-        about = {"name": name, "state": told, "createTime": resource["made"]}
+        about = {"name": name, "state": told}
     print(json.dumps(about))
     return 0
 

@@ -49,7 +49,7 @@ class Scripted:
     """Hosts that answer by a list, its last entry for good."""
 
     def __init__(self, processes: int, *answers: Mapping[str, State]):
-        self.processes, self._answers = processes, list(answers)
+        self.processes, self.poll_s, self._answers = processes, 0.02, list(answers)
         self.told = []
 
     def ask(self, verb: str, *words: str | int) -> Mapping[str, State]:
@@ -71,7 +71,7 @@ class Scripted:
 
 
 def watched(hosts: Any, folder: Path) -> Sequence[int | None]:
-    return RemoteAttempt(hosts, folder / "log", 0.02, lambda wait: True).wait()
+    return RemoteAttempt(hosts, folder / "log", lambda wait: True).wait()
 
 
 RUNS, DONE, ABORTED = State("running"), State("ended", 0), State("ended", 134)

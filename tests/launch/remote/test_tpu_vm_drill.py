@@ -6,7 +6,6 @@ Four VMs of two slices; JAX finds them by metadata servers, as on Cloud TPU.
 import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +67,7 @@ def test_preempted_orphaned_stopped_and_resumed(cloud, tmp_path):
     run.await_attempts()
     run.await_steps()
     status = run.verb("status")
-    assert re.search(r"queued resource: ACTIVE, 0 h \d+ min", status)
+    assert "queued resource: ACTIVE" in status
     assert "exit codes lost, lost, lost, lost: again" in status
     assert "SUSPENDED: by the service" in status
 
