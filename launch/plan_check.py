@@ -16,7 +16,16 @@ from typing import NamedTuple
 from data.storage import is_remote
 from launch.job import Job
 from launch.subprocesses import run_module
-from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
+from train.errors import (
+    DOES_NOT_FIT,
+    FINISHED,
+    WRONG_CONFIG,
+    WRONG_DATA,
+    ConfigError,
+    Exit,
+    Mistake,
+)
+from train.hardware.targets import Target, parse_target
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +97,20 @@ def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
     staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
     return Checked(replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes))
+
+
+def tpu_target(name: str | None) -> Target | Mistake:
+    """Return the target of `cluster.target`, or what is wrong with it."""
+    key = "cluster.target"
+    if name is None:
+        return Mistake(key, None, "is required, say v6e-8, or v5p-512x4: slices")
+    try:
+        target = parse_target(name)
+    except ConfigError as error:
+        return error.mistakes[0]._replace(key=key)
+    if target.platform != "tpu":
+        return Mistake(key, name, "is no TPU; GPUs are cluster=gke_gpu, or slurm")
+    return target
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

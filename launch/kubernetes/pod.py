@@ -24,14 +24,11 @@ class Pods:
     name: the name of the replicated job.
     jobs: the number of its replicas.
     pods: the number of pods in each replica.
-    command: the command of each pod.
     environment: values of variables: texts, or mappings made by `from_pod`.
     resource: the name of the device resource, and its number for each pod.
     selector: labels that the nodes must have.
     annotations: annotations of the JobSet.
-    user: the user settings of the pod's security context.
-    network: the network settings of the pod, if it does not have its own network.
-    processes: the number of processes in a pod.
+    user, network: parts of the pod's security context and of its specification.
     memory_volume: whether /dev/shm is as large as the node's memory allows.
     """
 

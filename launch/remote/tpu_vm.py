@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from launch.config import TpuVmCluster
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, VARIABLE, VARIABLE_RULE, Job, Rendered, options, shell
-from launch.plan_check import Machine, object_store_mistakes
+from launch.plan_check import Machine, object_store_mistakes, tpu_target
 from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
 from launch.remote.queued_resource import describe_states
@@ -20,8 +20,7 @@ from launch.remote.run_script import RUN, run_script
 from launch.remote.supervise import alive, logs, stop  # noqa: F401
 from launch.remote.tpu_hosts import STATES, TpuHosts
 from launch.submissions import Submission
-from train.errors import ConfigError, Mistake
-from train.hardware.targets import parse_target
+from train.errors import Mistake
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
 # The Python of the machines is 3.10, so the setup installs a newer one next to it, with
@@ -38,7 +37,7 @@ _SETUP = (
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    errors = [*_target_mistakes(cluster)]
+    errors = [*_target_mistakes(cluster.target)]
     if not cluster.zone:
         errors.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
     if cluster.spot and cluster.reserved:
@@ -55,21 +54,14 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
 
-def _target_mistakes(cluster: TpuVmCluster) -> list[Mistake]:
-    if not cluster.target:
-        rule = "is required, say v6e-8, or v5p-512x4 for four slices"
-        return [Mistake("cluster.target", cluster.target, rule)]
-    try:
-        target = parse_target(cluster.target)
-    except ConfigError as error:
-        return [m._replace(key="cluster.target") for m in error.mistakes]
-    if target.family in TYPES:
-        return []
-    if target.platform == "tpu":
-        rule = f"{target.family} is to be had in GKE only: cluster=gke_tpu"
-    else:
-        rule = f"must be a TPU: {', '.join(TYPES)}"
-    return [Mistake("cluster.target", cluster.target, rule)]
+def _target_mistakes(name: str | None) -> list[Mistake]:
+    target = tpu_target(name)
+    if isinstance(target, Mistake):
+        return [target]
+    if target.family not in TYPES:
+        rule = f"{target.family} is available in GKE only: cluster=gke_tpu"
+        return [Mistake("cluster.target", name, rule)]
+    return []
 
 
 def machine(cluster: TpuVmCluster) -> Machine:

@@ -13,7 +13,7 @@ Signals reach the processes without the script: those of `--signal` and `scancel
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def script(job: Job, cluster: SlurmCluster) -> str:
     parts = [
         ["#!/usr/bin/env bash", *directives(job, cluster)],
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
-        list(_gpu_lines(job, cluster)),
+        exports(_gpu_variables(job, cluster)),
         cluster.setup,
         _PLACE,
         exports(job.variables(cluster.code)),
@@ -80,38 +80,23 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
-    if job.staged_bytes is None:
+    if job.staged_bytes is None or cluster.cpus_per_task is not None:
         return cluster.cpus_per_task
-    chips = (cluster.gpus_per_node or 1) // cluster.processes_per_node
-    return cluster.cpus_per_task or process_cores(chips)
+    return process_cores((cluster.gpus_per_node or 1) // cluster.processes_per_node)
 
 
 def _memory(job: Job, cluster: SlurmCluster) -> str | None:
-    if job.staged_bytes is None:
+    if job.staged_bytes is None or cluster.memory is not None:
         return cluster.memory
-    gib = host_memory_gib(
-        job.staged_bytes, job.held_bytes, processes=cluster.processes_per_node
-    )
-    return cluster.memory or f"{gib}G"
+    processes = cluster.processes_per_node
+    return f"{host_memory_gib(job.staged_bytes, job.held_bytes, processes)}G"
 
 
-def _gpu_lines(job: Job, cluster: SlurmCluster) -> Iterable[str]:
+def _gpu_variables(job: Job, cluster: SlurmCluster) -> dict[str, str]:
     if cluster.gpus_per_node is None:
-        return
-    yield "# For GPUs; cluster.environment replaces any of them."
-    for name, (value, reason) in _gpu_settings(job).items():
-        yield from (f"# {line}" for line in reason.splitlines())
-        yield from exports({name: value})
-    yield from gpu.SITE_LINES
-
-
-def _gpu_settings(job: Job) -> dict[str, tuple[str, str]]:
-    settings = gpu.settings(job.environment)
-    reason = "programs that this run has compiled before"
-    for name, value in job.cache_variables().items():
-        if name not in job.environment:
-            settings[name] = value, reason
-    return settings
+        return {}
+    ours = {**job.cache_variables(), **gpu.values(job.environment)}
+    return {name: value for name, value in ours.items() if name not in job.environment}
 
 
 # Process 0 is on the first node: JAX takes its name, and a port which another job may
@@ -131,8 +116,8 @@ export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 
 def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return the commands, a word a line."""
-    python = cluster.python or ("python3" if cluster.container_image else None)
-    python = python or sys.executable
+    there = "python3" if cluster.container_image else sys.executable
+    python = cluster.python or there
     tasks = cluster.nodes * cluster.processes_per_node
     one = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "export": "ALL"}
     all_of_them = {
@@ -170,7 +155,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     outer = [path for path in paths if not {*paths} & {*path.parents}]
     mounts = [f"{path}:{path}" for path in outer]
     ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
-    ours |= {*_gpu_settings(job)} if cluster.gpus_per_node else set()
+    ours |= {*_gpu_variables(job, cluster)}
     return {
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),

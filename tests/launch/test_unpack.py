@@ -78,14 +78,6 @@ def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Pat
     assert said.split() == ["2", str(folder / "train/step.py")], wrong
 
 
-@pytest.mark.parametrize("code", [0, 1, 42, 78, 134])
-def test_exit_codes_are_the_commands(code: int, checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", archive(checkout))
-    process = run(submission, tmp_path, f"raise SystemExit({code})")
-    process.communicate()
-    assert process.returncode == code
-
-
 def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
     submission = place(tmp_path / "submission", archive(checkout))
     wait = "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
@@ -172,11 +164,7 @@ def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
     "packed",
     [
         packed_with("../outside.py"),
-        packed_with("/tmp/outside.py"),
-        packed_with("train/../../outside.py"),
         packed_with("train/link.py", tarfile.SYMTYPE),
-        packed_with("train/link.py", tarfile.LNKTYPE),
-        packed_with("train/pipe.py", tarfile.FIFOTYPE),
         b"no archive",
         archive(REPOSITORY)[:5000],
     ],

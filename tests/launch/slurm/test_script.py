@@ -78,8 +78,6 @@ def a_story(number: int):
         ([([1], 5), ([1], 5), ([1], 5), ([0], 9)], 10),
         ([([1], 0), ([42], 0), ([1], 0), ([1], 0), ([0], 9)], 10),
         ([([1], None)] * 4 + [([0], 9)], 3),
-        ([([1], None)] * 3 + [([0], 9)], 3),
-        ([([42], 1)] * 6 + [([1], 1), ([0], 9)], 0),
         *((a_story(number), 5) for number in range(6)),
     ],
 )
@@ -176,14 +174,6 @@ def test_nodes_that_a_user_chose_stay_chosen(stubs, tmp_path):
     for options in ({"exclude": "n3,n4", "constraint": "ib"}, {"nodelist": "n[0-3]"}):
         stubs.attempt(rendered(tmp_path, options=options), [134, 137], **more)
         assert not [line for line in stubs.told() if "ExcNodeList" in line]
-
-
-def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
-    stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
-    (stubs.bin / "python.codes").write_text("42 42")
-    done = stubs.run(rendered(tmp_path))
-    assert done.returncode == 42
-    assert "submit it again with action=resume" in done.stderr
 
 
 def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
