@@ -1,8 +1,8 @@
 """The program as an archive, for machines that do not see the folders of this one.
 
-It holds what an installed package would, with the presets of `configs/`, and what it
-takes to install one: a checkout's files as they are, but for those that git ignores.
-Nothing else: no hidden file, no link that leads out. Equal files give equal bytes.
+It holds what an installed package would, the presets of `configs/`, and what it takes
+to install one. Files that git ignores, hidden files and links that lead out are left
+out. Equal files give equal bytes.
 """
 
 import gzip

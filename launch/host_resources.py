@@ -1,15 +1,9 @@
 """Memory and cores of a host, from the plan: what a scheduler is asked for.
 
 The plan computes what the step keeps in a host's memory (optimizer.offload), and what
-an asynchronous save stages there. The rest are rules, generous rather than exact: a job
-that is killed for want of memory costs more than memory that idles.
-
-- memory: what is kept, twice what a save stages (its copy, and the buffers of a restore
-  or of the writer), and 16 GiB for each process: libraries, compiler, batches;
-- cores: eight for each chip. Nodes of GPUs have 12 to 16, TPU hosts 24 or more.
-
-Keys of the cluster replace either. Without a plan nothing is asked for, and what a site
-gives by default holds.
+an asynchronous save stages there: it needs twice that. The rest are generous rules: 16
+GiB for each process (libraries, compiler, batches), and eight cores for each chip.
+Without a plan nothing is asked for, and the defaults of the site hold.
 """
 
 import logging

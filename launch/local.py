@@ -1,7 +1,6 @@
 """`cluster=local`: processes of this machine, kept running from here.
 
-One process trains as `python -m train` does; several find each other by torchrun's
-variables, and on GPUs take one each.
+Several find each other by torchrun's variables, and on GPUs take one each.
 """
 
 import contextlib

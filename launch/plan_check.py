@@ -1,8 +1,7 @@
 """Before a job is submitted: can it run there, and does it fit?
 
-`python -m train.plan` answers, in a process of its own: with the cluster's machine as
-target it compiles the step and compares memory; where the machine is not known it lays
-the arrays out on as many virtual devices.
+`python -m train.plan` answers in a process of its own, for the cluster's machine or, if
+that is not known, for a number of virtual devices.
 """
 
 import json

@@ -1,13 +1,9 @@
 """`cluster=skypilot`: a managed job of SkyPilot, on whatever cloud it finds.
 
 SkyPilot starts the job again when its machines are lost, and after the exit codes that
-do not count; crashes are counted by launch/node.py, in the run's directory, since
-SkyPilot would also start again what is of no use. To stop, the run is asked through a
-file there, saves, and ends: `sky jobs cancel` takes the machines away without waiting
-for a save, and is used only while nothing runs.
-
-One process a node, with all its GPUs. The code is uploaded as one archive, or is in
-the image. Secrets travel by name: SkyPilot takes their values from the environment.
+do not count; crashes are counted by launch/node.py. To stop, the run is asked through a
+file in its directory: `sky jobs cancel` takes the machines away without waiting for a
+save, and is used only while nothing runs. One process a node, with all its GPUs.
 """
 
 import json
@@ -59,10 +55,8 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
         errors.append(Mistake("cluster.image", None, rule))
     if not (cluster.accelerators or cluster.image or cluster.setup or cluster.merge):
-        rule = "is needed: SkyPilot would take its cheapest machine, on which nothing "
-        rule += "is installed. Give cluster.accelerators=H100:8, and an image that has "
-        rule += "JAX (cluster.image) or the lines that install it (cluster.setup="
-        rule += "[pip install 'jax[cuda13]']); for CPUs one of these two is enough"
+        rule = "is needed, say H100:8, with JAX in cluster.image or installed by "
+        rule += "cluster.setup=[pip install 'jax[cuda13]']; for CPUs one of these two"
         errors.append(Mistake("cluster.accelerators", None, rule))
     for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
@@ -84,11 +78,8 @@ def machine(cluster: SkypilotCluster) -> Machine:
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     """Return the task."""
     document = merge_values(_task(job, cluster), cluster.merge)
-    setup = [
-        f'export {name}="${source}"'
-        for name, source in cluster.secrets.items()
-        if name != source
-    ]
+    pairs = cluster.secrets.items()
+    setup = [f'export {name}="${source}"' for name, source in pairs if name != source]
     command = _launch(job.name, cluster, job.rendered_to or job.folder)
     return Rendered({FILE: to_yaml(document)}, command, setup)
 
@@ -135,7 +126,10 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 def _run_script(job: Job, cluster: SkypilotCluster) -> str:
     """Return the lines of shell of each node."""
     around = node_command(
-        PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s
+        PYTHON,
+        folder=job.folder,
+        max_restarts=cluster.max_restarts,
+        backoff_s=cluster.backoff_s,
     )
     local_job = replace(job, folder=".")  # the working directory has the archive
     rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'

@@ -87,11 +87,7 @@ def folder_to_render(run_dir: str) -> epath.Path:
 
 
 def newest(run_dir: str) -> Submission | None:
-    """Read the run's last submission; None if there is none.
-
-    Raises:
-        DataError: its record is damaged.
-    """
+    """Read the run's last submission, if any; raise DataError if it is damaged."""
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD

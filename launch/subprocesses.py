@@ -77,9 +77,9 @@ def run_captured(
 ) -> tuple[int, bytes, str]:
     """Run a command; return its exit code, its output and its error output.
 
-    It has a session of its own: Ctrl-C does not reach it, and what it began it ends.
-    After `timeout_s` it is killed with all that it started; the whole lines that it had
-    written by then are returned.
+    It has a session of its own, so that Ctrl-C does not reach it. After `timeout_s` it
+    is killed with all that it started; the whole lines that it had written by then are
+    returned.
 
     Raises:
         Exit: there is no such program.

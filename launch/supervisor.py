@@ -1,8 +1,8 @@
 """Keep a run going: start it again until it is finished or another start cannot help.
 
-It serves clusters that do not do so themselves. Preemptions and lost hosts do not
-count. Crashes do, with growing pauses, up to a limit, and never three at the same step.
-A signal to stop is passed to the run, which saves, and then ends the supervisor.
+Preemptions and lost hosts do not count. Crashes do, with growing pauses, up to a limit,
+and never three at the same step. A signal to stop is passed to the run, which saves,
+and then ends the supervisor.
 """
 
 import json

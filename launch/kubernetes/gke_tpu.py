@@ -1,12 +1,9 @@
 """`cluster=gke_tpu`: TPU slices of Google Kubernetes Engine, one Job of a JobSet each.
 
-`cluster.target` says all of the machine: v5e-256x2. GKE tells the processes of a slice
-of each other (TPU_WORKER_HOSTNAMES, TPU_WORKER_ID), what tells slices of each other is
-set here; JAX's own detection reads both.
-
-The container runs as root, but without a capability and without leave to gain any:
-nodes from GKE 1.28 on give it the chips without privileges, but to root. Not seen on a
-TPU yet.
+GKE tells the processes of a slice of each other, and what tells slices of each other is
+set here; JAX's own detection reads both. The container runs as root, but without a
+capability: nodes from GKE 1.28 on give it the chips without privileges, but to root.
+Not seen on a TPU yet.
 """
 
 from typing import Any

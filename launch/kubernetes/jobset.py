@@ -1,14 +1,8 @@
 """A run as a JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2), from 0.10 on.
 
-What the exit code of a process means stands in the JobSet itself, so nothing else needs
-to watch it: of the codes that launch/policy.py never starts again it fails for good,
-after those that do not count and after a lost node it restarts whatever their number,
-and after others up to `cluster.max_restarts` times. All pods are gone before new ones
-come. There is no pause between restarts.
-
-With `cluster.queue` it bears Kueue's label, and waits until there is room.
-
-Not seen on a cluster yet: what is rendered is held to the schemas of JobSet and Kueue.
+The JobSet itself states what the exit code of a process means (launch/policy.py), so
+nothing else needs to watch it. There is no pause between restarts. Not seen on a
+cluster yet: what is rendered is held to the schemas of JobSet and Kueue.
 """
 
 import re
@@ -109,42 +103,34 @@ def _pod_rules() -> list[dict[str, Any]]:
     Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
     leave the condition DisruptionTarget on the pod.
     """
-    container_codes = {"containerName": CONTAINER, "operator": "In"}
+    of_container = {"containerName": CONTAINER, "operator": "In"}
     lost = {"type": "DisruptionTarget", "status": "True"}
-    return [
-        {
-            "action": "FailJob",
-            "onExitCodes": {**container_codes, "values": sorted(NEVER_AGAIN)},
-        },
-        {
-            "action": "FailJob",
-            "onExitCodes": {**container_codes, "values": sorted(AGAIN)},
-        },
-        {"action": "FailJob", "onPodConditions": [lost]},
+    ends = [
+        {"onExitCodes": {**of_container, "values": sorted(NEVER_AGAIN)}},
+        {"onExitCodes": {**of_container, "values": sorted(AGAIN)}},
+        {"onPodConditions": [lost]},
     ]
+    return [{"action": "FailJob", **end} for end in ends]
 
 
 def _rules() -> list[dict[str, Any]]:
     """Return what the end of a Job means; what no rule names restarts all, and counts.
 
     Source of the message's words: kubernetes, pkg/controller/job/pod_failure_policy.go,
-    "... failed with exit code %v matching %v rule at index %d". Patterns for it: JobSet
-    0.10.
+    "... failed with exit code %v matching %v rule at index %d".
     """
     codes = "|".join(str(code) for code in sorted(NEVER_AGAIN))
     policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    patterns = [f"failed with exit code ({codes}) "]
+    again = {"name": "not_counted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     return [
         {
             "name": "never_again",
             "action": "FailJobSet",
             **policy,
-            "onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "],
+            "onJobFailureMessagePatterns": patterns,
         },
-        {
-            "name": "not_counted",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            **policy,
-        },
+        {**again, **policy},
     ]
 
 

@@ -1,7 +1,7 @@
 """The actions of `python -m launch` on a rendered JobSet, through kubectl.
 
-Both kinds of GKE share these functions of launch/backend.py. A finished JobSet stays in
-the cluster, with its pods and their output, until it is submitted again.
+A finished JobSet stays in the cluster, with its pods and their output, until it is
+submitted again.
 """
 
 import json

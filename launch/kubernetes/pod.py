@@ -1,8 +1,7 @@
-"""A pod of a run: one container, one process, started without a shell.
+"""A pod of a run: one container, started without a shell.
 
-It has no leave to ask Kubernetes for anything unless it is given an account, no
-capabilities and none to gain, and no secrets in it but references to them. `$` is
-doubled, since the kubelet expands `$(NAME)`.
+It has no capabilities, no account unless it is given one, and no secrets in it but
+references to them.
 """
 
 from collections.abc import Mapping, Sequence

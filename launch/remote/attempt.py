@@ -1,8 +1,4 @@
-"""One start of a run on other machines, which this process polls.
-
-Training runs there in its own session (`remote/run_script.py`), so that neither a
-broken connection nor the end of this process harms it. The next watcher continues.
-"""
+"""One start of a run on other machines, which this process polls."""
 
 import logging
 import signal

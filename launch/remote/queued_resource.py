@@ -2,7 +2,7 @@
 
 States: docs.cloud.google.com/tpu/docs/queued-resources, and QueuedResourceState of the
 v2 API. Spot machines that were taken away do not come back by themselves: what is left
-of the request is deleted, and made again. It would also go on to hold quota.
+of the request, which would still hold quota, is deleted and made again.
 """
 
 import json
@@ -106,17 +106,14 @@ class QueuedResource:
             call(self._commands["create"])
             return 0.0
         if now.state == "FAILED":
-            self._judge(now)
+            expired = bool(self._cluster.valid_until) and "valid" in now.why.lower()
+            if hopeless_status(now.code, now.why) or expired:
+                raise Exit(CRASHED if expired else WRONG_CONFIG, self._refused(now.why))
+            self._count_failure(now.why)
         elif now.state != "SUSPENDED":
             return poll_s  # it is being created or deleted
         call(self._commands["delete"])
         return min(poll_s * 2**self._failures, _LONGEST_S) if self._failures else 0.0
-
-    def _judge(self, now: ResourceState) -> None:
-        expired = self._cluster.valid_until is not None and "valid" in now.why.lower()
-        if hopeless_status(now.code, now.why) or expired:
-            raise Exit(CRASHED if expired else WRONG_CONFIG, self._refused(now.why))
-        self._count_failure(now.why)
 
     def _count_failure(self, why: str) -> None:
         self._failures += 1

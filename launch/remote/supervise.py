@@ -1,7 +1,7 @@
 """The actions that local, ssh and tpu_vm share: they use a supervisor on this machine.
 
-The supervisor runs on the machine where the job was submitted, in the foreground or,
-with `cluster.detach`, in the background. If it died, `action=resume` starts another.
+It runs in the foreground or, with `cluster.detach`, in the background. If it died,
+`action=resume` starts another.
 """
 
 import os
@@ -16,10 +16,9 @@ from typing import Any
 
 from launch.config import KINDS, LocalCluster, SshCluster, TpuVmCluster
 from launch.config.clusters import Code
-from launch.job import Job
+from launch.job import Job, Rendered
 from launch.node import STOP, asked_to_stop
 from launch.remote.attempt import RemoteAttempt
-from launch.remote.hosts import Hosts
 from launch.remote.ssh_hosts import SshHosts
 from launch.remote.tpu_hosts import TpuHosts
 from launch.submissions import Submission
@@ -63,11 +62,15 @@ def supervise(
     ).run()
 
 
-def supervise_hosts(
-    job: Job, cluster: SshCluster | TpuVmCluster, submission: Submission, hosts: Hosts
+def submit(
+    job: Job,
+    cluster: SshCluster | TpuVmCluster,
+    rendered: Rendered,
+    submission: Submission,
 ) -> int:
-    """Keep a run on other machines going; the first attempt takes up what runs."""
-    first = iter([True])
+    """Start a run on other machines, or take up what runs there; keep it going."""
+    submission = submission.with_handle(cluster=asdict(cluster))
+    hosts, first = submitted_hosts(submission), iter([True])
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
         begin = partial(hosts.begin, take_up=next(first, False))

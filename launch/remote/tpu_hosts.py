@@ -1,8 +1,7 @@
 """The VMs of a queued resource, all slices together: files there, commands there.
 
 Commands and flags: the reference of gcloud compute tpus queued-resources ssh and scp
-(SDK 528), as docs.cloud.google.com/tpu/docs/multislice-introduction uses them. Their
-exit code is that of some worker, or of gcloud: what run.sh prints is what counts.
+(SDK 528). Their exit code is that of some worker: what run.sh prints is what counts.
 """
 
 import logging

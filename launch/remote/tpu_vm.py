@@ -1,13 +1,11 @@
 """`cluster=tpu_vm`: Cloud TPU VMs, one or several slices, kept running from here.
 
-The machines come as a queued resource (`remote/queued_resource.py`), get this program
-by scp or as an image, and are asked over ssh (`remote/run_script.py`); JAX finds pods
-and slices by their metadata server. Machines that were taken away are asked for again,
-and what is over is deleted, unless `cluster.keep`. A new `action=resume` takes up the
-machines and the training that it finds.
+The machines come as a queued resource, get this program by scp or as an image, and are
+asked over ssh. Machines that were taken away are asked for again, and what is over is
+deleted, unless `cluster.keep`.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from launch.config import TpuVmCluster
 from launch.config.clusters import Code
@@ -17,8 +15,8 @@ from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
 from launch.remote.queued_resource import describe_states
 from launch.remote.run_script import RUN, run_script
-from launch.remote.supervise import alive, logs, stop  # noqa: F401
-from launch.remote.tpu_hosts import STATES, TpuHosts
+from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
+from launch.remote.tpu_hosts import STATES
 from launch.submissions import Submission
 from train.errors import Mistake
 
@@ -97,9 +95,8 @@ def _secrets(cluster: TpuVmCluster) -> list[str]:
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():
-        flags = options({"secret": name, "project": cluster.project})
-        words = shell([*ask, *flags])
-        lines += [f'{variable}="$({words})"', f"export {variable}"]
+        words = [*ask, *options({"secret": name, "project": cluster.project})]
+        lines += [f'{variable}="$({shell(words)})"', f"export {variable}"]
     return lines
 
 
@@ -114,15 +111,6 @@ def _in_docker(
     flags = [f"--name={name}", "--privileged", "--net=host", "--user=root"]
     flags += [f"--env={variable}" for variable in variables]
     return [*sudo, "docker", "run", "--rm", *flags, image, *command]
-
-
-def submit(
-    job: Job, cluster: TpuVmCluster, rendered: Rendered, submission: Submission
-) -> int:
-    """Get the machines, start the run, and keep it going to the end."""
-    submission = submission.with_handle(cluster=asdict(cluster))
-    hosts = TpuHosts(submission, cluster)
-    return supervise.supervise_hosts(job, cluster, submission, hosts)
 
 
 def status(submission: Submission) -> list[str]:

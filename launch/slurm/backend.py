@@ -1,8 +1,7 @@
 """`cluster=slurm`: one job of sbatch's, which puts itself back into the queue.
 
-What runs there is `launch/slurm/script.py`'s; here it is submitted, asked about and
-stopped, with Slurm's own commands, on a machine that has them and sees the run's folder
-as the nodes do.
+It is submitted, asked about and stopped with Slurm's own commands, on a machine that
+has them and sees the run's folder as the nodes do.
 """
 
 import logging
@@ -50,10 +49,8 @@ def render(job: Job, cluster: SlurmCluster) -> Rendered:
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
     files = job.rendered_to or folder
     command += [f"--output={output}", f"{files}/{SCRIPT}"]
-    commands_before = [
-        shell(["mkdir", "-p", folder])
-    ]  # sbatch makes none for the output
-    return Rendered({SCRIPT: script(job, cluster)}, command, commands_before)
+    make = shell(["mkdir", "-p", folder])  # sbatch makes none for the output
+    return Rendered({SCRIPT: script(job, cluster)}, command, [make])
 
 
 def submit(

@@ -1,14 +1,9 @@
 """The job script of Slurm: it trains, and decides whether to requeue the job.
 
-Slurm knows only whether a script failed. This script waits for all processes and reads
-their exit codes. Each process leaves its own in a file, because srun reports only the
-highest, so that a lost peer would hide a wrong config. The script judges the codes as
-`launch/policy.py` does, requeues its own job or does not, and says why. Events that
-Slurm handles itself (a lost node, a preemption that requeues, scancel) are left to it
-and do not count.
-
-Signals reach the processes without the script: those of `--signal` and `scancel
---signal` go to the step, and those of a requeue, a preemption and a time limit to all.
+The script reads the exit codes of all processes from files, because srun reports only
+the highest. It judges them as `launch/policy.py` does, requeues its own job or does
+not, and says why. Events that Slurm handles itself (a lost node, a preemption that
+requeues, scancel) do not count. Signals reach the processes without the script.
 """
 
 import shlex
