@@ -93,10 +93,9 @@ def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
 
 
 def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
-    infra = "/".join(filter(None, (cluster.cloud, cluster.region)))
     resources = {
         "accelerators": cluster.accelerators,
-        "infra": infra,
+        "infra": "/".join(filter(None, (cluster.cloud, cluster.region))),
         "use_spot": cluster.spot,
         "image_id": cluster.image,
         "job_recovery": {
@@ -104,27 +103,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             "recover_on_exit_codes": sorted(AGAIN),
         },
     }
-    ours, kind = gpu.values(job.environment), (cluster.accelerators or "tpu").lower()
-    on_gpus = not kind.startswith("tpu")
-    # null: the value comes with --secret.
-    task = {
-        "name": job.name,
-        "num_nodes": cluster.nodes,
-        "resources": {key: value for key, value in resources.items() if value},
-        "envs": {
-            **(ours if on_gpus else {}),
-            **(job.cache_variables() if cluster.accelerators else {}),
-            **job.variables(cluster.code),
-        },
-        "secrets": dict.fromkeys(cluster.secrets, None),
-        "setup": "".join(f"{line}\n" for line in cluster.setup),
-        "run": _run_script(job, cluster),
-    }
-    return {key: value for key, value in task.items() if value}
-
-
-def _run_script(job: Job, cluster: SkypilotCluster) -> str:
-    """Return the lines of shell of each node."""
+    on_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")
     around = node_command(
         PYTHON,
         folder=job.folder,
@@ -132,8 +111,22 @@ def _run_script(job: Job, cluster: SkypilotCluster) -> str:
         backoff_s=cluster.backoff_s,
     )
     local_job = replace(job, folder=".")  # the working directory has the archive
-    rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
-    return rank + shell(local_job.command(PYTHON, cluster.code, around)) + "\n"
+    run = shell(local_job.command(PYTHON, cluster.code, around))
+    # null: the value comes with --secret.
+    task = {
+        "name": job.name,
+        "num_nodes": cluster.nodes,
+        "resources": {key: value for key, value in resources.items() if value},
+        "envs": {
+            **(gpu.values(job.environment) if on_gpus else {}),
+            **(job.cache_variables() if cluster.accelerators else {}),
+            **job.variables(cluster.code),
+        },
+        "secrets": dict.fromkeys(cluster.secrets, None),
+        "setup": "".join(f"{line}\n" for line in cluster.setup),
+        "run": f'export NODE_RANK="$SKYPILOT_NODE_RANK"\n{run}\n',
+    }
+    return {key: value for key, value in task.items() if value}
 
 
 def submit(
@@ -176,8 +169,7 @@ def status(submission: Submission) -> list[str]:
     lines += [f"on {resources} {region}".rstrip()] if resources not in ("", "-") else []
     if job.get("recovery_count"):
         lines.append(f"recovered {job['recovery_count']} times")
-    why = [job.get("details"), job.get("failure_reason")]
-    return lines + [line for line in dict.fromkeys(why) if line]
+    return lines + [job[why] for why in ("details", "failure_reason") if job.get(why)]
 
 
 def logs(submission: Submission, follow: bool) -> int:

@@ -45,7 +45,8 @@ def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
             rule = "must be secret/key, a Secret's name and a key in it: "
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
             errors.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
-    if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
+    mounts = [path.rstrip("/") + "/" for path in _mounts(cluster.merge)]
+    if not any(f"{run_dir}/".startswith(mount) for mount in mounts):
         errors += object_store_mistakes(run_dir, kind_of(cluster))
     return errors
 
@@ -142,7 +143,3 @@ def _mounts(more: Any) -> list[str]:
     if isinstance(more, Sequence) and not isinstance(more, str):
         return [path for value in more for path in _mounts(value)]
     return []
-
-
-def _is_below(folder: str, mount: str) -> bool:
-    return f"{folder}/".startswith(mount.rstrip("/") + "/")

@@ -45,7 +45,7 @@ def submit(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )
     if (jobset := _jobset(submission)) and _over(jobset):
-        _delete(submission)
+        stop(submission)
     _ask(submission, "create", "-f", "-", input=rendered.files[FILE])
     print(f"{job.name}: submitted; action=status says where it is")
     return FINISHED
@@ -67,20 +67,18 @@ def status(submission: Submission) -> list[str]:
     lines = [_describe_jobset(jobset, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
-        max_restarts = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-        lines.append(
-            f"restarted {restarts} times, {counted} of at most {max_restarts} counted"
-        )
+        lines.append(f"restarted {restarts} times, {counted} of them counted")
     queue = jobset["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
         its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
         workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", its)
         lines.append(describe_queue(queue, workloads))
     pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
-    of_pod = "involvedObject.kind=Pod,involvedObject.name="
 
     def events(pod: str) -> list[dict[str, Any]]:
-        return _list(submission, "events", "--field-selector", of_pod + pod)
+        selector = f"involvedObject.kind=Pod,involvedObject.name={pod}"
+        order = "--sort-by=.metadata.creationTimestamp"
+        return _list(submission, "events", "--field-selector", selector, order)
 
     return lines + describe_pods(pods, events)
 
@@ -107,16 +105,11 @@ def logs(submission: Submission, follow: bool) -> int:
 
 def stop(submission: Submission) -> int:
     """Delete the JobSet: its pods are told, and save; wait until they are gone."""
-    _delete(submission)
-    return FINISHED
-
-
-def _delete(submission: Submission) -> None:
-    """Delete the JobSet, and wait for its Jobs and their pods."""
     patience_s = submission.handle["grace_period_s"] + _MARGIN_S
     flags = ["--ignore-not-found", "--cascade=foreground", "--wait"]
     flags.append(f"--timeout={patience_s}s")
     _ask(submission, "delete", "jobset", submission.name, *flags)
+    return FINISHED
 
 
 def _jobset(submission: Submission) -> dict[str, Any] | None:

@@ -25,7 +25,10 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
 def describe_pods(
     pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
-    """Count a JobSet's pods; describe why the first that waits does, and who failed."""
+    """Count a JobSet's pods; describe why the first that waits does, and who failed.
+
+    `events` returns those of a pod, the newest last.
+    """
     if not pods:
         return ["no pods"]
     phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
@@ -36,7 +39,7 @@ def describe_pods(
         pod, why = waiting[0]
         name = pod["metadata"]["name"]
         lines.append(f"{name} waits: {why}")
-        newest = sorted(events(name), key=_time)[-1:]
+        newest = events(name)[-1:]
         lines += [f"  {event['reason']}: {event['message']}" for event in newest]
     ended = [line for pod in pods for line in _how_it_ended(pod)]
     more = [f"... and {len(ended) - _MOST} more"] if len(ended) > _MOST else []
@@ -66,8 +69,3 @@ def _how_it_ended(pod: Object) -> list[str]:
             why = meaning(code) if reason == "Error" else reason
             lines.append(f"{name} ended with {code}: {why}")
     return lines
-
-
-def _time(event: Object) -> str:
-    times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
-    return next(filter(None, times), event["metadata"].get("creationTimestamp", ""))

@@ -162,27 +162,20 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
 
 def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return what `launch/policy.py` says, and where things lie."""
-    crashes = range(1, min(cluster.max_restarts, _PAUSES) + 1)
-    words = {
-        "folder": script_folder(job),
-        "diary": f"{script_folder(job)}/{ATTEMPTS}",
-        "stop": f"{script_folder(job)}/{STOP}",
-        "exclude": str(cluster.options.get("exclude") or ""),
-    }
-    numbers = {
+    folder, crashes = script_folder(job), min(cluster.max_restarts, _PAUSES)
+    pauses = [round(backoff(n + 1, cluster.backoff_s)) for n in range(crashes)]
+    values = {
+        "folder": shlex.quote(folder),
+        "diary": shlex.quote(f"{folder}/{ATTEMPTS}"),
+        "stop": shlex.quote(f"{folder}/{STOP}"),
+        "exclude": shlex.quote(str(cluster.options.get("exclude") or "")),
         "stopped": STOPPED,
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
         "chosen": int(any(map(cluster.options.get, _BY_CHOICE))),
+        "never_again": f"({' '.join(map(str, NEVER_AGAIN))})",
+        "again": f"({' '.join(map(str, AGAIN))})",
+        "pauses": f"({' '.join(map(str, pauses))})",
     }
-    lists = {
-        "never_again": NEVER_AGAIN,
-        "again": AGAIN,
-        "pauses": [round(backoff(n, cluster.backoff_s)) for n in crashes],
-    }
-    return [
-        *(f"{name}={shlex.quote(word)}" for name, word in words.items()),
-        *(f"{name}={number}" for name, number in numbers.items()),
-        *(f"{name}=({' '.join(map(str, codes))})" for name, codes in lists.items()),
-    ]
+    return [f"{name}={value}" for name, value in values.items()]

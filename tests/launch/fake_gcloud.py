@@ -153,13 +153,11 @@ def _ssh(folder: Path, words: list[str], flags: dict[str, str]) -> int:
     vms, codes = _chosen(folder, words[0], flags), [0]
     if vms is None:
         return _error("ssh", "[/usr/bin/ssh] exited with return code [255].")
-    for index, vm in enumerate(vms):
+    for vm in vms:
         home = folder / "vm" / vm
         home.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, "HOME": str(home), "FAKE_VM": vm}
         env["PATH"] = f"{folder}/bin:{os.environ['PATH']}"
-        more = folder / "env.json"
-        env |= json.loads(more.read_text())[index] if more.exists() else {}
         # What gcloud does: the command is split at spaces, and ssh joins it again.
         line = " ".join(flags["--command"].split(" "))
         codes.append(subprocess.run(["bash", "-c", line], cwd=home, env=env).returncode)

@@ -170,10 +170,9 @@ def test_status_says_why_pods_wait(cluster, submitted):
     cluster.add_pod("p0", phase="Pending", conditions=[unschedulable])
     cluster.add_pod("p1", 1, phase="Running")
     labels = {"involvedObject.kind": "Pod", "involvedObject.name": "p0"}
-    for number, reason in enumerate(("FailedScheduling", "FailedScaleUp")):
-        about = {"reason": reason, "message": "GCE out of resources", "metadata": {}}
-        when = f"2026-01-01T00:00:0{number}Z"
-        cluster.add("events", labels, **about, lastTimestamp=when)
+    for reason in ("FailedScheduling", "FailedScaleUp"):
+        about = {"reason": reason, "message": "GCE out of resources"}
+        cluster.add("events", labels, **about)
     said = gke_tpu.status(submitted)
     assert "pods: 1 pending, 1 running" in said
     at = said.index(f"p0 waits: Unschedulable: {why}")

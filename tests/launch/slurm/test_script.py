@@ -95,15 +95,6 @@ def test_it_counts_as_the_supervisor_does(
     assert (code, number) == expected
 
 
-def test_pauses_are_those_of_the_policy(stubs, tmp_path):
-    text = rendered(tmp_path, 1, max_restarts=9, backoff_s=10.0)
-    for number in range(1, 10):
-        stubs.attempt(text, [1], number)
-        assert stubs.told()[1].endswith(f"=now+{backoff(number, 10.0):.0f}")
-    assert stubs.attempt(text, [1], 99) == 1
-    assert stubs.told() == []
-
-
 NOW = "2030-01-02T03:04:05"
 
 
@@ -210,13 +201,6 @@ def test_a_save_longer_than_what_slurm_waits_is_not_the_end(stubs, tmp_path, kil
         (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
         noted = json.loads(line)
         assert (noted["verdict"], noted["over"]) == ("again", False)
-
-
-def test_a_time_limit_puts_nothing_back_that_was_asked_to_stop(stubs, tmp_path):
-    stop = f"touch {tmp_path}/stop\nlooks=10"
-    stubs.program("srun", f"{stop}{TIME_LIMIT}{SRUN}")
-    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
-    assert stubs.told() == []
 
 
 def test_values_arrive_verbatim(stubs, tmp_path):
