@@ -16,7 +16,6 @@ from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.run_script import read_states, remote_folder, run_words
 from launch.submissions import RECORD, Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
-from launch.supervisor import Wait
 from train.errors import WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
@@ -58,9 +57,6 @@ class SshHosts(Hosts):
         processes = cluster.processes_per_node * len(cluster.hosts)
         super().__init__(submission, processes, cluster.poll_s)
         self._cluster, self._reached = cluster, False
-
-    def _await_machines(self, wait: Wait) -> bool:
-        return not wait(0)
 
     def _start(self) -> bool:
         if not (self._put() and self._shared()):

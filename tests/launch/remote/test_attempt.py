@@ -14,9 +14,10 @@ import pytest
 from launch.remote import attempt
 from launch.remote.attempt import RemoteAttempt
 from launch.remote.run_script import State
-from launch.subprocesses import run_captured
+from launch.subprocesses import ask_tool, run_captured, run_tool
 from launch.supervisor import Wait
 from tests.launch.remote.stage import until
+from train.errors import Exit
 from train.run.liveness import Process
 
 
@@ -28,6 +29,13 @@ def test_a_signal_ends_a_pause():
     began = time.monotonic()
     assert wait(0.3, handled=1)  # waits, and says that one came
     assert time.monotonic() - began > 0.2
+
+
+@pytest.mark.parametrize("run", [run_captured, run_tool, ask_tool])
+def test_a_missing_program_is_named(run):
+    with pytest.raises(Exit, match="kubectl is not installed") as raised:
+        run(["/nowhere/kubectl", "get"])
+    assert raised.value.code == 78
 
 
 def test_what_is_called_has_a_session_of_its_own():
