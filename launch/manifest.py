@@ -34,14 +34,8 @@ _Dumper.add_representer(str, _text)
 
 def to_yaml(document: Mapping[str, Any]) -> str:
     """Write a document."""
-    return yaml.dump(
-        dict(document),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=1000,
-        default_flow_style=False,
-    )
+    style: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 1000}
+    return yaml.dump(dict(document), Dumper=_Dumper, **style)
 
 
 def merge_values(document: Any, more: Any) -> Any:

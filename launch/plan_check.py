@@ -42,16 +42,6 @@ class Machine(NamedTuple):
     variables: Mapping[str, str] = {}
 
 
-class Checked(NamedTuple):
-    """A job with what the plan says of a host's memory, and what no plan has checked.
-
-    `unchecked` is a sentence, None if all was checked.
-    """
-
-    job: Job
-    unchecked: str | None = None
-
-
 ALL_UNCHECKED = (
     "the sizes of mesh and batch, the memory of a device, and the memory and cores of "
     "a host were not checked"
@@ -63,15 +53,17 @@ _REFUSED = {
 }
 
 
-def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
-    """Show the plan; refuse what is of no use to submit.
+def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None]:
+    """Show the plan; return the job with what it says of a host's memory.
+
+    Return also a sentence that says what no plan has checked, None if all was.
 
     Raises:
         Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
     """
     if machine == Machine():
         why = "the keys of the cluster do not say which devices there are"
-        return Checked(job, f"No plan was made, because {why}: {ALL_UNCHECKED}.")
+        return job, f"No plan was made, because {why}: {ALL_UNCHECKED}."
     arguments, folder = [*job.overrides, "runtime.platform=cpu"], f"plans/{job.name}"
     if machine.target is not None:
         arguments += [f"output={folder}", f"target={machine.target}"]
@@ -84,18 +76,18 @@ def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
         if not force:
             raise Exit(code, f"Refused: {why}. To go on all the same: force=true")
         log.warning("%s; goes on all the same (force=true)", why)
-        return Checked(job, f"With force=true this goes on, although {why}.")
+        return job, f"With force=true this goes on, although {why}."
     if code != FINISHED:
         reason = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
         log.warning(reason)
-        return Checked(job, reason)
+        return job, reason
     if machine.target is None:
         why = "The plan was made for devices of an unknown kind: the memory of a "
         why += "device, and the memory and cores of a host were not checked."
-        return Checked(job, why)
+        return job, why
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
     staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
-    return Checked(replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes))
+    return replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes), None
 
 
 def tpu_target(name: str | None) -> Target | Mistake:

