@@ -52,9 +52,6 @@ ENV PATH=/opt/venv/bin:$PATH HOME=/cache XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=
 WORKDIR /workspace
 VOLUME /runs
 USER 1000:0
-# Is the training there, and not stopped? One that hangs is its watchdog's to end.
-HEALTHCHECK --interval=30s --timeout=10s --start-period=10s --retries=3 \
-    CMD ["python", "-P", "-m", "launch.health"]
 # Process 1 is none that the kernel spares its own signals; it passes ours on, and
 # collects the dead. -s: also where it is not process 1.
 ENTRYPOINT ["/usr/bin/tini", "-s", "--"]

@@ -1,9 +1,8 @@
 """`python -m launch cluster=...`: the command line of training, on a cluster.
 
-It takes all keys of `python -m train`, and its own: `action=`, `cluster=`, `force=`;
-what is not its own travels, word for word. Exit codes: those of the run where it is
-kept going from here (local, ssh, tpu_vm), else 0 once it is submitted; 4, 65 and 78 if
-the plan says that it is of no use.
+What is not its own of the command line travels word for word. Exit codes: those of the
+run if this command keeps it going (local, ssh, tpu_vm), otherwise 0 once it is
+submitted; 4, 65 and 78 if the plan says that it is of no use.
 """
 
 import logging
@@ -43,7 +42,11 @@ def main(config: Any) -> int:
         case Action.logs:
             return BACKENDS[submission.kind].logs(submission, config.follow)
         case Action.stop:
-            return _stop(submission)
+            name, kind = submission.name, submission.kind
+            log.info("%s on %s is asked to save and stop: waits for it", name, kind)
+            code = BACKENDS[kind].stop(submission)
+            log.info("%s has ended", name)
+            return code
         case Action.status:
             return _status(submission)
         case _:
@@ -56,9 +59,8 @@ def launch_mistakes(config: Any) -> list[Mistake]:
     if config.follow and config.action is not Action.logs:
         mistakes_found.append(Mistake("follow", True, "goes with action=logs only"))
     if config.output and config.action is not Action.render:
-        mistakes_found.append(
-            Mistake("output", config.output, "goes with action=render only")
-        )
+        rule = "goes with action=render only"
+        mistakes_found.append(Mistake("output", config.output, rule))
     if config.action in (Action.submit, Action.render):
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
@@ -73,15 +75,6 @@ def launch_mistakes(config: Any) -> list[Mistake]:
             mistakes_found += error.mistakes
         mistakes_found += backend.mistakes(config.cluster, directory)
     return mistakes_found
-
-
-def _stop(submission: Submission) -> int:
-    """Let the run save and stop; say at once what is waited for."""
-    name, kind = submission.name, submission.kind
-    log.info("%s on %s: is asked to save and stop; waits until it has", name, kind)
-    code = BACKENDS[kind].stop(submission)
-    log.info("%s: has ended", name)
-    return code
 
 
 def _status(submission: Submission) -> int:

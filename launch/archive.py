@@ -1,8 +1,8 @@
 """The program as an archive, for machines that do not see the folders of this one.
 
-It holds what an installed package would, with the presets of `configs/`, and what it
-takes to install one: a checkout's files as they are, but for those that git ignores.
-Nothing else: no hidden file, no link that leads out. Equal files give equal bytes.
+It holds what an installed package would, the presets of `configs/`, and what it takes
+to install one. Files that git ignores, hidden files and links that lead out are left
+out. Equal files give equal bytes.
 """
 
 import gzip
@@ -12,17 +12,9 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from launch.job import ARCHIVE, UNPACK
-
 _SUFFIXES = (".html", ".py", ".sh", ".yaml")
 _PACKAGES = ("configs", "data", "launch", "model", "train")
 _TO_INSTALL = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
-
-
-def archive_files(root: Path) -> dict[str, bytes]:
-    """Return the files that `job.command` names: the archive, and what unpacks it."""
-    unpack = root / "launch" / "unpack.py"
-    return {ARCHIVE: archive(root), UNPACK: unpack.read_bytes()}
 
 
 def archive(root: Path) -> bytes:
@@ -59,17 +51,8 @@ def _travels(root: Path, name: Path) -> bool:
 
 def _not_ignored(root: Path) -> list[str]:
     """List what git does not ignore; nothing where there is no git, or no checkout."""
-    flags = ["-z", "--cached", "--others", "--exclude-standard"]
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "ls-files",
-        *flags,
-        "--",
-        *_PACKAGES,
-        *_TO_INSTALL,
-    ]
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
+    command += ["--exclude-standard", "--", *_PACKAGES, *_TO_INSTALL]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

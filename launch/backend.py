@@ -31,10 +31,7 @@ class Backend(Protocol):
     def submit(
         self, job: Job, cluster: Any, rendered: Rendered, submission: Submission
     ) -> int:
-        """Submit what was rendered and lies in the submission's folder by now.
-
-        Keeps how the cluster knows the job (`with_handle`); returns an exit code.
-        """
+        """Submit what was rendered, keep the job's handle, and return an exit code."""
         ...
 
     def alive(self, submission: Submission) -> bool:

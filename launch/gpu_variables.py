@@ -1,9 +1,9 @@
-"""The variables of XLA and NCCL for jobs on NVIDIA GPUs, and the reason for each.
+"""The variables of XLA and NCCL for jobs on NVIDIA GPUs.
 
 There is one table for all kinds of clusters; `cluster.environment` replaces any line of
-it. Defaults of current XLA and NCCL are left out. Settings that depend on the site are
-named in `SITE_LINES` for the common cases. Each flag is known to the XLA of jax 0.10 to
-0.12 (an unknown flag ends the program). The gains have not been measured on GPUs here.
+it. Defaults of current XLA and NCCL are left out, and so is what depends on the site.
+Each flag is known to the XLA of jax 0.10 to 0.12 (an unknown flag ends the program).
+The gains have not been measured on GPUs here.
 
 Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
 docs.jax.dev, "GPU memory allocation"; docs.nvidia.com/deeplearning/nccl, "Environment
@@ -17,69 +17,39 @@ from launch.plan_check import Machine
 from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
-FLAGS = {
-    "xla_gpu_enable_latency_hiding_scheduler": (
-        "collectives run beside products that do not need them"
-    ),
-    "xla_gpu_enable_pipelined_all_gather": (
-        "the weights of the next layer are gathered during this one"
-    ),
-    "xla_gpu_enable_pipelined_all_reduce": (
-        "the gradients of a layer are added up during the next one"
-    ),
-    "xla_gpu_enable_while_loop_double_buffering": (
-        "unrolls the loop over layers once: no copies, and no wait between two layers"
-    ),
-}
-SETTINGS = {  # variable: value, reason
-    "XLA_FLAGS": (
-        " ".join(f"--{flag}=true" for flag in FLAGS),
-        "\n".join(f"{flag}: {reason}" for flag, reason in FLAGS.items()),
-    ),
-    "XLA_CLIENT_MEM_FRACTION": (
-        "0.9",
-        "JAX takes 0.75 of a GPU's memory by itself; the rest is NCCL's and CUDA's",
-    ),
-    "NCCL_DEBUG": ("WARN", "says why, when a connection fails"),
+FLAGS = (
+    # Collectives run next to products that do not need them.
+    "xla_gpu_enable_latency_hiding_scheduler",
+    # The weights of the next layer are gathered during this one.
+    "xla_gpu_enable_pipelined_all_gather",
+    # The gradients of a layer are added up during the next one.
+    "xla_gpu_enable_pipelined_all_reduce",
+    # The loop over layers is unrolled once: no copies, no wait between two layers.
+    "xla_gpu_enable_while_loop_double_buffering",
+)
+SETTINGS = {
+    "XLA_FLAGS": " ".join(f"--{flag}=true" for flag in FLAGS),
+    # JAX takes 0.75 of a GPU's memory by itself; the rest is NCCL's and CUDA's.
+    "XLA_CLIENT_MEM_FRACTION": "0.9",
+    # NCCL says why, when a connection fails.
+    "NCCL_DEBUG": "WARN",
 }
 # jaxlib refuses both together.
-_SAME = {"XLA_CLIENT_MEM_FRACTION": "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-# Settings that depend on the site, as comments of a job script. They belong in
-# cluster.environment.
-SITE_LINES = """
-# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket); all
-# of these: docs.nvidia.com/deeplearning/nccl, Environment Variables:
-# export NCCL_IB_HCA=mlx5              # InfiniBand, RoCE: cards whose names begin so
-# export NCCL_SOCKET_IFNAME=eth,ib     # interfaces to meet over, by their first letters
-# export NCCL_IB_GID_INDEX=3           # RoCE: the address that show_gids lists so
-# export NCCL_CROSS_NIC=0              # networks of rails: each card keeps to its own
-# export NCCL_IB_TIMEOUT=22            # large fabrics: 4 us * 2^22 until a retry
-""".strip().splitlines()
-
-
-def settings(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return each variable's value and reason, without those of the environment."""
-    return {
-        name: values
-        for name, values in SETTINGS.items()
-        if name not in environment and _SAME.get(name) not in environment
-    }
+_OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def values(environment: Mapping[str, str]) -> dict[str, str]:
     """Return all variables with their values, those of `environment` among them."""
-    ours = {name: value for name, (value, _) in settings(environment).items()}
-    return {**ours, **environment}
+    values = {**SETTINGS, **environment}
+    if _OLD_FRACTION in environment:
+        del values["XLA_CLIENT_MEM_FRACTION"]
+    return values
 
 
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return the machine to plan for: nodes of GPUs.
-
-    It is a named target if the kind is given and that number of GPUs has a name, and
-    otherwise a number of devices.
-    """
+    """Return nodes of GPUs as a named target, if one fits, or a number of devices."""
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
     except ConfigError:

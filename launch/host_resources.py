@@ -1,16 +1,16 @@
 """Memory and cores of a host, from the plan: what a scheduler is asked for.
 
 The plan computes what the step keeps in a host's memory (optimizer.offload), and what
-an asynchronous save stages there. The rest are rules, generous rather than exact: a job
-that is killed for want of memory costs more than memory that idles.
-
-- memory: what is kept, twice what a save stages (its copy, and the buffers of a restore
-  or of the writer), and 16 GiB for each process: libraries, compiler, batches;
-- cores: eight for each chip. Nodes of GPUs have 12 to 16, TPU hosts 24 or more.
-
-Keys of the cluster replace either. Without a plan nothing is asked for, and what a site
-gives by default holds.
+an asynchronous save stages there: it needs twice that. The rest are generous rules: 16
+GiB for each process (libraries, compiler, batches), and eight cores for each chip.
+Without a plan nothing is asked for, and the defaults of the site hold.
 """
+
+import logging
+
+from launch.job import Job
+
+log = logging.getLogger(__name__)
 
 _PROCESS_BYTES = 16 << 30
 _CORES_PER_CHIP = 8
@@ -29,6 +29,15 @@ def process_cores(chips: int) -> int:
     return _CORES_PER_CHIP * chips
 
 
-def estimated_save_s(staged_bytes: int) -> float:
-    """Return how long a save takes, at one GB/s a host."""
-    return staged_bytes / _SAVED_BYTES_PER_S
+def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
+    """Warn if a save takes longer than the notice that `source` gives."""
+    save_s = (job.staged_bytes or 0) / _SAVED_BYTES_PER_S
+    if save_s > notice_s:
+        log.warning(
+            "%s %.0f s, but a save takes some %.0f s at 1 GB/s a host: that may cost "
+            "the steps since the save before, and checkpoint.save_interval_minutes "
+            "bounds them",
+            source,
+            notice_s,
+            save_s,
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.storage import is_remote
-from launch.config import Code
+from launch.config.clusters import Code
 from train.cli.quoting import hydra_text
 from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
@@ -25,16 +25,16 @@ ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # in the folder of the submission
 class Job:
     """A command line of training, bound for a cluster.
 
-    name: of the job: lower-case letters, digits and hyphens, at most 40; one run has
-        always the same, other runs others.
+    name: the job's name: lower-case letters, digits and hyphens, at most 40; the same
+        for all submissions of a run.
     run_dir: absolute, or s3:// or gs://.
-    folder: of this submission, in the run's directory.
-    rendered_to: where what is rendered lies, if not in the folder.
-    overrides: of `python -m train`, verbatim.
-    root: where this program's packages lie, here.
-    workdir: where this command was typed.
-    staged_bytes: of a host's memory while a save copies from it; None: no plan said it.
-    held_bytes: of a host's memory that the step keeps arrays in.
+    folder: the folder of this submission, in the run's directory.
+    rendered_to: the folder of the rendered files, if it is another.
+    overrides: the overrides of `python -m train`, verbatim.
+    root: the folder of this program's packages, here.
+    workdir: the folder in which this command was typed.
+    staged_bytes: a host's memory while a save copies from it; None: there is no plan.
+    held_bytes: a host's memory that the step keeps arrays in.
     """
 
     name: str
@@ -48,23 +48,11 @@ class Job:
     staged_bytes: int | None = None
     held_bytes: int = 0
 
-    @property
-    def files(self) -> str:
-        """The folder of the rendered files."""
-        return self.rendered_to or self.folder
-
     def command(
         self, python: str, code: Code = Code.shared, prefix: Sequence[str] = ()
     ) -> list[str]:
-        """Return the words that train there.
-
-        -P leaves the working directory out of the path: `variables` say which code.
-
-        Args:
-            python: the interpreter there.
-            code: how this program gets there.
-            prefix: words of a program of ours that starts the training.
-        """
+        """Return the words that train there, started by those of `prefix` if given."""
+        # -P leaves the working directory out of the path: `variables` say which code.
         words = [*prefix, python, "-P", "-m", "train", *self.overrides]
         return self._unpacked(words, python, code)
 
@@ -90,8 +78,7 @@ class Job:
         """Return where XLA keeps compiled programs: in the run, for its next start.
 
         For accelerators alone: a program for a CPU may hold instructions that another
-        node lacks. JAX's process 0 writes, all read; what is torn or unreadable costs a
-        warning and a compilation. A restart on GPUs gets the very kernels of before.
+        node lacks.
         """
         return {"JAX_COMPILATION_CACHE_DIR": f"{self.run_dir}/compilation_cache"}
 
@@ -103,11 +90,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered submission.
+    """Files of the submission's folder, the command that submits, and lines before it.
 
-    files: the contents of the files in the submission's folder, by name.
-    command: the command that submits.
-    before: lines of shell to type first, if one submits it oneself.
+    Only who submits it oneself has to type the lines of shell in `before`.
     """
 
     files: Mapping[str, str]
@@ -131,10 +116,7 @@ def local_folder(name: str, folder: str) -> Path:
 
 
 def port_of(name: str) -> int:
-    """Return a port for process 0: the same on all hosts, another for another run.
-
-    Below those that systems hand out at will (from 32,768 on Linux).
-    """
+    """Return a port for process 0, below those that Linux hands out at will."""
     return 20_000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 12_000
 
 
@@ -159,10 +141,7 @@ VARIABLE_RULE = "must be a variable's name: letters, digits and underscores"
 
 
 def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
-    """List what is no name of a variable, and secrets: these end up in files.
-
-    `remedy` is where a secret belongs, on this kind of cluster.
-    """
+    """List what is no name of a variable, and secrets, with a remedy for these."""
     mistakes = []
     for name, value in environment.items():
         key = f"cluster.environment.{name}"

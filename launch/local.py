@@ -1,7 +1,6 @@
 """`cluster=local`: processes of this machine, kept running from here.
 
-One process trains as `python -m train` does; several find each other by torchrun's
-variables, and on GPUs take one each.
+Several find each other by torchrun's variables, and on GPUs take one each.
 """
 
 import contextlib
@@ -104,7 +103,7 @@ class _Attempt:
                     stderr=file,
                     start_new_session=True,  # Ctrl-C comes to us alone
                 )
-        started = [asdict(Process.of(pid)) for pid in self._processes.pids]
+        started = [asdict(Process.of(p.pid)) for p in self._processes.processes]
         (folder / _PROCESSES).write_text(json.dumps(started))
 
     def wait(self) -> Sequence[int | None]:

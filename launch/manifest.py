@@ -1,7 +1,6 @@
-"""Documents for clusters, as YAML: written, and merged with what a person adds.
+"""Documents for clusters, as YAML that means the same to every reader of YAML.
 
-What is written means the same to every reader of YAML: words that one of them takes
-for a number, a date or a truth value stand in quotes.
+Words that one of them takes for a number, a date or a truth value stand in quotes.
 """
 
 import re
@@ -19,19 +18,15 @@ class _Dumper(yaml.SafeDumper):
     """Quotes each text that is not a plain word."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write what occurs twice twice."""
         return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     plain = _PLAIN.fullmatch(text) and text.lower() not in _TAKEN
-    style = None if plain else "|" if _is_script(text) else '"'
+    # A block shows lines of shell as they are.
+    script = text.endswith("\n") and text.isascii() and text[:-1].strip() == text[:-1]
+    style = None if plain else "|" if script else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-def _is_script(text: str) -> bool:
-    """Return whether a text is lines of shell that a block shows as they are."""
-    return text.endswith("\n") and text.isascii() and text[:-1].strip() == text[:-1]
 
 
 _Dumper.add_representer(str, _text)
@@ -39,14 +34,8 @@ _Dumper.add_representer(str, _text)
 
 def to_yaml(document: Mapping[str, Any]) -> str:
     """Write a document."""
-    return yaml.dump(
-        dict(document),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=1000,
-        default_flow_style=False,
-    )
+    style: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 1000}
+    return yaml.dump(dict(document), Dumper=_Dumper, **style)
 
 
 def merge_values(document: Any, more: Any) -> Any:
@@ -74,8 +63,5 @@ def merge_values(document: Any, more: Any) -> Any:
 
 
 def _named(items: Any) -> bool:
-    return (
-        isinstance(items, list)
-        and bool(items)
-        and all(isinstance(item, Mapping) and "name" in item for item in items)
-    )
+    mappings = isinstance(items, list) and all(isinstance(i, Mapping) for i in items)
+    return mappings and bool(items) and all("name" in item for item in items)

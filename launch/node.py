@@ -2,14 +2,11 @@
 
     python -m launch.node [--processes 8] [--folder DIR ...] -- command...
 
-It starts the command, or several of them that share the node's GPUs, with torchrun's
-variables. It passes signals on, and ends with the most telling exit code
-(launch/policy.py). With a folder it also does what its cluster cannot do:
-
-- It asks the run to save and stop for good when the folder has a file `stop`.
-- It counts the node's crashes in the folder. After a crash that may be retried it ends
-  with ABORTED, after which the cluster starts it again; otherwise with the exit code of
-  the crash.
+It starts the command, or several that share the node's GPUs, with torchrun's variables,
+passes signals on, and ends with the most telling exit code (launch/policy.py). With a
+folder it also asks the run to save and stop for good when the folder has a file `stop`,
+and counts the node's crashes there: after one that may be retried it ends with ABORTED,
+so that the cluster starts it again.
 """
 
 import argparse

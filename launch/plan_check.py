@@ -1,8 +1,7 @@
 """Before a job is submitted: can it run there, and does it fit?
 
-`python -m train.plan` answers, in a process of its own: with the cluster's machine as
-target it compiles the step and compares memory; where the machine is not known it lays
-the arrays out on as many virtual devices.
+`python -m train.plan` answers in a process of its own, for the cluster's machine or, if
+that is not known, for a number of virtual devices.
 """
 
 import json
@@ -16,7 +15,16 @@ from typing import NamedTuple
 from data.storage import is_remote
 from launch.job import Job
 from launch.subprocesses import run_module
-from train.errors import DOES_NOT_FIT, FINISHED, WRONG_CONFIG, WRONG_DATA, Exit, Mistake
+from train.errors import (
+    DOES_NOT_FIT,
+    FINISHED,
+    WRONG_CONFIG,
+    WRONG_DATA,
+    ConfigError,
+    Exit,
+    Mistake,
+)
+from train.hardware.targets import Target, parse_target
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +42,6 @@ class Machine(NamedTuple):
     variables: Mapping[str, str] = {}
 
 
-class Checked(NamedTuple):
-    """A job that a plan was made for, if that could be done.
-
-    job: with what it needs of a host's memory, if the plan says so.
-    unchecked: a sentence that says what no plan has checked, and why; None if all was.
-    """
-
-    job: Job
-    unchecked: str | None = None
-
-
 ALL_UNCHECKED = (
     "the sizes of mesh and batch, the memory of a device, and the memory and cores of "
     "a host were not checked"
@@ -56,15 +53,17 @@ _REFUSED = {
 }
 
 
-def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
-    """Show the plan; refuse what is of no use to submit.
+def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None]:
+    """Show the plan; return the job with what it says of a host's memory.
+
+    Return also a sentence that says what no plan has checked, None if all was.
 
     Raises:
         Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
     """
     if machine == Machine():
         why = "the keys of the cluster do not say which devices there are"
-        return Checked(job, f"No plan was made, because {why}: {ALL_UNCHECKED}.")
+        return job, f"No plan was made, because {why}: {ALL_UNCHECKED}."
     arguments, folder = [*job.overrides, "runtime.platform=cpu"], f"plans/{job.name}"
     if machine.target is not None:
         arguments += [f"output={folder}", f"target={machine.target}"]
@@ -77,18 +76,32 @@ def check_plan(job: Job, machine: Machine, force: bool) -> Checked:
         if not force:
             raise Exit(code, f"Refused: {why}. To go on all the same: force=true")
         log.warning("%s; goes on all the same (force=true)", why)
-        return Checked(job, f"With force=true this goes on, although {why}.")
+        return job, f"With force=true this goes on, although {why}."
     if code != FINISHED:
         reason = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
         log.warning(reason)
-        return Checked(job, reason)
+        return job, reason
     if machine.target is None:
         why = "The plan was made for devices of an unknown kind: the memory of a "
         why += "device, and the memory and cores of a host were not checked."
-        return Checked(job, why)
+        return job, why
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
     staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
-    return Checked(replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes))
+    return replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes), None
+
+
+def tpu_target(name: str | None) -> Target | Mistake:
+    """Return the target of `cluster.target`, or what is wrong with it."""
+    key = "cluster.target"
+    if name is None:
+        return Mistake(key, None, "is required, say v6e-8, or v5p-512x4: slices")
+    try:
+        target = parse_target(name)
+    except ConfigError as error:
+        return error.mistakes[0]._replace(key=key)
+    if target.platform != "tpu":
+        return Mistake(key, name, "is no TPU; GPUs are cluster=gke_gpu, or slurm")
+    return target
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:

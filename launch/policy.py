@@ -8,27 +8,15 @@ import logging
 from collections.abc import Sequence
 from enum import StrEnum
 
-from train.errors import (
-    ABORTED,
-    CRASHES_AGAIN,
-    DIVERGED,
-    DOES_NOT_FIT,
-    FINISHED,
-    OWNED,
-    PREEMPTED,
-    STOPPED,
-    WRONG_CONFIG,
-    WRONG_DATA,
-)
+from train import errors
+from train.errors import ABORTED, FINISHED
 
 log = logging.getLogger(__name__)
 
 # Another start would end in the same way, or is not wanted; the first found counts.
-NEVER_AGAIN = (
-    *(STOPPED, WRONG_CONFIG, DOES_NOT_FIT, WRONG_DATA, DIVERGED),
-    CRASHES_AGAIN,
-)
-AGAIN = (PREEMPTED, ABORTED, OWNED)  # these do not count as crashes
+NEVER_AGAIN = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
+NEVER_AGAIN += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
+AGAIN = (errors.PREEMPTED, ABORTED, errors.OWNED)  # these do not count as crashes
 SAME_STEP = 3  # after this many crashes at one step another start would not help
 LONGEST_BACKOFF_S = 600.0
 OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
@@ -73,11 +61,10 @@ def pause_after_crash(
 
     `crashes` counts this one too.
     """
+    crash = f"crashed with {code} ({crashes} of {max_restarts})"
     if crashes > max_restarts:
-        limit = f"cluster.max_restarts={max_restarts}"
-        log.error("crashed with %d; that is once more than %s", code, limit)
+        log.error("%s: not again (cluster.max_restarts)", crash)
         return None
     pause_s = backoff(crashes, first_s)
-    counted = f"{crashes} of {max_restarts}"
-    log.warning("crashed with %d (%s); again in %.0f s", code, counted, pause_s)
+    log.warning("%s; again in %.0f s", crash, pause_s)
     return pause_s

@@ -1,22 +1,16 @@
 """`cluster=skypilot`: a managed job of SkyPilot, on whatever cloud it finds.
 
 SkyPilot starts the job again when its machines are lost, and after the exit codes that
-do not count; crashes are counted by launch/node.py, in the run's directory, since
-SkyPilot would also start again what is of no use. To stop, the run is asked through a
-file there, saves, and ends: `sky jobs cancel` takes the machines away without waiting
-for a save, and is used only while nothing runs.
-
-One process a node, with all its GPUs. The code is uploaded as one archive, or is in
-the image. Secrets travel by name: SkyPilot takes their values from the environment.
+do not count; crashes are counted by launch/node.py. To stop, the run is asked through a
+file in its directory: `sky jobs cancel` takes the machines away without waiting for a
+save, and is used only while nothing runs. One process a node, with all its GPUs.
 """
 
 import json
 import logging
 import os
 import re
-import subprocess
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +18,15 @@ from etils import epath
 
 from data.storage import is_remote
 from launch import gpu_variables as gpu
-from launch.config import Code, SkypilotCluster
+from launch.config import SkypilotCluster
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
 from launch.manifest import merge_values, to_yaml
 from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
 from launch.policy import AGAIN
 from launch.submissions import Submission
-from launch.subprocesses import run_tool
+from launch.subprocesses import ask_tool, run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
 
 log = logging.getLogger(__name__)
@@ -60,10 +55,8 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
         errors.append(Mistake("cluster.image", None, rule))
     if not (cluster.accelerators or cluster.image or cluster.setup or cluster.merge):
-        rule = "is needed: SkyPilot would take its cheapest machine, on which nothing "
-        rule += "is installed. Give cluster.accelerators=H100:8, and an image that has "
-        rule += "JAX (cluster.image) or the lines that install it (cluster.setup="
-        rule += "[pip install 'jax[cuda13]']); for CPUs one of these two is enough"
+        rule = "is needed, say H100:8, with JAX in cluster.image or installed by "
+        rule += "cluster.setup=[pip install 'jax[cuda13]']; for CPUs one of these two"
         errors.append(Mistake("cluster.accelerators", None, rule))
     for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
@@ -85,12 +78,9 @@ def machine(cluster: SkypilotCluster) -> Machine:
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     """Return the task."""
     document = merge_values(_task(job, cluster), cluster.merge)
-    setup = [
-        f'export {name}="${source}"'
-        for name, source in cluster.secrets.items()
-        if name != source
-    ]
-    command = _launch(job.name, cluster, job.files)
+    pairs = cluster.secrets.items()
+    setup = [f'export {name}="${source}"' for name, source in pairs if name != source]
+    command = _launch(job.name, cluster, job.rendered_to or job.folder)
     return Rendered({FILE: to_yaml(document)}, command, setup)
 
 
@@ -103,10 +93,9 @@ def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
 
 
 def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
-    infra = "/".join(filter(None, (cluster.cloud, cluster.region)))
     resources = {
         "accelerators": cluster.accelerators,
-        "infra": infra,
+        "infra": "/".join(filter(None, (cluster.cloud, cluster.region))),
         "use_spot": cluster.spot,
         "image_id": cluster.image,
         "job_recovery": {
@@ -114,33 +103,30 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             "recover_on_exit_codes": sorted(AGAIN),
         },
     }
-    ours, kind = gpu.values(job.environment), (cluster.accelerators or "tpu").lower()
-    on_gpus = not kind.startswith("tpu")
+    on_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")
+    around = node_command(
+        PYTHON,
+        folder=job.folder,
+        max_restarts=cluster.max_restarts,
+        backoff_s=cluster.backoff_s,
+    )
+    local_job = replace(job, folder=".")  # the working directory has the archive
+    run = shell(local_job.command(PYTHON, cluster.code, around))
     # null: the value comes with --secret.
     task = {
         "name": job.name,
         "num_nodes": cluster.nodes,
         "resources": {key: value for key, value in resources.items() if value},
         "envs": {
-            **(ours if on_gpus else {}),
+            **(gpu.values(job.environment) if on_gpus else {}),
             **(job.cache_variables() if cluster.accelerators else {}),
             **job.variables(cluster.code),
         },
         "secrets": dict.fromkeys(cluster.secrets, None),
         "setup": "".join(f"{line}\n" for line in cluster.setup),
-        "run": _run_script(job, cluster),
+        "run": f'export NODE_RANK="$SKYPILOT_NODE_RANK"\n{run}\n',
     }
     return {key: value for key, value in task.items() if value}
-
-
-def _run_script(job: Job, cluster: SkypilotCluster) -> str:
-    """Return the lines of shell of each node."""
-    around = node_command(
-        PYTHON, 1, job.folder, cluster.max_restarts, cluster.backoff_s
-    )
-    local_job = replace(job, folder=".")  # the working directory has the archive
-    rank = 'export NODE_RANK="$SKYPILOT_NODE_RANK"\n'
-    return rank + shell(local_job.command(PYTHON, cluster.code, around)) + "\n"
 
 
 def submit(
@@ -162,7 +148,8 @@ def submit(
             '[pip install "jax[cuda13]" ...]'
         )
     secrets = {name: os.environ[source] for name, source in cluster.secrets.items()}
-    _sky(*_launch(job.name, cluster, str(folder))[1:], show=True, secrets=secrets)
+    env = {**os.environ, **secrets}  # sky takes them from there
+    ask_tool(_launch(job.name, cluster, str(folder)), env=env, capture_output=False)
     return FINISHED
 
 
@@ -182,14 +169,14 @@ def status(submission: Submission) -> list[str]:
     lines += [f"on {resources} {region}".rstrip()] if resources not in ("", "-") else []
     if job.get("recovery_count"):
         lines.append(f"recovered {job['recovery_count']} times")
-    why = [job.get("details"), job.get("failure_reason")]
-    return lines + [line for line in dict.fromkeys(why) if line]
+    return lines + [job[why] for why in ("details", "failure_reason") if job.get(why)]
 
 
 def logs(submission: Submission, follow: bool) -> int:
     """Print what the run has said; ends as `sky jobs logs` does (100: it failed)."""
     flags = ["--follow" if follow else "--no-follow", "--tail", "0"]
-    return _run("jobs", "logs", "--name", submission.name, *flags, show=True).returncode
+    words = ["sky", "jobs", "logs", "--name", submission.name, *flags]
+    return run_tool(words, capture_output=False).returncode
 
 
 def stop(submission: Submission) -> int:
@@ -200,7 +187,7 @@ def stop(submission: Submission) -> int:
             (submission.folder / STOP).write_text("")
             log.info("asked to save and stop")
         elif not requested:
-            _sky("jobs", "cancel", "--name", submission.name, "--yes")
+            ask_tool(["sky", "jobs", "cancel", "--name", submission.name, "--yes"])
         requested = True
         time.sleep(_LOOK_S)
     return FINISHED
@@ -212,34 +199,10 @@ def _is_over(job: dict[str, Any]) -> bool:
 
 def _newest(submission: Submission) -> dict[str, Any]:
     """Return the last job in the queue with the submission's name; {} if none is."""
-    output = _sky("jobs", "queue", "--all", "--output", "json")
+    output = ask_tool(["sky", "jobs", "queue", "--all", "--output", "json"])
     # SkyPilot may print other things before it.
     start = min((i for c in "[{" if (i := output.find(c)) >= 0), default=len(output))
     jobs = json.loads(output[start:] or "[]")
     jobs = jobs if isinstance(jobs, list) else jobs.get("jobs", [])
     named = [job for job in jobs if job.get("job_name") == submission.name]
     return max(named, key=lambda job: job["job_id"], default={})
-
-
-def _sky(
-    *words: str, show: bool = False, secrets: Mapping[str, str] | None = None
-) -> str:
-    """Run SkyPilot's command, which must succeed; return its output, or show it.
-
-    Raises:
-        Exit: it failed, or is not there.
-    """
-    done = _run(*words, show=show, secrets=secrets)
-    if done.returncode:
-        verb = " ".join(words[:2])
-        raise Exit(CRASHED, f"sky {verb} failed with exit code {done.returncode}")
-    return done.stdout or ""
-
-
-def _run(
-    *words: str, show: bool, secrets: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    missing = "SkyPilot is not installed here: pip install skypilot"
-    env = {**os.environ, **(secrets or {})}  # sky takes them from there
-    streams = {"capture_output": False, "stdout": None if show else subprocess.PIPE}
-    return run_tool(["sky", *words], Exit(CRASHED, missing), env=env, **streams)

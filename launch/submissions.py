@@ -37,11 +37,11 @@ class Submission:
     """A submission.
 
     number: counts the run's submissions from 1 on.
-    name: of the job.
-    arguments: of `python -m launch`.
-    workdir: where that was typed.
+    name: the name of the job.
+    arguments: the arguments of `python -m launch`.
+    workdir: the folder in which that was typed.
     handle: how the cluster knows the job: an id, a name.
-    code: SHA-256 of the code's archive, if it travels as one.
+    code: the SHA-256 of the code's archive, if it travels as one.
     """
 
     run_dir: str
@@ -81,20 +81,13 @@ def next_number(run_dir: str) -> int:
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
-    """Return the folder that rendered files refer to, if one submits them oneself.
-
-    It is the next one that `submit` would use. An object store is not asked for it.
-    """
+    """Return the folder that `submit` would use next; an object store is not asked."""
     number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
 
 
 def newest(run_dir: str) -> Submission | None:
-    """Read the run's last submission; None if there is none.
-
-    Raises:
-        DataError: its record is damaged.
-    """
+    """Read the run's last submission, if any; raise DataError if it is damaged."""
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD
@@ -110,11 +103,7 @@ def newest(run_dir: str) -> Submission | None:
 
 
 def submitted(run_dir: str) -> Submission:
-    """Read the run's last submission.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Read the run's last submission; raise ConfigError if there is none."""
     submission = newest(run_dir)
     if submission is None:
         rule = f"was never submitted: there is no {run_dir}/{_FOLDER}. Name a run that "
@@ -135,12 +124,7 @@ def _numbers(run_dir: str) -> list[int]:
 
 @contextmanager
 def _accessible(run_dir: str) -> Iterator[None]:
-    """Turn the failure to read or write a run's folder into an error for people.
-
-    Raises:
-        ConfigError: the folder refuses.
-        Exit: CRASHED, if its store does not answer.
-    """
+    """Turn the failure to read or write a run's folder into an error for people."""
     try:
         yield
     except Exception as error:  # each store's client has errors of its own

@@ -9,12 +9,21 @@ from typing import Any
 from etils import epath
 
 from launch import local, skypilot
-from launch.archive import archive_files
+from launch.archive import archive
 from launch.backend import Backend
-from launch.config import Action, Code, LaunchConfig, kind_in, schema_of
-from launch.job import Job, Rendered, control_character_mistakes, job_name, shell
+from launch.config import Action, LaunchConfig, kind_in, schema_of
+from launch.config.clusters import Code
+from launch.job import (
+    ARCHIVE,
+    UNPACK,
+    Job,
+    Rendered,
+    control_character_mistakes,
+    job_name,
+    shell,
+)
 from launch.kubernetes import gke_gpu, gke_tpu
-from launch.plan_check import ALL_UNCHECKED, Checked, check_plan
+from launch.plan_check import ALL_UNCHECKED, check_plan
 from launch.remote import ssh, tpu_vm
 from launch.slurm import backend as slurm
 from launch.submissions import (
@@ -63,7 +72,7 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """
     kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
     backend = BACKENDS[kind]
-    job = _checked(config, _job(config, arguments, workdir), backend).job
+    job, _ = _checked(config, _job(config, arguments, workdir), backend)
     _refuse_twice(directory)
     number, typed = next_number(directory), tuple(arguments)
     submission = Submission(
@@ -80,8 +89,8 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
 def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Show what would be submitted, with the paths that `submit_job` would use.
 
-    A plan is made as for `submit_job`; the first line says what it did not check, if
-    so. Files go to `output`, or are printed; then come the commands.
+    The first line says what the plan did not check, if so. Files go to `output`, or are
+    printed; then come the commands.
     """
     backend = BACKENDS[kind_in(arguments)]
     job, unchecked = _checked(config, _job(config, arguments, workdir), backend)
@@ -124,19 +133,15 @@ def resume(
     return submit_job(config, submission.arguments, submission.workdir)
 
 
-def _checked(config: Any, job: Job, backend: Backend) -> Checked:
+def _checked(config: Any, job: Job, backend: Backend) -> tuple[Job, str | None]:
     """Make the plan of a job, unless plan_first=false."""
     if not config.plan_first:
-        return Checked(job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}.")
+        return job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}."
     return check_plan(job, backend.machine(config.cluster), config.force)
 
 
 def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
-    """Return what is to run; its folder is not settled yet.
-
-    Raises:
-        ConfigError: a word that cannot travel.
-    """
+    """Return what is to run; its folder is not settled yet."""
     if errors := control_character_mistakes(arguments):
         raise ConfigError(errors)
     directory = run_directory(config)
@@ -153,15 +158,14 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
 
 def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
     archived = getattr(cluster, "code", None) is Code.archive  # some kinds lack the key
-    return {**rendered.files, **(archive_files(ROOT) if archived else {})}
+    if not archived:
+        return dict(rendered.files)
+    unpack = (ROOT / "launch" / UNPACK).read_bytes()
+    return {**rendered.files, ARCHIVE: archive(ROOT), UNPACK: unpack}
 
 
 def _refuse_twice(directory: str) -> None:
-    """Refuse to submit what was submitted and is not over.
-
-    Raises:
-        ConfigError: saying what to do instead.
-    """
+    """Raise ConfigError if the run was submitted and is not over."""
     submission = newest(directory)
     if submission is not None and BACKENDS[submission.kind].alive(submission):
         rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "
@@ -171,8 +175,8 @@ def _refuse_twice(directory: str) -> None:
 
 def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
     """Leave out what is ours; name the run's directory from the root on."""
-    passed = [a for a in arguments if _key(a) != "run.dir"]
-    passed = [a for a in passed if _key(a).partition(".")[0] not in OWN]
+    passed = [a for a in arguments if _key(a).partition(".")[0] not in OWN]
+    passed = [a for a in passed if _key(a) != "run.dir"]
     return (*passed, hydra_text("run.dir", directory))
 
 

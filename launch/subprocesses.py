@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.policy import OTHERS_S
-from train.errors import WRONG_CONFIG, Exit
+from train.errors import CRASHED, WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
@@ -30,27 +31,42 @@ def run_module(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m <module> <arguments>`, from the same files as this process.
 
-    It has `variables` in addition to those of this process. `options` are those of
-    `subprocess.run`.
+    It has `variables` in addition to those of this process.
     """
     env = {**os.environ, **(variables or {}), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.run(command, env=env, text=True, **options)
 
 
-def run_tool(
-    words: Sequence[str], missing: Exit, **options: Any
-) -> subprocess.CompletedProcess[Any]:
+def run_tool(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     """Run a program of a cluster; return what it did, its outputs as text.
 
     Raises:
-        Exit: `missing`, if there is no such program.
+        Exit: there is no such program.
     """
     options = {"capture_output": True, "text": True, **options}
     try:
         return subprocess.run(words, **options)
     except FileNotFoundError:
-        raise missing from None
+        raise _missing(words[0]) from None
+
+
+def ask_tool(words: Sequence[str], **options: Any) -> str:
+    """Run a program of a cluster, which must succeed; return its output, if captured.
+
+    Raises:
+        Exit: it failed, or there is no such program.
+    """
+    done = run_tool(words, **options)
+    if done.returncode:
+        why = (done.stderr or "").strip() or f"exit code {done.returncode}"
+        raise Exit(CRASHED, f"{shlex.join(words)} failed: {why}")
+    return done.stdout or ""
+
+
+def _missing(program: str) -> Exit:
+    message = f"{program} is not installed on this machine, or not on the PATH"
+    return Exit(WRONG_CONFIG, message)
 
 
 def run_captured(
@@ -61,9 +77,9 @@ def run_captured(
 ) -> tuple[int, bytes, str]:
     """Run a command; return its exit code, its output and its error output.
 
-    It has a session of its own: Ctrl-C does not reach it, and what it began it ends.
-    After `timeout_s` it is killed with all that it started; the whole lines that it had
-    written by then are returned.
+    It has a session of its own, so that Ctrl-C does not reach it. After `timeout_s` it
+    is killed with all that it started; the whole lines that it had written by then are
+    returned.
 
     Raises:
         Exit: there is no such program.
@@ -79,8 +95,7 @@ def run_captured(
             start_new_session=True,
         )
     except FileNotFoundError:
-        missing = f"{words[0]} is not installed on this machine, or not on the PATH"
-        raise Exit(WRONG_CONFIG, missing) from None
+        raise _missing(words[0]) from None
     with process:
         try:
             out, err = process.communicate(stdin, timeout_s)
@@ -108,32 +123,22 @@ class ProcessGroup:
     """Processes that are one run; signals may come while more are being started."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._signal: int | None = None
-        self._processes: list[subprocess.Popen[Any]] = []
+        self.processes: list[subprocess.Popen[Any]] = []
 
     def add(self, command: Sequence[str], **options: Any) -> None:
         """Start one more; `options` are those of `subprocess.Popen`."""
-        self._processes.append(subprocess.Popen(command, **options))
+        self.processes.append(subprocess.Popen(command, **options))
         if self._signal is not None:  # it came while they were started
-            self._processes[-1].send_signal(self._signal)
-
-    @property
-    def pids(self) -> list[int]:
-        """Their numbers."""
-        return [process.pid for process in self._processes]
+            self.processes[-1].send_signal(self._signal)
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> list[int | None]:
-        """Wait for all; the rest is killed long after the first has ended.
+        """Wait for all, calling `meanwhile` often; return exit codes as a shell does.
 
-        Args:
-            meanwhile: called often.
-
-        Returns:
-            Exit codes as a shell has them: 134 for an abort.
+        The rest is killed long after the first has ended.
         """
         patience_s = OTHERS_S
-        while None in (codes := [process.poll() for process in self._processes]):
+        while None in (codes := [process.poll() for process in self.processes]):
             meanwhile()
             if any(code is not None for code in codes):
                 patience_s -= _POLL_S
@@ -142,12 +147,12 @@ class ProcessGroup:
                     self.send_signal(signal.SIGKILL)
             time.sleep(_POLL_S)
         meanwhile()
-        codes = [process.returncode for process in self._processes]
+        codes = [process.returncode for process in self.processes]
         return [128 - code if code < 0 else code for code in codes]
 
     def send_signal(self, number: int) -> None:
         """Send a signal to all that live, and to those to come."""
         self._signal = number
-        for process in self._processes:
+        for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)

@@ -1,8 +1,8 @@
 """Keep a run going: start it again until it is finished or another start cannot help.
 
-It serves clusters that do not do so themselves. Preemptions and lost hosts do not
-count. Crashes do, with growing pauses, up to a limit, and never three at the same step.
-A signal to stop is passed to the run, which saves, and then ends the supervisor.
+Preemptions and lost hosts do not count. Crashes do, with growing pauses, up to a limit,
+and never three at the same step. A signal to stop is passed to the run, which saves,
+and then ends the supervisor.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Protocol
 
 from launch.job import Job
 from launch.policy import SAME_STEP, Verdict, judge, pause_after_crash
@@ -42,15 +42,11 @@ class Wait:
     def __call__(self, seconds: float, handled: int = 0) -> bool:
         """Wait, and return whether a signal has arrived, now or earlier.
 
-        Args:
-            seconds: the longest wait.
-            handled: the number of earlier signals, which end no pause any more.
+        The first `handled` signals end no pause any more.
         """
         deadline = time.monotonic() + seconds
-        while (
-            remaining_s := deadline - time.monotonic()
-        ) > 0 and self.count <= handled:
-            time.sleep(min(remaining_s, 0.1))
+        while (left_s := deadline - time.monotonic()) > 0 and self.count <= handled:
+            time.sleep(min(left_s, 0.1))
         return self.asked is not None
 
     @property
@@ -75,9 +71,9 @@ class Attempt(Protocol):
 class Supervisor:
     """The attempts at a run.
 
-    start: begins one.
+    start: begins an attempt.
     step: returns the newest step of the run, None if it has none or cannot be asked.
-    diary: file that gets a JSON line for each attempt.
+    diary: a file that gets a JSON line for each attempt.
     over: called at the end, however that comes about; no signal interrupts it.
     stopped: returns whether the run was asked to stop, maybe on another machine.
     """
@@ -95,9 +91,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Go on to the end; return the exit code that says what it was."""
-        previous_handlers = {
-            number: signal.signal(number, self._stop) for number in SIGNALS
-        }
+        previous_handlers = {n: signal.signal(n, self._stop) for n in SIGNALS}
         try:
             while (code := self._once()) is None:
                 pass
@@ -132,32 +126,18 @@ class Supervisor:
 
     def _next(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
         """Return the exit code, if this end is the last, and the seconds to wait."""
-        if self._wait.asked is not None:
+        if self._wait.asked is not None or verdict in (Verdict.done, Verdict.stop):
             return code, 0
-        match verdict:
-            case Verdict.done | Verdict.stop:
-                return code, 0
-            case Verdict.again:
-                log.info("ended with %d; again, this does not count", code)
-                return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
-            case Verdict.crashed:
-                return self._after_crash(code)
-            case _:
-                assert_never(verdict)
-
-    def _after_crash(self, code: int) -> tuple[int | None, float]:
-        """Return the exit code, if no start follows, and the seconds to wait."""
+        if verdict is Verdict.again:
+            log.info("ended with %d; again, this does not count", code)
+            return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
         self._crashed_at.append(self.step())
         last = self._crashed_at[-SAME_STEP:]
         if len(last) == SAME_STEP and last[0] is not None and len({*last}) == 1:
             log.error("crashed %d times at step %d: not again", SAME_STEP, last[0])
             return CRASHES_AGAIN, 0
-        pause_s = pause_after_crash(
-            code,
-            len(self._crashed_at),
-            max_restarts=self.max_restarts,
-            first_s=self.backoff_s,
-        )
+        crashes = len(self._crashed_at)
+        pause_s = pause_after_crash(code, crashes, self.max_restarts, self.backoff_s)
         return (code, 0) if pause_s is None else (None, pause_s)
 
     def _stop(self, number: int, frame: object) -> None:

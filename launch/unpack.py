@@ -2,11 +2,10 @@
 
     python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]
 
-It needs the standard library alone; an archive under gs:// or s3:// also what reads
-those (fsspec). The code comes to a folder of this machine's cache that is named by the
-archive's SHA-256, and is the first in the command's PYTHONPATH. Each start compares
-every file there with the archive, and puts it whole in its place if it differs:
-so several may start at once, and one that was killed on the way leaves no harm. The
+It needs the standard library alone, and fsspec for an archive under gs:// or s3://. The
+code comes to a folder of the user's cache that is named by the archive's SHA-256, and
+is the first in the command's PYTHONPATH. Each start compares every file there with the
+archive, and puts it whole in its place if it differs, so several may start at once. The
 command takes the place of this process: signals and exit codes are its own.
 """
 
@@ -18,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 _PREEMPTED = 42  # train/errors.py is still in the archive
@@ -36,15 +35,12 @@ def main(arguments: Sequence[str]) -> None:
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         sys.exit(f"{archive}: cannot be unpacked: {error}")
     print(f"code: {folder}", file=sys.stderr, flush=True)
-    previous_path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), *filter(None, [previous_path])]
-    )
+    paths = [str(folder), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         os.execvp(command[0], [*command])
     except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 def read_archive(archive: str) -> bytes:
@@ -79,18 +75,6 @@ def unpack(content: bytes, into: Path) -> Path:
         ValueError: the archive holds something else than files inside that folder.
     """
     folder = into / hashlib.sha256(content).hexdigest()
-    for name, data in members(content):
-        path = folder / name
-        if not path.is_file() or path.read_bytes() != data:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
-                new.write(data)
-            Path(new.name).replace(path)
-    return folder
-
-
-def members(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Return names and contents."""
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
         for member in tar:
             name = PurePosixPath(member.name)
@@ -98,7 +82,13 @@ def members(content: bytes) -> Iterator[tuple[str, bytes]]:
                 raise ValueError(f"{member.name}: is no file inside the archive")
             file = tar.extractfile(member)
             assert file is not None
-            yield member.name, file.read()
+            path, data = folder / name, file.read()
+            if not path.is_file() or path.read_bytes() != data:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
+                    new.write(data)
+                Path(new.name).replace(path)
+    return folder
 
 
 if __name__ == "__main__":

@@ -14,37 +14,16 @@ from typing_extensions import Doc
 from launch.config.cloud_clusters import (
     GkeGpuCluster,
     GkeTpuCluster,
-    KubernetesCluster,
     SkypilotCluster,
     TpuVmCluster,
 )
 from launch.config.clusters import (
     ClusterConfig,
-    Code,
     LocalCluster,
     SlurmCluster,
     SshCluster,
 )
 from train.config import Config
-
-__all__ = [
-    "KINDS",
-    "Action",
-    "ClusterConfig",
-    "Code",
-    "GkeGpuCluster",
-    "GkeTpuCluster",
-    "KubernetesCluster",
-    "LaunchConfig",
-    "LocalCluster",
-    "SkypilotCluster",
-    "SlurmCluster",
-    "SshCluster",
-    "TpuVmCluster",
-    "kind_in",
-    "kind_of",
-    "schema_of",
-]
 
 
 class Action(StrEnum):

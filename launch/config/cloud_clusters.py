@@ -6,7 +6,17 @@ from typing import Annotated, Any
 from annotated_types import Gt
 from typing_extensions import Doc
 
-from launch.config.clusters import ClusterConfig, Code
+from launch.config.clusters import (
+    ClusterConfig,
+    Code,
+    CodeThere,
+    Detach,
+    GpuKind,
+    Nodes,
+    ProcessesPerNode,
+    Setup,
+    Spot,
+)
 from train.config import Count, Number
 
 
@@ -28,7 +38,7 @@ class KubernetesCluster(ClusterConfig):
         str | None, Doc("A service account that may read and write the bucket.")
     ] = None
     image: Annotated[str | None, Doc("The container image. It is required.")] = None
-    spot: Annotated[bool, Doc("Use spot machines.")] = False
+    spot: Spot = False
     grace_period_s: Annotated[
         Count, Doc("How long a pod may save after SIGTERM, in seconds.")
     ] = 120
@@ -79,16 +89,12 @@ class GkeTpuCluster(KubernetesCluster):
 class GkeGpuCluster(KubernetesCluster):
     """GPU nodes of GKE, or of any Kubernetes with JobSet."""
 
-    nodes: Annotated[Count, Doc("The number of machines.")] = 1
+    nodes: Nodes = 1
     gpus_per_node: Annotated[
         Count, Doc("The number of GPUs of a node; a pod takes all of them.")
     ] = 8
-    gpu: Annotated[
-        str | None, Doc("The kind of GPU to plan for: a100, h100, h200 or b200.")
-    ] = None
-    processes_per_node: Annotated[
-        Count, Doc("The number of processes on each machine: 1, or one for each GPU.")
-    ] = 1
+    gpu: GpuKind = None
+    processes_per_node: ProcessesPerNode = 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class TpuVmCluster(ClusterConfig):
     runtime_version: Annotated[
         str | None, Doc("The software of the VM. null: the usual one for the chip.")
     ] = None
-    spot: Annotated[bool, Doc("Use spot machines.")] = False
+    spot: Spot = False
     reserved: Annotated[bool, Doc("Use reserved machines.")] = False
     valid_until: Annotated[
         str | None,
@@ -145,35 +151,31 @@ class TpuVmCluster(ClusterConfig):
             "cluster.secrets={WANDB_API_KEY: wandb-key}."
         ),
     ] = field(default_factory=dict)
-    code: Annotated[Code, Doc("How the code gets there.")] = Code.archive
+    code: CodeThere = Code.archive
     keep: Annotated[
         bool, Doc("Keep the machines after the run. Otherwise they are deleted.")
     ] = False
     poll_s: Annotated[
         float, Gt(0), Doc("The interval at which the resources are asked, in seconds.")
     ] = 30.0
-    detach: Annotated[
-        bool, Doc("Return at once; the run continues in the background.")
-    ] = False
+    detach: Detach = False
 
 
 @dataclass(frozen=True)
 class SkypilotCluster(ClusterConfig):
     """A managed job of SkyPilot."""
 
-    nodes: Annotated[Count, Doc("The number of machines.")] = 1
+    nodes: Nodes = 1
     accelerators: Annotated[
         str | None, Doc("The accelerators of a machine, such as H100:8.")
     ] = None
     cloud: Annotated[str | None, Doc("The cloud. null lets SkyPilot choose.")] = None
     region: Annotated[str | None, Doc("The region. null lets SkyPilot choose.")] = None
-    spot: Annotated[bool, Doc("Use spot machines.")] = False
+    spot: Spot = False
     image: Annotated[
         str | None, Doc("The image of the machines. null lets SkyPilot choose.")
     ] = None
-    setup: Annotated[list[str], Doc("Lines of shell to run first.")] = field(
-        default_factory=list
-    )
+    setup: Setup = field(default_factory=list)
     secrets: Annotated[
         dict[str, str],
         Doc(
@@ -184,4 +186,4 @@ class SkypilotCluster(ClusterConfig):
     merge: Annotated[dict[str, Any], Doc("A table to merge into the task.")] = field(
         default_factory=dict
     )
-    code: Annotated[Code, Doc("How the code gets there.")] = Code.archive
+    code: CodeThere = Code.archive

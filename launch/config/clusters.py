@@ -21,6 +21,23 @@ class Code(StrEnum):
     image = "image"
 
 
+# Keys of several kinds of clusters.
+Nodes = Annotated[Count, Doc("The number of machines.")]
+ProcessesPerNode = Annotated[
+    Count, Doc("The number of processes on each machine: 1, or one for each GPU.")
+]
+GpuKind = Annotated[
+    str | None, Doc("The kind of GPU to plan for: a100, h100, h200 or b200.")
+]
+Setup = Annotated[list[str], Doc("Lines of shell to run first.")]
+Workdir = Annotated[
+    str | None, Doc("The working folder there. null: the same path as here.")
+]
+CodeThere = Annotated[Code, Doc("How the code gets there.")]
+Spot = Annotated[bool, Doc("Use spot machines.")]
+Detach = Annotated[bool, Doc("Return at once; the run continues in the background.")]
+
+
 @dataclass(frozen=True)
 class ClusterConfig:
     """The keys of every kind of cluster."""
@@ -50,9 +67,7 @@ class LocalCluster(ClusterConfig):
     """Processes of this machine."""
 
     processes: Annotated[Count, Doc("The number of processes that train together.")] = 1
-    detach: Annotated[
-        bool, Doc("Return at once; the run continues in the background.")
-    ] = False
+    detach: Detach = False
 
 
 @dataclass(frozen=True)
@@ -62,9 +77,7 @@ class SshCluster(ClusterConfig):
     hosts: Annotated[
         list[str], Doc("The machines as [user@]host. The first runs process 0.")
     ] = field(default_factory=list)
-    processes_per_node: Annotated[
-        Count, Doc("The number of processes on each machine: 1, or one for each GPU.")
-    ] = 1
+    processes_per_node: ProcessesPerNode = 1
     address: Annotated[
         str | None,
         Doc("The address of process 0 for the others. null: the first host's name."),
@@ -78,38 +91,28 @@ class SshCluster(ClusterConfig):
     options: Annotated[list[str], Doc("Further options of ssh.")] = field(
         default_factory=list
     )
-    setup: Annotated[list[str], Doc("Lines of shell to run first.")] = field(
-        default_factory=list
-    )
+    setup: Setup = field(default_factory=list)
     python: Annotated[
         str | None, Doc("The Python there. null: the same path as here.")
     ] = None
-    code: Annotated[Code, Doc("How the code gets there.")] = Code.shared
-    workdir: Annotated[
-        str | None, Doc("The working folder there. null: the same path as here.")
-    ] = None
+    code: CodeThere = Code.shared
+    workdir: Workdir = None
     poll_s: Annotated[
         float, Gt(0), Doc("The interval at which the machines are asked, in seconds.")
     ] = 5.0
-    detach: Annotated[
-        bool, Doc("Return at once; the run continues in the background.")
-    ] = False
+    detach: Detach = False
 
 
 @dataclass(frozen=True)
 class SlurmCluster(ClusterConfig):
     """One sbatch job that requeues itself."""
 
-    nodes: Annotated[Count, Doc("The number of machines.")] = 1
+    nodes: Nodes = 1
     gpus_per_node: Annotated[
         Count | None, Doc("The number of GPUs of a node; a job takes all of them.")
     ] = None
-    gpu: Annotated[
-        str | None, Doc("The kind of GPU to plan for: a100, h100, h200 or b200.")
-    ] = None
-    processes_per_node: Annotated[
-        Count, Doc("The number of processes on each machine: 1, or one for each GPU.")
-    ] = 1
+    gpu: GpuKind = None
+    processes_per_node: ProcessesPerNode = 1
     partition: Annotated[
         str | None, Doc("Slurm's partition. null: the default one.")
     ] = None
@@ -148,16 +151,12 @@ class SlurmCluster(ClusterConfig):
     srun_options: Annotated[dict[str, Any], Doc("Further options of srun.")] = field(
         default_factory=dict
     )
-    setup: Annotated[list[str], Doc("Lines of shell to run first.")] = field(
-        default_factory=list
-    )
+    setup: Setup = field(default_factory=list)
     python: Annotated[
         str | None,
         Doc(
             "The Python there. null: the same path as here, or python3 in a container."
         ),
     ] = None
-    code: Annotated[Code, Doc("How the code gets there.")] = Code.shared
-    workdir: Annotated[
-        str | None, Doc("The working folder there. null: the same path as here.")
-    ] = None
+    code: CodeThere = Code.shared
+    workdir: Workdir = None

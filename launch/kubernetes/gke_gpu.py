@@ -1,9 +1,7 @@
 """`cluster=gke_gpu`: GPU nodes of GKE, or of any Kubernetes with JobSet.
 
 One Job with a pod for each node. The pods find each other by torchrun's variables and
-the name that JobSet gives the first of them: no package, and no leave to ask
-Kubernetes. A pod is one process with all GPUs of its node, or, through launch/node.py,
-as many processes as are asked for. Not seen on a cluster yet.
+the name that JobSet gives the first of them. Not seen on a cluster yet.
 """
 
 from launch import gpu_variables as gpu

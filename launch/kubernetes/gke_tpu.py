@@ -1,12 +1,9 @@
 """`cluster=gke_tpu`: TPU slices of Google Kubernetes Engine, one Job of a JobSet each.
 
-`cluster.target` says all of the machine: v5e-256x2. GKE tells the processes of a slice
-of each other (TPU_WORKER_HOSTNAMES, TPU_WORKER_ID), what tells slices of each other is
-set here; JAX's own detection reads both.
-
-The container runs as root, but without a capability and without leave to gain any:
-nodes from GKE 1.28 on give it the chips without privileges, but to root. Not seen on a
-TPU yet.
+GKE tells the processes of a slice of each other, and what tells slices of each other is
+set here; JAX's own detection reads both. The container runs as root, but without a
+capability: nodes from GKE 1.28 on give it the chips without privileges, but to root.
+Not seen on a TPU yet.
 """
 
 from typing import Any
@@ -17,8 +14,8 @@ from launch.kubernetes import jobset
 from launch.kubernetes.jobset import SECRETS_REMEDY as SECRETS_REMEDY
 from launch.kubernetes.kubectl import alive, logs, status, stop, submit  # noqa: F401
 from launch.kubernetes.pod import Pods, from_pod, host_of
-from launch.plan_check import Machine
-from train.errors import ConfigError, Mistake
+from launch.plan_check import Machine, tpu_target
+from train.errors import Mistake
 from train.hardware.targets import Target, parse_target
 
 SLICE = "slice"
@@ -37,23 +34,18 @@ _NODES_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    return [*_target_mistakes(cluster), *jobset.jobset_mistakes(cluster, run_dir)]
+    errors = _target_mistakes(cluster.target)
+    return [*errors, *jobset.jobset_mistakes(cluster, run_dir)]
 
 
-def _target_mistakes(cluster: GkeTpuCluster) -> list[Mistake]:
-    key, name = "cluster.target", cluster.target
-    if name is None:
-        return [Mistake(key, None, "is needed: v5e-256, v5p-512x4 (slices), ...")]
-    try:
-        target = parse_target(name)
-    except ConfigError as error:
-        return [mistake._replace(key=key) for mistake in error.mistakes]
-    if target.platform != "tpu":
-        return [Mistake(key, name, "is no TPU; GPUs are cluster=gke_gpu")]
+def _target_mistakes(name: str | None) -> list[Mistake]:
+    target = tpu_target(name)
+    if isinstance(target, Mistake):
+        return [target]
     if target.num_hosts == target.slices > 1:
         # Source: GKE, "Deploy TPU Multislices in GKE": only multi-host node pools.
         rule = "has several slices of one host each, which GKE does not join"
-        return [Mistake(key, name, rule)]
+        return [Mistake("cluster.target", name, rule)]
     return []
 
 

@@ -1,21 +1,17 @@
 """A run as a JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2), from 0.10 on.
 
-What the exit code of a process means stands in the JobSet itself, so nothing else needs
-to watch it: of the codes that launch/policy.py never starts again it fails for good,
-after those that do not count and after a lost node it restarts whatever their number,
-and after others up to `cluster.max_restarts` times. All pods are gone before new ones
-come. There is no pause between restarts.
-
-With `cluster.queue` it bears Kueue's label, and waits until there is room.
-
-Not seen on a cluster yet: what is rendered is held to the schemas of JobSet and Kueue.
+The JobSet itself states what the exit code of a process means (launch/policy.py), so
+nothing else needs to watch it. There is no pause between restarts. Not seen on a
+cluster yet: what is rendered is held to the schemas of JobSet and Kueue.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.config import Code, KubernetesCluster, kind_of
+from launch.config import kind_of
+from launch.config.cloud_clusters import KubernetesCluster
+from launch.config.clusters import Code
 from launch.job import Job, Rendered
 from launch.kubernetes.pod import CONTAINER, Pods, pod
 from launch.manifest import merge_values, to_yaml
@@ -49,7 +45,8 @@ def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
             rule = "must be secret/key, a Secret's name and a key in it: "
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
             errors.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
-    if not any(_is_below(run_dir, path) for path in _mounts(cluster.merge)):
+    mounts = [path.rstrip("/") + "/" for path in _mounts(cluster.merge)]
+    if not any(f"{run_dir}/".startswith(mount) for mount in mounts):
         errors += object_store_mistakes(run_dir, kind_of(cluster))
     return errors
 
@@ -107,42 +104,34 @@ def _pod_rules() -> list[dict[str, Any]]:
     Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
     leave the condition DisruptionTarget on the pod.
     """
-    container_codes = {"containerName": CONTAINER, "operator": "In"}
+    of_container = {"containerName": CONTAINER, "operator": "In"}
     lost = {"type": "DisruptionTarget", "status": "True"}
-    return [
-        {
-            "action": "FailJob",
-            "onExitCodes": {**container_codes, "values": sorted(NEVER_AGAIN)},
-        },
-        {
-            "action": "FailJob",
-            "onExitCodes": {**container_codes, "values": sorted(AGAIN)},
-        },
-        {"action": "FailJob", "onPodConditions": [lost]},
+    ends = [
+        {"onExitCodes": {**of_container, "values": sorted(NEVER_AGAIN)}},
+        {"onExitCodes": {**of_container, "values": sorted(AGAIN)}},
+        {"onPodConditions": [lost]},
     ]
+    return [{"action": "FailJob", **end} for end in ends]
 
 
 def _rules() -> list[dict[str, Any]]:
     """Return what the end of a Job means; what no rule names restarts all, and counts.
 
     Source of the message's words: kubernetes, pkg/controller/job/pod_failure_policy.go,
-    "... failed with exit code %v matching %v rule at index %d". Patterns for it: JobSet
-    0.10.
+    "... failed with exit code %v matching %v rule at index %d".
     """
     codes = "|".join(str(code) for code in sorted(NEVER_AGAIN))
     policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    patterns = [f"failed with exit code ({codes}) "]
+    again = {"name": "not_counted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     return [
         {
             "name": "never_again",
             "action": "FailJobSet",
             **policy,
-            "onJobFailureMessagePatterns": [f"failed with exit code ({codes}) "],
+            "onJobFailureMessagePatterns": patterns,
         },
-        {
-            "name": "not_counted",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            **policy,
-        },
+        {**again, **policy},
     ]
 
 
@@ -154,7 +143,3 @@ def _mounts(more: Any) -> list[str]:
     if isinstance(more, Sequence) and not isinstance(more, str):
         return [path for value in more for path in _mounts(value)]
     return []
-
-
-def _is_below(folder: str, mount: str) -> bool:
-    return f"{folder}/".startswith(mount.rstrip("/") + "/")

@@ -1,7 +1,7 @@
 """The actions of `python -m launch` on a rendered JobSet, through kubectl.
 
-Both kinds of GKE share these functions of launch/backend.py. A finished JobSet stays in
-the cluster, with its pods and their output, until it is submitted again.
+A finished JobSet stays in the cluster, with its pods and their output, until it is
+submitted again.
 """
 
 import json
@@ -12,15 +12,16 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from launch.config import ClusterConfig, KubernetesCluster
+from launch.config import ClusterConfig
+from launch.config.cloud_clusters import KubernetesCluster
+from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered
 from launch.kubernetes.jobset import FILE, kubectl
 from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
-from launch.short_notice import warn_of_short_notice
 from launch.submissions import Submission
-from launch.subprocesses import run_tool
-from train.errors import CRASHED, FINISHED, Exit
+from launch.subprocesses import ask_tool, run_tool
+from train.errors import FINISHED
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def submit(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )
     if (jobset := _jobset(submission)) and _over(jobset):
-        _delete(submission)
+        stop(submission)
     _ask(submission, "create", "-f", "-", input=rendered.files[FILE])
     print(f"{job.name}: submitted; action=status says where it is")
     return FINISHED
@@ -66,20 +67,18 @@ def status(submission: Submission) -> list[str]:
     lines = [_describe_jobset(jobset, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
-        max_restarts = jobset["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-        lines.append(
-            f"restarted {restarts} times, {counted} of at most {max_restarts} counted"
-        )
+        lines.append(f"restarted {restarts} times, {counted} of them counted")
     queue = jobset["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
         its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
         workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", its)
-        lines += describe_queue(queue, workloads, _pending(submission, queue))
+        lines.append(describe_queue(queue, workloads))
     pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
-    of_pod = "involvedObject.kind=Pod,involvedObject.name="
 
     def events(pod: str) -> list[dict[str, Any]]:
-        return _list(submission, "events", "--field-selector", of_pod + pod)
+        selector = f"involvedObject.kind=Pod,involvedObject.name={pod}"
+        order = "--sort-by=.metadata.creationTimestamp"
+        return _list(submission, "events", "--field-selector", selector, order)
 
     return lines + describe_pods(pods, events)
 
@@ -94,7 +93,7 @@ def logs(submission: Submission, follow: bool) -> int:
             more = ["--follow"] * (not over)
             more += [f"--since-time={since}"] if now == pod else []
             more += ["--container", CONTAINER]
-            done = _run(submission, "logs", now, *more, show=True)
+            done = _run(submission, "logs", now, *more, capture_output=False)
             if done.returncode == 0:
                 pod, since = now, datetime.now(UTC).isoformat(timespec="seconds")
         if over:
@@ -106,16 +105,11 @@ def logs(submission: Submission, follow: bool) -> int:
 
 def stop(submission: Submission) -> int:
     """Delete the JobSet: its pods are told, and save; wait until they are gone."""
-    _delete(submission)
-    return FINISHED
-
-
-def _delete(submission: Submission) -> None:
-    """Delete the JobSet, and wait for its Jobs and their pods."""
     patience_s = submission.handle["grace_period_s"] + _MARGIN_S
     flags = ["--ignore-not-found", "--cascade=foreground", "--wait"]
     flags.append(f"--timeout={patience_s}s")
     _ask(submission, "delete", "jobset", submission.name, *flags)
+    return FINISHED
 
 
 def _jobset(submission: Submission) -> dict[str, Any] | None:
@@ -128,18 +122,6 @@ def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, 
     """List objects; none where the cluster does not let us, or has no such kind."""
     done = _run(submission, "get", kind, *arguments, "-ojson")
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
-
-
-def _pending(submission: Submission, queue: str) -> list[dict[str, Any]]:
-    """List what waits in a queue, in order; Kueue's visibility server may be off."""
-    namespace = submission.handle["kubectl"][-1]
-    for version in ("v1beta2", "v1beta1"):
-        path = f"/apis/visibility.kueue.x-k8s.io/{version}/namespaces/{namespace}"
-        path += f"/localqueues/{queue}/pendingworkloads"
-        done = _run(submission, "get", "--raw", path)
-        if done.returncode == 0:
-            return json.loads(done.stdout)["items"]
-    return []
 
 
 def _first_pod(submission: Submission) -> str:
@@ -166,22 +148,12 @@ def _describe_jobset(jobset: dict[str, Any], over: bool) -> str:
     return "restarting" if any(c["type"] == "Restarting" for c in true) else "submitted"
 
 
-def _ask(submission: Submission, *words: str, input: str | None = None) -> str:
-    """Run kubectl, which must succeed; return its output.
-
-    Raises:
-        Exit: with what it said.
-    """
-    done = _run(submission, *words, input=input)
-    if done.returncode:
-        verb = " ".join(words[:2])
-        raise Exit(CRASHED, f"kubectl {verb} failed: {done.stderr.strip()}")
-    return done.stdout
+def _ask(submission: Submission, *words: str, **options: Any) -> str:
+    """Run kubectl, which must succeed; return its output."""
+    return ask_tool([*submission.handle["kubectl"], *words], **options)
 
 
 def _run(
-    submission: Submission, *words: str, input: str | None = None, show: bool = False
+    submission: Submission, *words: str, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    options: dict[str, Any] = {"input": input, "capture_output": not show}
-    missing = Exit(CRASHED, "kubectl is not on the PATH")
-    return run_tool([*submission.handle["kubectl"], *words], missing, **options)
+    return run_tool([*submission.handle["kubectl"], *words], **options)

@@ -10,38 +10,25 @@ Object = Mapping[str, Any]
 _MOST = 8  # lines of pods that have failed
 
 
-def describe_queue(
-    queue: str, workloads: Sequence[Object], pending: Sequence[Object]
-) -> list[str]:
-    """Describe where in Kueue's queue a JobSet is, and what Kueue says of it.
-
-    `pending` is all that waits there, as Kueue's visibility server lists it.
-    """
+def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
+    """Describe what Kueue says of a JobSet in its queue."""
     if not workloads:
-        return [f"queue {queue}: Kueue has not taken it up (is there such a queue?)"]
-    workload = workloads[-1]
-    all_of_them = workload.get("status", {}).get("conditions", [])
+        return f"queue {queue}: Kueue has not taken it up (is there such a queue?)"
+    all_of_them = workloads[-1].get("status", {}).get("conditions", [])
     conditions = {condition["type"]: condition for condition in all_of_them}
     if conditions.get("Admitted", {}).get("status") == "True":
-        return [f"queue {queue}: admitted"]
-    why = conditions.get("QuotaReserved", {}).get("message") or "waits"
-    for position, entry in enumerate(pending):
-        if entry["metadata"]["name"] == workload["metadata"]["name"]:
-            local_position = entry.get("positionInLocalQueue", position)
-            cluster_position = entry.get("positionInClusterQueue")
-            more = (
-                ""
-                if cluster_position is None
-                else f", {cluster_position} in the cluster's"
-            )
-            return [f"queue {queue}: {local_position} before it{more}: {why}"]
-    return [f"queue {queue}: {why}"]
+        return f"queue {queue}: admitted"
+    why = conditions.get("QuotaReserved", {}).get("message", "waits")
+    return f"queue {queue}: {why}"
 
 
 def describe_pods(
     pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
-    """Count a JobSet's pods; describe why the first that waits does, and who failed."""
+    """Count a JobSet's pods; describe why the first that waits does, and who failed.
+
+    `events` returns those of a pod, the newest last.
+    """
     if not pods:
         return ["no pods"]
     phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
@@ -52,7 +39,7 @@ def describe_pods(
         pod, why = waiting[0]
         name = pod["metadata"]["name"]
         lines.append(f"{name} waits: {why}")
-        newest = sorted(events(name), key=_time)[-1:]
+        newest = events(name)[-1:]
         lines += [f"  {event['reason']}: {event['message']}" for event in newest]
     ended = [line for pod in pods for line in _how_it_ended(pod)]
     more = [f"... and {len(ended) - _MOST} more"] if len(ended) > _MOST else []
@@ -82,8 +69,3 @@ def _how_it_ended(pod: Object) -> list[str]:
             why = meaning(code) if reason == "Error" else reason
             lines.append(f"{name} ended with {code}: {why}")
     return lines
-
-
-def _time(event: Object) -> str:
-    times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
-    return next(filter(None, times), event["metadata"].get("creationTimestamp", ""))

@@ -1,15 +1,14 @@
-"""A pod of a run: one container, one process, started without a shell.
+"""A pod of a run: one container, started without a shell.
 
-It has no leave to ask Kubernetes for anything unless it is given an account, no
-capabilities and none to gain, and no secrets in it but references to them. `$` is
-doubled, since the kubelet expands `$(NAME)`.
+It has no capabilities, no account unless it is given one, and no secrets in it but
+references to them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launch.config import KubernetesCluster
+from launch.config.cloud_clusters import KubernetesCluster
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job
 
@@ -24,14 +23,11 @@ class Pods:
     name: the name of the replicated job.
     jobs: the number of its replicas.
     pods: the number of pods in each replica.
-    command: the command of each pod.
     environment: values of variables: texts, or mappings made by `from_pod`.
     resource: the name of the device resource, and its number for each pod.
     selector: labels that the nodes must have.
     annotations: annotations of the JobSet.
-    user: the user settings of the pod's security context.
-    network: the network settings of the pod, if it does not have its own network.
-    processes: the number of processes in a pod.
+    user, network: parts of the pod's security context and of its specification.
     memory_volume: whether /dev/shm is as large as the node's memory allows.
     """
 

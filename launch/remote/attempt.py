@@ -1,8 +1,4 @@
-"""One start of a run on other machines, which this process polls.
-
-Training runs there in its own session (`remote/run_script.py`), so that neither a
-broken connection nor the end of this process harms it. The next watcher continues.
-"""
+"""One start of a run on other machines, which this process polls."""
 
 import logging
 import signal
@@ -27,24 +23,16 @@ _LINES = 200  # the number of lines shown of a crashed process
 class RemoteAttempt:
     """One start of all processes (the supervisor's `Attempt`).
 
-    hosts: the machines.
     file: the local file for the output of process 0.
-    poll_s: the seconds between two polls.
     begin: starts the processes, or finds them running. It returns False if a signal
         came first.
     show: whether the output of process 0 is also printed on stderr.
     """
 
     def __init__(
-        self,
-        hosts: Hosts,
-        file: Path,
-        poll_s: float,
-        begin: Callable[[Wait], bool],
-        show: bool = True,
+        self, hosts: Hosts, file: Path, begin: Callable[[Wait], bool], show: bool = True
     ):
-        self._hosts, self._file, self._poll_s = hosts, file, poll_s
-        self._begin, self._show = begin, show
+        self._hosts, self._file, self._begin, self._show = hosts, file, begin, show
         self._wait, self._read = Wait(), 0
         self._codes: dict[str, int | None] = {}
         self._heard_at: dict[str, float] = {}
@@ -71,16 +59,13 @@ class RemoteAttempt:
                 log.warning("the machines are gone")
                 break
             self._end_the_rest()
-            self._wait(self._poll_s, handled=tried)
+            self._wait(self._hosts.poll_s, handled=tried)
         self._log_crashes()
         missing = self._hosts.processes - len(self._codes)
         return [*self._codes.values(), *([None] * missing)]
 
     def _signal(self) -> bool:
-        """Signal all processes, and return whether one of them received the signal.
-
-        One is enough, because they agree on the step.
-        """
+        """Return whether one received the signal: enough, as they agree on the step."""
         number = self._wait.asked or signal.SIGTERM
         name = signal.Signals(number).name.removeprefix("SIG")
         if any(s.word == "told" for s in self._hosts.ask("signal", name).values()):

@@ -32,6 +32,7 @@ def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
     """Return the commands that make, describe and delete it."""
     target = parse_target(cluster.target or "")
     kind, runtime = TYPES[target.family]
+    labels = {"longhaul": name, **cluster.labels}
     size = target.name.rpartition("-")[2].partition("x")[0]
     flags = {
         "accelerator-type": f"{kind}-{size}",
@@ -45,10 +46,7 @@ def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
         "network": cluster.network,
         "subnetwork": cluster.subnetwork,
         "service-account": cluster.service_account,
-        "labels": ",".join(
-            f"{key}={value}"
-            for key, value in {"longhaul": name, **cluster.labels}.items()
-        ),
+        "labels": ",".join(f"{key}={value}" for key, value in labels.items()),
     }
     create = [*options(flags), *cluster.options]
     return {
@@ -62,11 +60,9 @@ def words(
     verb: str, names: Sequence[str], cluster: TpuVmCluster, *more: str
 ) -> list[str]:
     """Return a command of `gcloud compute tpus queued-resources`."""
-    location = options(
-        {"zone": cluster.zone, "project": cluster.project, "quiet": True}
-    )
+    where = {"zone": cluster.zone, "project": cluster.project, "quiet": True}
     group = ["gcloud", "compute", "tpus", "queued-resources"]
-    return [*group, verb, *names, *location, *more]
+    return [*group, verb, *names, *options(where), *more]
 
 
 class GcloudError(Exception):
@@ -100,12 +96,7 @@ def hopeless_status(code: int | None, message: str) -> bool:
 
 
 def call(words: Sequence[str], timeout_s: float = LONGEST_S) -> str:
-    """Run a command; return its output.
-
-    Raises:
-        GcloudError: it failed, or took too long.
-        Exit: there is no gcloud.
-    """
+    """Run a command; return its output, or raise GcloudError if it fails."""
     code, out, err = run_captured(words, timeout_s)
     if code:
         raise GcloudError(err, code)

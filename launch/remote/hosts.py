@@ -7,7 +7,8 @@ import logging
 import signal
 from abc import ABC, abstractmethod
 
-from launch.config import Code, SshCluster, TpuVmCluster
+from launch.config import SshCluster, TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK
 from launch.node import asked_to_stop
 from launch.remote.run_script import RUN, State, read_states, run_words
@@ -27,22 +28,16 @@ def files_of(cluster: SshCluster | TpuVmCluster) -> list[str]:
 
 
 class Hosts(ABC):
-    """The machines of a submission.
-
-    processes: how many there are in all.
-    poll_s: between questions.
-    """
+    """The machines of a submission, with all their processes, asked every `poll_s`."""
 
     def __init__(self, submission: Submission, processes: int, poll_s: float):
         self._submission, self._name = submission, submission.name
         self.processes, self.poll_s = processes, poll_s
 
     def begin(self, wait: Wait, take_up: bool) -> bool:
-        """Start all processes; return False if a signal came before.
+        """Start all processes, or with `take_up` watch those that run already.
 
-        Args:
-            wait: pauses.
-            take_up: rather watch those that run already, if there are any.
+        Return False if a signal came before.
         """
         while not self._stopped(wait) and self._await_machines(wait):
             if take_up and (count := self._running()):
@@ -80,16 +75,15 @@ class Hosts(ABC):
         """Return whether there may be something to stop."""
         return self._running() > 0
 
-    def release(self) -> None:
-        """Give the machines back: the run is over."""
-        return
+    def release(self) -> None:  # noqa: B027
+        """Give the machines back, if they were lent: the run is over."""
 
     def _running(self) -> int:
         return [state.word for state in self.ask("poll").values()].count("running")
 
-    @abstractmethod
     def _await_machines(self, wait: Wait) -> bool:
         """Wait until there are machines; return False if a signal came before."""
+        return not wait(0)
 
     @abstractmethod
     def _start(self) -> bool:

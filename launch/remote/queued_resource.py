@@ -2,7 +2,7 @@
 
 States: docs.cloud.google.com/tpu/docs/queued-resources, and QueuedResourceState of the
 v2 API. Spot machines that were taken away do not come back by themselves: what is left
-of the request is deleted, and made again. It would also go on to hold quota.
+of the request, which would still hold quota, is deleted and made again.
 """
 
 import json
@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ _ON_THE_WAY = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 _FAILURES = 5  # in a row, of what may pass
 _PAUSE_S, _LONGEST_S = 10.0, 300.0
 _ASK_AGAIN_S = 30.0
-_REMIND_S = 600.0  # the interval of messages that it still waits
 
 
 @dataclass(frozen=True)
@@ -37,25 +36,19 @@ class ResourceState:
     state: str | None
     why: str = ""
     code: int | None = None
-    created: str = ""
 
     def __str__(self) -> str:
-        why = f": {self.why}" if self.why else ""
-        waited = f", {_age(self.created)} after it was made" if self.created else ""
-        return f"{self.state}{waited}{why}"
+        return ": ".join(filter(None, [self.state or "not there", self.why]))
 
 
 class QueuedResource:
-    """One request by name.
+    """One request by name; `diary` gets a JSON line for each state."""
 
-    diary: file that gets a JSON line for each state that it was seen in.
-    """
-
-    def __init__(self, name: str, cluster: TpuVmCluster, diary: Path | None = None):
+    def __init__(self, name: str, cluster: TpuVmCluster, diary: Path):
         self.name, self._cluster, self._diary = name, cluster, diary
         self._commands = commands(name, cluster)
         self._seen = ""  # the last state; empty as long as gcloud has not answered
-        self._logged_at, self._failures = 0.0, 0
+        self._failures = 0
 
     def look(self) -> ResourceState:
         """Return its state.
@@ -74,13 +67,12 @@ class QueuedResource:
         why = error.get("message", "")
         if "stateInitiator" in state and state["state"] not in (ACTIVE, *_ON_THE_WAY):
             why = why or f"by the {state['stateInitiator'].lower()}"
-        created = answer.get("createTime", "")
-        return ResourceState(state.get("state"), why, error.get("code"), created)
+        return ResourceState(state.get("state"), why, error.get("code"))
 
     def ensure(self, wait: Wait, poll_s: float, stopped: Callable[[], bool]) -> bool:
         """Wait until the resource is active, and request it again as often as needed.
 
-        Returns False if `stopped`.
+        Return False if a signal came or `stopped`.
 
         Raises:
             Exit: it cannot become active. The message says why.
@@ -114,18 +106,14 @@ class QueuedResource:
             call(self._commands["create"])
             return 0.0
         if now.state == "FAILED":
-            self._judge(now)
+            expired = bool(self._cluster.valid_until) and "valid" in now.why.lower()
+            if hopeless_status(now.code, now.why) or expired:
+                raise Exit(CRASHED if expired else WRONG_CONFIG, self._refused(now.why))
+            self._count_failure(now.why)
         elif now.state != "SUSPENDED":
             return poll_s  # it is being created or deleted
         call(self._commands["delete"])
         return min(poll_s * 2**self._failures, _LONGEST_S) if self._failures else 0.0
-
-    def _judge(self, now: ResourceState) -> None:
-        """Raise Exit if it would fail again, or has often."""
-        expired = self._cluster.valid_until is not None and "valid" in now.why.lower()
-        if hopeless_status(now.code, now.why) or expired:
-            raise Exit(CRASHED if expired else WRONG_CONFIG, self._refused(now.why))
-        self._count_failure(now.why)
 
     def _count_failure(self, why: str) -> None:
         self._failures += 1
@@ -147,23 +135,17 @@ class QueuedResource:
         return f"{self.name}: no {self._cluster.target} was to be had: {why}"
 
     def _note(self, now: ResourceState) -> None:
-        """Log its state when that changes, and now and then while it waits."""
+        """Log its state when that changes."""
         state = now.state or "not there"
-        changed = state != self._seen
-        if changed or (
-            now.state != ACTIVE and time.monotonic() > self._logged_at + _REMIND_S
-        ):
-            log.info("%s: %s", self.name, now if now.state else state)
-            self._logged_at = time.monotonic()
-        if changed:
+        if state != self._seen:
+            log.info("%s: %s", self.name, now)
             self._write(state, now.why)
         self._seen = state
 
     def _write(self, state: str, why: str) -> None:
-        if self._diary is not None:
-            line = {"time": time.time(), "state": state, "why": why}
-            with self._diary.open("a") as diary:
-                diary.write(json.dumps(line) + "\n")
+        line = {"time": time.time(), "state": state, "why": why}
+        with self._diary.open("a") as diary:
+            diary.write(json.dumps(line) + "\n")
 
     def delete(self, tries: int = 3) -> None:
         """Delete it with its machines, and say loudly if that cannot be done."""
@@ -185,19 +167,8 @@ class QueuedResource:
 def describe_states(diary: Path) -> Sequence[str]:
     """Return the states that it went through, a line each, the last ten."""
     lines = diary.read_text().splitlines()[-10:] if diary.exists() else []
-    described = []
-    for line in map(json.loads, lines):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["time"]))
-        why = f": {line['why']}" if line["why"] else ""
-        described.append(f"{when}   {line['state']}{why}")
-    return described
-
-
-def _age(created: str) -> str:
-    """Return the time since a moment as the API writes it; nanoseconds are too many."""
-    try:
-        created_at = datetime.fromisoformat(created[:19]).replace(tzinfo=UTC)
-    except ValueError:
-        return created
-    minutes = max(0, int((datetime.now(UTC) - created_at).total_seconds() / 60))
-    return f"{minutes // 60} h {minutes % 60} min"
+    return [
+        f"{datetime.fromtimestamp(line['time']):%F %T}   "
+        + ": ".join(filter(None, [line["state"], line["why"]]))
+        for line in map(json.loads, lines)
+    ]

@@ -7,10 +7,8 @@ It lies in a folder of the host's own, with what it knows of each process:
     process-<n>/code    its exit code, as a shell has it; there only when it has ended
     process-<n>/log     what the last start said
 
-Every value is quoted, and none is on a command line but the overrides of training. A
-broken connection ends nothing: the process has a session of its own (by setsid --fork,
-and not `&`, with which a shell has its children ignore SIGINT). All verbs end with 0:
-what is to be known is what they print.
+A process has a session of its own, by setsid --fork and not `&`, with which a shell has
+its children ignore SIGINT. All verbs end with 0: what counts is what they print.
 """
 
 import re

@@ -1,24 +1,22 @@
 """`cluster=ssh`: machines that ssh reaches, kept running from here.
 
 Training has a session of its own there (`remote/run_script.py`): a broken connection
-ends nothing, and `action=resume` takes up what runs. What it is to know travels over
-the connections' standard input. Processes find each other by torchrun's variables.
-
-The run's directory, and with cluster.code=shared this program too, lie where all of
-them see it, and this machine does.
+ends nothing, and `action=resume` takes up what runs. The run's directory, and with
+cluster.code=shared this program too, lie where all of them and this machine see it.
 """
 
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from launch.config import Code, SshCluster
+from launch.config import SshCluster
+from launch.config.clusters import Code
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
 from launch.remote import supervise
 from launch.remote.run_script import RUN, run_script
-from launch.remote.ssh_hosts import SshHosts, put_line, ssh_command, start_line
-from launch.remote.supervise import alive, logs, stop  # noqa: F401
+from launch.remote.ssh_hosts import put_line, ssh_command, start_line
+from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
 from launch.submissions import Submission
 from train.errors import Mistake
 
@@ -68,15 +66,6 @@ def render(job: Job, cluster: SshCluster) -> Rendered:
         lines += [f"{shell(put)} <{RUN}", shell(start)]
     command = ["bash", "ssh.sh"]
     return Rendered({RUN: script, "ssh.sh": "\n".join(lines) + "\n"}, command)
-
-
-def submit(
-    job: Job, cluster: SshCluster, rendered: Rendered, submission: Submission
-) -> int:
-    """Start the run on all hosts, and keep it going to the end."""
-    submission = submission.with_handle(cluster=asdict(cluster))
-    hosts = SshHosts(submission, cluster)
-    return supervise.supervise_hosts(job, cluster, submission, hosts)
 
 
 def status(submission: Submission) -> list[str]:

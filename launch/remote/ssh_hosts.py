@@ -16,7 +16,6 @@ from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.run_script import read_states, remote_folder, run_words
 from launch.submissions import RECORD, Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
-from launch.supervisor import Wait
 from train.errors import WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
@@ -44,19 +43,11 @@ def put_line(name: str, file: str) -> str:
 
 def start_line(name: str, cluster: SshCluster, number: int) -> str:
     """Return the line of shell that starts the processes of a host, by its number."""
-    processes_per_node = cluster.processes_per_node
+    count = cluster.processes_per_node
     address = cluster.address or cluster.hosts[0].rpartition("@")[2]
-    port = cluster.port or port_of(name)
-    world_size = processes_per_node * len(cluster.hosts)
-    return run_words(
-        name,
-        "start",
-        number * processes_per_node,
-        processes_per_node,
-        world_size,
-        address,
-        port,
-    )
+    port, world_size = cluster.port or port_of(name), count * len(cluster.hosts)
+    first = number * count
+    return run_words(name, "start", first, count, world_size, address, port)
 
 
 class SshHosts(Hosts):
@@ -66,9 +57,6 @@ class SshHosts(Hosts):
         processes = cluster.processes_per_node * len(cluster.hosts)
         super().__init__(submission, processes, cluster.poll_s)
         self._cluster, self._reached = cluster, False
-
-    def _await_machines(self, wait: Wait) -> bool:
-        return not wait(0)
 
     def _start(self) -> bool:
         if not (self._put() and self._shared()):
@@ -108,26 +96,18 @@ class SshHosts(Hosts):
         answers = self._on_all(lambda _: line, timeout_s=ASK_S)
         for host, (_, out, _) in answers.items():
             if out.strip() == b"no":
-                message = (
-                    f"{host} does not see {self._submission.run_dir}: cluster=ssh "
-                )
-                message += "wants a folder that all hosts and this machine share; "
-                raise Exit(WRONG_CONFIG, message + "run.dir=, or s3:// or gs://")
+                message = f"{host} does not see {self._submission.run_dir}: "
+                message += "cluster=ssh wants a folder that all hosts share"
+                raise Exit(WRONG_CONFIG, message)
         return all(out.strip() == b"yes" for _, out, _ in answers.values())
 
     def _run(self, verb: str, *words: str | int) -> str:
-        processes_per_node = self._cluster.processes_per_node
-        answers = self._on_all(
-            lambda number: run_words(
-                self._name,
-                verb,
-                number * processes_per_node,
-                processes_per_node,
-                *words,
-            ),
-            timeout_s=ASK_S,
-        )
-        return _together(answers)
+        count = self._cluster.processes_per_node
+
+        def line(number: int) -> str:
+            return run_words(self._name, verb, number * count, count, *words)
+
+        return _together(self._on_all(line, timeout_s=ASK_S))
 
     def _run_on_first(self, line: str) -> bytes:
         host = self._cluster.hosts[0]

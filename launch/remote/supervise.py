@@ -1,7 +1,7 @@
 """The actions that local, ssh and tpu_vm share: they use a supervisor on this machine.
 
-The supervisor runs on the machine where the job was submitted, in the foreground or,
-with `cluster.detach`, in the background. If it died, `action=resume` starts another.
+It runs in the foreground or, with `cluster.detach`, in the background. If it died,
+`action=resume` starts another.
 """
 
 import os
@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.config import KINDS, Code, LocalCluster, SshCluster, TpuVmCluster
-from launch.job import Job
+from launch.config import KINDS, LocalCluster, SshCluster, TpuVmCluster
+from launch.config.clusters import Code
+from launch.job import Job, Rendered
 from launch.node import STOP, asked_to_stop
 from launch.remote.attempt import RemoteAttempt
-from launch.remote.hosts import Hosts
 from launch.remote.ssh_hosts import SshHosts
 from launch.remote.tpu_hosts import TpuHosts
 from launch.submissions import Submission
@@ -44,7 +44,7 @@ def supervise(
     """Keep the run going to its end; return its exit code.
 
     `start` begins an attempt, which writes to files in this folder, and shows what
-    process 0 writes if told to; `over` is called at the end, however that comes about.
+    process 0 writes if told to.
     """
     folder = submission.local_folder()
     if cluster.detach and not detach_process(folder / "launch.log"):
@@ -62,15 +62,19 @@ def supervise(
     ).run()
 
 
-def supervise_hosts(
-    job: Job, cluster: SshCluster | TpuVmCluster, submission: Submission, hosts: Hosts
+def submit(
+    job: Job,
+    cluster: SshCluster | TpuVmCluster,
+    rendered: Rendered,
+    submission: Submission,
 ) -> int:
-    """Keep a run on other machines going; the first attempt takes up what runs."""
-    first = iter([True])
+    """Start a run on other machines, or take up what runs there; keep it going."""
+    submission = submission.with_handle(cluster=asdict(cluster))
+    hosts, first = submitted_hosts(submission), iter([True])
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
         begin = partial(hosts.begin, take_up=next(first, False))
-        return RemoteAttempt(hosts, folder / LOG, cluster.poll_s, begin, show)
+        return RemoteAttempt(hosts, folder / LOG, begin, show)
 
     return supervise(job, cluster, submission, start, hosts.release)
 
@@ -147,8 +151,8 @@ def stop(submission: Submission) -> int:
             time.sleep(0.1)
     elif hosts := submitted_hosts(submission):
         if hosts.may_run():
-            file, poll_s = submission.local_folder() / LOG, hosts.poll_s
-            attempt = RemoteAttempt(hosts, file, poll_s, begin=lambda wait: True)
+            file = submission.local_folder() / LOG
+            attempt = RemoteAttempt(hosts, file, begin=lambda wait: True)
             attempt.stop(signal.SIGINT)
             attempt.wait()
         hosts.release()

@@ -1,8 +1,7 @@
 """The VMs of a queued resource, all slices together: files there, commands there.
 
 Commands and flags: the reference of gcloud compute tpus queued-resources ssh and scp
-(SDK 528), as docs.cloud.google.com/tpu/docs/multislice-introduction uses them. Their
-exit code is that of some worker, or of gcloud: what run.sh prints is what counts.
+(SDK 528). Their exit code is that of some worker: what run.sh prints is what counts.
 """
 
 import logging
@@ -28,7 +27,7 @@ _FIRST = ("--node=0", "--worker=0")  # JAX makes it process 0
 _PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
 
 
-def tpu_ssh_command(
+def ssh_to_vms(
     name: str, cluster: TpuVmCluster, line: str, workers: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
@@ -36,7 +35,7 @@ def tpu_ssh_command(
     return words("ssh", [name], cluster, *workers, *more)
 
 
-def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
+def copy_to_vms(name: str, cluster: TpuVmCluster) -> list[str]:
     """Return the command that copies files of the working directory to all VMs."""
     paths = [*files_of(cluster), f"{name}:{remote_folder(name)}/incoming/"]
     return words("scp", paths, cluster, *_ALL, *_alive("scp"), *cluster.ssh_options)
@@ -45,18 +44,6 @@ def copy_command(name: str, cluster: TpuVmCluster) -> list[str]:
 def _alive(verb: str) -> list[str]:
     # In one word each: gcloud splits what it passes on at spaces.
     return [f"--{verb}-flag=-o{option}" for option in KEEP_ALIVE]
-
-
-def make_line(name: str) -> str:
-    """Return the line of shell that makes room for the files."""
-    return f"mkdir -p {remote_folder(name)}/incoming"
-
-
-def tpu_start_line(name: str) -> str:
-    """Return the line of shell that puts files in their places, and starts training."""
-    # Files are moved, not copied, so that a shell that reads the old run.sh keeps it.
-    move = f"mv -f {remote_folder(name)}/incoming/* {remote_folder(name)}/"
-    return f"{move} && {run_words(name, 'start', *_PROCESS)}"
 
 
 class TpuHosts(Hosts):
@@ -88,15 +75,19 @@ class TpuHosts(Hosts):
 
     def _copy_and_start(self) -> int:
         """Return on how many VMs training was started."""
+        folder = remote_folder(self._name)
         for command in (
-            tpu_ssh_command(self._name, self._cluster, make_line(self._name)),
-            copy_command(self._name, self._cluster),
+            ssh_to_vms(self._name, self._cluster, f"mkdir -p {folder}/incoming"),
+            copy_to_vms(self._name, self._cluster),
         ):
             code, _, err = run_captured(command, cwd=self._files())
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        output = self._run_line(tpu_start_line(self._name), timeout_s=LONGEST_S)
+        # Files are moved, so that a shell that reads the old run.sh keeps it.
+        line = f"mv -f {folder}/incoming/* {folder}/ && "
+        line += run_words(self._name, "start", *_PROCESS)
+        output = self._run_line(line, timeout_s=LONGEST_S)
         return len(read_states(output.decode(errors="replace")))
 
     def _files(self) -> Path:
@@ -118,11 +109,8 @@ class TpuHosts(Hosts):
     def _run_line(
         self, line: str, workers: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
     ) -> bytes:
-        command = tpu_ssh_command(self._name, self._cluster, line, workers)
-        code, out, err = run_captured(command, timeout_s)
-        if code:
-            log.debug("%s", err)
-        return out
+        command = ssh_to_vms(self._name, self._cluster, line, workers)
+        return run_captured(command, timeout_s)[1]
 
     def gone(self) -> bool:
         """Return whether the queue has taken them back."""

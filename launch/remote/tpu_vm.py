@@ -1,36 +1,26 @@
 """`cluster=tpu_vm`: Cloud TPU VMs, one or several slices, kept running from here.
 
-The machines come as a queued resource (`remote/queued_resource.py`), get this program
-by scp or as an image, and are asked over ssh (`remote/run_script.py`); JAX finds pods
-and slices by their metadata server. Machines that were taken away are asked for again,
-and what is over is deleted, unless `cluster.keep`. A new `action=resume` takes up the
-machines and the training that it finds.
+The machines come as a queued resource, get this program by scp or as an image, and are
+asked over ssh. Machines that were taken away are asked for again, and what is over is
+deleted, unless `cluster.keep`.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from launch.config import Code, TpuVmCluster
+from launch.config import TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, VARIABLE, VARIABLE_RULE, Job, Rendered, options, shell
-from launch.plan_check import Machine, object_store_mistakes
+from launch.plan_check import Machine, object_store_mistakes, tpu_target
 from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
 from launch.remote.queued_resource import describe_states
-from launch.remote.run_script import RUN, run_script, run_words
-from launch.remote.supervise import alive, logs, stop  # noqa: F401
-from launch.remote.tpu_hosts import (
-    STATES,
-    TpuHosts,
-    copy_command,
-    make_line,
-    tpu_ssh_command,
-    tpu_start_line,
-)
+from launch.remote.run_script import RUN, run_script
+from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
+from launch.remote.tpu_hosts import STATES
 from launch.submissions import Submission
-from train.errors import ConfigError, Mistake
-from train.hardware.targets import parse_target
+from train.errors import Mistake
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
-_COMMANDS_FILE = "tpu_vm.sh"
 # The Python of the machines is 3.10, so the setup installs a newer one next to it, with
 # the package versions of the archive: each start installs, and no restart changes them.
 _SETUP = (
@@ -45,7 +35,7 @@ _SETUP = (
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     """List what is wrong with the cluster's keys, or with where the run lies."""
-    errors = [*_target_mistakes(cluster)]
+    errors = [*_target_mistakes(cluster.target)]
     if not cluster.zone:
         errors.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
     if cluster.spot and cluster.reserved:
@@ -62,21 +52,14 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
 
-def _target_mistakes(cluster: TpuVmCluster) -> list[Mistake]:
-    if not cluster.target:
-        rule = "is required, say v6e-8, or v5p-512x4 for four slices"
-        return [Mistake("cluster.target", cluster.target, rule)]
-    try:
-        target = parse_target(cluster.target)
-    except ConfigError as error:
-        return [m._replace(key="cluster.target") for m in error.mistakes]
-    if target.family in TYPES:
-        return []
-    if target.platform == "tpu":
-        rule = f"{target.family} is to be had in GKE only: cluster=gke_tpu"
-    else:
-        rule = f"must be a TPU: {', '.join(TYPES)}"
-    return [Mistake("cluster.target", cluster.target, rule)]
+def _target_mistakes(name: str | None) -> list[Mistake]:
+    target = tpu_target(name)
+    if isinstance(target, Mistake):
+        return [target]
+    if target.family not in TYPES:
+        rule = f"{target.family} is available in GKE only: cluster=gke_tpu"
+        return [Mistake("cluster.target", name, rule)]
+    return []
 
 
 def machine(cluster: TpuVmCluster) -> Machine:
@@ -85,7 +68,7 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
-    """Return run.sh, and the commands that are typed from here, in their order."""
+    """Return run.sh, and the command that asks for the machines."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = remote_job.command(python, cluster.code)
@@ -104,40 +87,16 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
         workdir=job.workdir if cluster.code is Code.shared else None,
         last=last,
     )
-    files = {RUN: script, _COMMANDS_FILE: _typed(job.name, cluster)}
-    return Rendered(files, commands(job.name, cluster)["create"])
-
-
-def _typed(name: str, cluster: TpuVmCluster) -> str:
-    """Return the commands that the supervisor types, for those who want to do so."""
-    gcloud = commands(name, cluster)
-    poll = run_words(name, "poll", 0, 1)
-    interrupt = run_words(name, "signal", 0, 1, "INT")
-    parts = {
-        "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
-        "Are they?": gcloud["describe"],
-        "Make room for the files": tpu_ssh_command(name, cluster, make_line(name)),
-        "Copy them, from the folder of this file": copy_command(name, cluster),
-        "Start training": tpu_ssh_command(name, cluster, tpu_start_line(name)),
-        "Does it run?": tpu_ssh_command(name, cluster, poll),
-        "Let it save and stop": tpu_ssh_command(name, cluster, interrupt),
-        "Delete the machines": gcloud["delete"],
-    }
-    lines = [line for title, p in parts.items() for line in (f"# {title}", shell(p))]
-    return "\n".join(lines) + "\n"
+    return Rendered({RUN: script}, commands(job.name, cluster)["create"])
 
 
 def _secrets(cluster: TpuVmCluster) -> list[str]:
-    """Return lines of shell that ask Secret Manager, by the machine's own account.
-
-    Source: the reference of gcloud secrets versions access (SDK 528).
-    """
+    """Return lines of shell that ask Secret Manager, by the machine's own account."""
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():
-        flags = options({"secret": name, "project": cluster.project})
-        words = shell([*ask, *flags])
-        lines += [f'{variable}="$({words})"', f"export {variable}"]
+        words = [*ask, *options({"secret": name, "project": cluster.project})]
+        lines += [f'{variable}="$({shell(words)})"', f"export {variable}"]
     return lines
 
 
@@ -152,15 +111,6 @@ def _in_docker(
     flags = [f"--name={name}", "--privileged", "--net=host", "--user=root"]
     flags += [f"--env={variable}" for variable in variables]
     return [*sudo, "docker", "run", "--rm", *flags, image, *command]
-
-
-def submit(
-    job: Job, cluster: TpuVmCluster, rendered: Rendered, submission: Submission
-) -> int:
-    """Get the machines, start the run, and keep it going to the end."""
-    submission = submission.with_handle(cluster=asdict(cluster))
-    hosts = TpuHosts(submission, cluster)
-    return supervise.supervise_hosts(job, cluster, submission, hosts)
 
 
 def status(submission: Submission) -> list[str]:

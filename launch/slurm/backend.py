@@ -1,8 +1,7 @@
 """`cluster=slurm`: one job of sbatch's, which puts itself back into the queue.
 
-What runs there is `launch/slurm/script.py`'s; here it is submitted, asked about and
-stopped, with Slurm's own commands, on a machine that has them and sees the run's folder
-as the nodes do.
+It is submitted, asked about and stopped with Slurm's own commands, on a machine that
+has them and sees the run's folder as the nodes do.
 """
 
 import logging
@@ -11,13 +10,14 @@ from pathlib import Path
 
 from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
+from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
-from launch.short_notice import warn_of_short_notice
 from launch.slurm.checks import mistakes as mistakes
 from launch.slurm.script import LOG, SCRIPT, STOP, script, script_folder
-from launch.slurm.squeue import QueuedJob, query_slurm
+from launch.slurm.squeue import QueuedJob
 from launch.submissions import Submission
+from launch.subprocesses import ask_tool
 from launch.supervisor import ATTEMPTS, describe_attempts
 from train.errors import FINISHED
 
@@ -47,12 +47,10 @@ def render(job: Job, cluster: SlurmCluster) -> Rendered:
     folder = script_folder(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
-    files = folder if job.rendered_to is None else job.files
+    files = job.rendered_to or folder
     command += [f"--output={output}", f"{files}/{SCRIPT}"]
-    commands_before = [
-        shell(["mkdir", "-p", folder])
-    ]  # sbatch makes none for the output
-    return Rendered({SCRIPT: script(job, cluster)}, command, commands_before)
+    make = shell(["mkdir", "-p", folder])  # sbatch makes none for the output
+    return Rendered({SCRIPT: script(job, cluster)}, command, [make])
 
 
 def submit(
@@ -65,7 +63,7 @@ def submit(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])
     submission = submission.with_handle(folder=str(folder))
-    number, _, federation = query_slurm(rendered.command).strip().partition(";")
+    number, _, federation = ask_tool(rendered.command).strip().partition(";")
     submission.with_handle(job=number, cluster=federation)
     print(f"job {number}; action=status says where it is, action=logs what it says")
     return FINISHED

@@ -10,7 +10,8 @@ from typing import Any
 
 from data.storage import is_remote
 from launch import gpu_variables as gpu
-from launch.config import Code, SlurmCluster
+from launch.config import SlurmCluster
+from launch.config.clusters import Code
 from train.errors import Mistake
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"

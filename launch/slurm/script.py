@@ -1,25 +1,21 @@
 """The job script of Slurm: it trains, and decides whether to requeue the job.
 
-Slurm knows only whether a script failed. This script waits for all processes and reads
-their exit codes. Each process leaves its own in a file, because srun reports only the
-highest, so that a lost peer would hide a wrong config. The script judges the codes as
-`launch/policy.py` does, requeues its own job or does not, and says why. Events that
-Slurm handles itself (a lost node, a preemption that requeues, scancel) are left to it
-and do not count.
-
-Signals reach the processes without the script: those of `--signal` and `scancel
---signal` go to the step, and those of a requeue, a preemption and a time limit to all.
+The script reads the exit codes of all processes from files, because srun reports only
+the highest. It judges them as `launch/policy.py` does, requeues its own job or does
+not, and says why. Events that Slurm handles itself (a lost node, a preemption that
+requeues, scancel) do not count. Signals reach the processes without the script.
 """
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data.storage import is_remote
 from launch import gpu_variables as gpu
-from launch.config import Code, SlurmCluster
+from launch.config import SlurmCluster
+from launch.config.clusters import Code
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job, exports, local_folder, options
 from launch.policy import (
@@ -42,7 +38,7 @@ def script(job: Job, cluster: SlurmCluster) -> str:
     parts = [
         ["#!/usr/bin/env bash", *directives(job, cluster)],
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
-        list(_gpu_lines(job, cluster)),
+        exports(_gpu_variables(job, cluster)),
         cluster.setup,
         _PLACE,
         exports(job.variables(cluster.code)),
@@ -79,38 +75,23 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
-    if job.staged_bytes is None:
+    if job.staged_bytes is None or cluster.cpus_per_task is not None:
         return cluster.cpus_per_task
-    chips = (cluster.gpus_per_node or 1) // cluster.processes_per_node
-    return cluster.cpus_per_task or process_cores(chips)
+    return process_cores((cluster.gpus_per_node or 1) // cluster.processes_per_node)
 
 
 def _memory(job: Job, cluster: SlurmCluster) -> str | None:
-    if job.staged_bytes is None:
+    if job.staged_bytes is None or cluster.memory is not None:
         return cluster.memory
-    gib = host_memory_gib(
-        job.staged_bytes, job.held_bytes, processes=cluster.processes_per_node
-    )
-    return cluster.memory or f"{gib}G"
+    processes = cluster.processes_per_node
+    return f"{host_memory_gib(job.staged_bytes, job.held_bytes, processes)}G"
 
 
-def _gpu_lines(job: Job, cluster: SlurmCluster) -> Iterable[str]:
+def _gpu_variables(job: Job, cluster: SlurmCluster) -> dict[str, str]:
     if cluster.gpus_per_node is None:
-        return
-    yield "# For GPUs; cluster.environment replaces any of them."
-    for name, (value, reason) in _gpu_settings(job).items():
-        yield from (f"# {line}" for line in reason.splitlines())
-        yield from exports({name: value})
-    yield from gpu.SITE_LINES
-
-
-def _gpu_settings(job: Job) -> dict[str, tuple[str, str]]:
-    settings = gpu.settings(job.environment)
-    reason = "programs that this run has compiled before"
-    for name, value in job.cache_variables().items():
-        if name not in job.environment:
-            settings[name] = value, reason
-    return settings
+        return {}
+    ours = {**job.cache_variables(), **gpu.values(job.environment)}
+    return {name: value for name, value in ours.items() if name not in job.environment}
 
 
 # Process 0 is on the first node: JAX takes its name, and a port which another job may
@@ -130,8 +111,8 @@ export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 
 def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return the commands, a word a line."""
-    python = cluster.python or ("python3" if cluster.container_image else None)
-    python = python or sys.executable
+    there = "python3" if cluster.container_image else sys.executable
+    python = cluster.python or there
     tasks = cluster.nodes * cluster.processes_per_node
     one = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "export": "ALL"}
     all_of_them = {
@@ -169,7 +150,7 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     outer = [path for path in paths if not {*paths} & {*path.parents}]
     mounts = [f"{path}:{path}" for path in outer]
     ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
-    ours |= {*_gpu_settings(job)} if cluster.gpus_per_node else set()
+    ours |= {*_gpu_variables(job, cluster)}
     return {
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
@@ -181,27 +162,20 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
 
 def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return what `launch/policy.py` says, and where things lie."""
-    crashes = range(1, min(cluster.max_restarts, _PAUSES) + 1)
-    words = {
-        "folder": script_folder(job),
-        "diary": f"{script_folder(job)}/{ATTEMPTS}",
-        "stop": f"{script_folder(job)}/{STOP}",
-        "exclude": str(cluster.options.get("exclude") or ""),
-    }
-    numbers = {
+    folder, crashes = script_folder(job), min(cluster.max_restarts, _PAUSES)
+    pauses = [round(backoff(n + 1, cluster.backoff_s)) for n in range(crashes)]
+    values = {
+        "folder": shlex.quote(folder),
+        "diary": shlex.quote(f"{folder}/{ATTEMPTS}"),
+        "stop": shlex.quote(f"{folder}/{STOP}"),
+        "exclude": shlex.quote(str(cluster.options.get("exclude") or "")),
         "stopped": STOPPED,
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
         "chosen": int(any(map(cluster.options.get, _BY_CHOICE))),
+        "never_again": f"({' '.join(map(str, NEVER_AGAIN))})",
+        "again": f"({' '.join(map(str, AGAIN))})",
+        "pauses": f"({' '.join(map(str, pauses))})",
     }
-    lists = {
-        "never_again": NEVER_AGAIN,
-        "again": AGAIN,
-        "pauses": [round(backoff(n, cluster.backoff_s)) for n in crashes],
-    }
-    return [
-        *(f"{name}={shlex.quote(word)}" for name, word in words.items()),
-        *(f"{name}={number}" for name, number in numbers.items()),
-        *(f"{name}=({' '.join(map(str, codes))})" for name, codes in lists.items()),
-    ]
+    return [f"{name}={value}" for name, value in values.items()]

@@ -35,11 +35,12 @@ def main(argv: list[str]) -> int:
 
 def install(folder: Path) -> Path:
     """Make the folder; give the one that is to be the first on the PATH."""
-    for name in ("path", "bin", "home", "off"):
+    from tests.launch.hostile import program  # the fake itself has no packages
+
+    for name in ("home", "off"):
         (folder / name).mkdir(parents=True)
-    program = folder / "path/ssh"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {__file__} "$@"\n')
-    program.chmod(0o755)
+    text = f'#!/bin/sh\nexec {sys.executable} -S {__file__} "$@"\n'
+    program(folder / "path/ssh", text)
     return folder / "path"
 
 

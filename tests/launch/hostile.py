@@ -1,7 +1,6 @@
 """Values that a careless launcher would run, split, expand or lose."""
 
 import json
-import stat
 import sys
 from pathlib import Path
 
@@ -16,20 +15,22 @@ VALUES = (
 )
 
 
+def program(file: Path, text: str) -> Path:
+    """Write a program."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+    return file
+
+
 def argument_printer(folder: Path, name: str = "python") -> Path:
     """Write a program that appends its arguments to `arguments.jsonl` beside it.
 
     It stands for the interpreter, or for a cluster's own command, on the PATH.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    program = folder / name
-    program.write_text(
-        f"#!{sys.executable}\nimport json, sys\n"
-        f"open({str(folder / 'arguments.jsonl')!r}, 'a')"
-        ".write(json.dumps(sys.argv[1:]) + '\\n')\n"
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return program
+    write = f"open({str(folder / 'arguments.jsonl')!r}, 'a').write"
+    text = f"#!{sys.executable}\nimport json, sys\n{write}(json.dumps(sys.argv[1:])"
+    return program(folder / name, text + " + '\\n')\n")
 
 
 def printed(folder: Path) -> list[list[str]]:

@@ -2,10 +2,11 @@
 
 import json
 import os
-import stat
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.launch.hostile import program
 
 # srun runs its command as so many processes, and gives the highest of their codes.
 SRUN = """
@@ -50,15 +51,12 @@ class Stubs:
 
     def __init__(self, folder: Path):
         self.folder, self.bin = folder, folder / "bin"
-        self.bin.mkdir(parents=True)
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
             self.program(name, text)
         self.slurm_says("RUNNING")
 
     def program(self, name: str, text: str) -> None:
-        file = self.bin / name
-        file.write_text(f"#!/usr/bin/env bash\n{text}")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        program(self.bin / name, f"#!/usr/bin/env bash\n{text}")
 
     def slurm_says(
         self,

@@ -1,25 +1,18 @@
 """What travels of a checkout: the code, whole and alone."""
 
 import gzip
-import io
 import os
 import shutil
-import tarfile
 from pathlib import Path
 
 from launch.archive import archive, files
 from tests.fleet import REPOSITORY
+from tests.launch.kinds import contents
 
 WHOLE = [
     *("configs/mesh/fsdp.yaml", "pyproject.toml", "train/__init__.py"),
     *("train/moe.py", "train/py.typed", "train/same.py", "train/step.py"),
 ]
-
-
-def contents(packed: bytes) -> dict[str, bytes]:
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        read = {m.name: tar.extractfile(m) for m in tar}
-        return {name: file.read() for name, file in read.items() if file is not None}
 
 
 def test_it_is_what_the_checkout_holds_now_and_nothing_else(checkout: Path):

@@ -10,25 +10,13 @@ from launch.config import KINDS, schema_of
 from train.cli.command import compose
 from train.cli.schema import convert
 
-TABLE = "must be a table {key: value} .*such as cluster.secrets"
-
 
 @pytest.mark.parametrize(
     ("kind", "key", "value", "rule"),
     [
-        ("local", "max_restarts", -1, "must be at least 0"),
         ("local", "backoff_s", -1.0, "must be at least 0"),
-        ("local", "processes", 0, "must be at least 1"),
-        ("ssh", "processes_per_node", 0, "must be at least 1"),
-        ("ssh", "poll_s", 0.0, "must be positive"),
-        ("slurm", "nodes", 0, "must be at least 1"),
         ("slurm", "signal_s", 0, r"must be in \[1, 65535\]"),
-        ("gke_tpu", "grace_period_s", 0, "must be at least 1"),
-        ("gke_gpu", "nodes", 0, "must be at least 1"),
-        ("tpu_vm", "poll_s", 0.0, "must be positive"),
-        ("skypilot", "nodes", 0, "must be at least 1"),
-        ("gke_tpu", "secrets", ["A"], f"{TABLE}={{WANDB_API_KEY: wandb/api-key}}"),
-        ("tpu_vm", "secrets", ["A"], f"{TABLE}={{WANDB_API_KEY: wandb-key}}"),
+        ("tpu_vm", "secrets", ["A"], "must be a table {key: value}"),
     ],
 )
 def test_a_key_out_of_its_bounds_is_named(kind, key, value, rule):

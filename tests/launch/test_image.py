@@ -10,12 +10,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,69 +21,20 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from launch.health import is_command
 from tests.fleet import REPOSITORY, TINY
 
 IMAGE = os.environ.get("LONGHAUL_IMAGE", "")
-HEALTH = [sys.executable, "-P", "-m", "launch.health"]
-
-in_a_container = pytest.mark.skipif(
-    not IMAGE or not shutil.which("docker"),
-    reason="needs docker, and LONGHAUL_IMAGE: the name of a built image",
-)
 
 
-def stages() -> list[list[tuple[str, str]]]:
-    """Read the Dockerfile: each instruction and its rest, cut in front of each FROM."""
+def instruction(word: str) -> str:
+    """Return what the Dockerfile's last instruction of this name says."""
     text = (REPOSITORY / "Dockerfile").read_text()
-    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
-    found: list[list[tuple[str, str]]] = [[]]
-    for line in re.sub(r"\\\n", " ", "\n".join(lines)).split("\n"):
-        word, _, rest = line.strip().partition(" ")
-        if word == "FROM":
-            found.append([])
-        if word:
-            found[-1].append((word, rest.strip()))
-    return found
-
-
-def of(stage: list[tuple[str, str]], word: str) -> list[str]:
-    return [rest for name, rest in stage if name == word]
-
-
-BEFORE, BUILD, FINAL = stages()
+    return re.findall(rf"^{word} (.*)$", text, re.MULTILINE)[-1]
 
 
 def test_it_does_not_run_as_root():
     """A number, as Kubernetes' runAsNonRoot cannot look up names."""
-    (user,) = of(FINAL, "USER")
-    assert re.fullmatch(r"[1-9]\d*:\d+", user)
-    words = [word for word, _ in FINAL]
-    assert "RUN" not in words[words.index("USER") :]
-
-
-def test_no_shell_stands_between_a_signal_and_the_program():
-    (entry,) = of(FINAL, "ENTRYPOINT")
-    (command,) = of(FINAL, "CMD")
-    (health,) = of(FINAL, "HEALTHCHECK")
-    assert json.loads(entry) == ["/usr/bin/tini", "-s", "--"]
-    assert json.loads(command) == ["python", "-P", "-m", "train"]
-    words = json.loads(health.partition("CMD")[2])
-    assert words == ["python", *HEALTH[1:]]
-    assert "STOPSIGNAL" not in [word for word, _ in FINAL]  # SIGTERM
-
-
-def test_all_versions_are_pinned():
-    (base,) = of(BEFORE, "ARG")
-    assert re.fullmatch(r"BASE=debian:\d+\.\d+-slim(@sha256:[0-9a-f]{64})?", base)
-    assert of(BUILD, "FROM") == ["$BASE AS build"]
-    assert of(FINAL, "FROM") == ["$BASE"]
-    (settings,) = [rest for rest in of(BUILD, "ENV") if "PIP" in rest]
-    assert "PIP_CONSTRAINT=/source/constraints.txt" in settings
-    lines = (REPOSITORY / "constraints.txt").read_text().split("\n")
-    pinned = [line for line in lines if line and not line.startswith("#")]
-    for line in pinned:
-        assert re.fullmatch(r"[\w.-]+==[\w.]+", line), line
+    assert re.fullmatch(r"[1-9]\d*:\d+", instruction("USER"))
 
 
 def test_the_pinned_versions_are_those_that_the_program_allows():
@@ -108,32 +57,11 @@ def test_only_the_program_is_sent_to_the_builder():
     lines = (REPOSITORY / ".dockerignore").read_text().split("\n")
     first, *rest = [line for line in lines if line and not line.startswith("#")]
     assert first == "*"
-    named = {line.removeprefix("!") for line in rest if line.startswith("!")}
-    assert named == {
+    assert {line.removeprefix("!") for line in rest if line.startswith("!")} == {
         *("configs", "data", "launch", "model", "train", "LICENSE", "README.md"),
         *("constraints.txt", "pyproject.toml"),
     }
-    assert {"**/__pycache__", "**/.*"} == {r for r in rest if not r.startswith("!")}
-    last = max(i for i, line in enumerate(rest) if line.startswith("!"))
-    assert all(rest.index(line) > last for line in ("**/__pycache__", "**/.*"))
-
-
-@pytest.mark.parametrize(
-    ("line", "ours"),
-    [
-        ("python -P -m train run.name=x", True),
-        ("/opt/venv/bin/python3.13 -m data.prepare", True),
-        ("python /runs/x/launch/1/unpack.py code.tar.gz -- python -P -m train", True),
-        ("/usr/bin/tini -s -- python -P -m train", False),
-        ("python -P -m launch.health", False),
-        ("python -P /opt/longhaul/train/distributed/watchdog_process.py 7", False),
-        ("python -m http.server", False),
-        ("python -m", False),
-        ("", False),
-    ],
-)
-def test_health_is_of_our_own_commands(line: str, ours: bool):
-    assert is_command(line.split()) is ours
+    assert {*rest[-2:]} == {"**/__pycache__", "**/.*"}
 
 
 ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -153,69 +81,24 @@ def within(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.usefixtures("namespace")
-def test_health_follows_the_process():
-    """Alive, stopped, alive again, a zombie, gone."""
-    ran = within(f"""if True:
-        import os, signal, subprocess, sys, time
-        def healthy():
-            return subprocess.run({HEALTH!r}, stdout=subprocess.DEVNULL).returncode
-        def await_state(state):
-            while open(f"/proc/{{job.pid}}/stat").read().split()[2] != state:
-                time.sleep(0.01)
-        codes = [healthy()]
-        wait = "import time; time.sleep(60)"
-        job = subprocess.Popen([sys.executable, "-c", wait, "-m", "train"])
-        await_state("S"); codes.append(healthy())
-        job.send_signal(signal.SIGSTOP); await_state("T"); codes.append(healthy())
-        job.send_signal(signal.SIGCONT); await_state("S"); codes.append(healthy())
-        job.kill(); await_state("Z"); codes.append(healthy())
-        job.wait(); codes.append(healthy())
-        print(codes)""")
-    assert ran.stdout == "[1, 0, 1, 0, 1, 1]\n", ran.stderr
-
-
-def entrypoint() -> list[str]:
-    program, *more = json.loads(of(FINAL, "ENTRYPOINT")[0])
-    return [str(shutil.which(Path(program).name)), *more]
-
-
 @pytest.mark.skipif(not shutil.which("tini"), reason="needs tini")
 @pytest.mark.usefixtures("namespace")
 def test_behind_the_entrypoint_an_abort_is_134():
-    words = entrypoint()
+    program, *more = json.loads(instruction("ENTRYPOINT"))
+    words = [str(shutil.which(Path(program).name)), *more]
     assert within("import os; os.abort()", *words).returncode == 134
     assert within("raise SystemExit(42)", *words).returncode == 42
-    assert within("import os; os.abort()").returncode != 134  # what it is there for
-
-
-@pytest.mark.skipif(not shutil.which("tini"), reason="needs tini")
-def test_a_signal_goes_through_the_entrypoint():
-    words = entrypoint()
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
-    code += "print('ready', flush=True); time.sleep(60)"
-    process = subprocess.Popen(
-        [*words, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 42
 
 
 def docker(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *words], capture_output=True, text=True)
 
 
-def await_that(holds: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
-@in_a_container
+@pytest.mark.skipif(
+    not IMAGE or not shutil.which("docker"),
+    reason="needs docker, and LONGHAUL_IMAGE: the name of a built image",
+)
 def test_a_container_trains_as_any_user_and_is_stopped_and_goes_on(tmp_path: Path):
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -231,8 +114,10 @@ def test_a_container_trains_as_any_user_and_is_stopped_and_goes_on(tmp_path: Pat
     container = started.stdout.strip()
     metrics = runs / "x/metrics.jsonl"
     try:
-        await_that(lambda: metrics.exists() and metrics.read_text().count("\n") > 5)
-        assert docker("exec", container, "python", *HEALTH[1:]).returncode == 0
+        deadline = time.monotonic() + 300
+        while not metrics.exists() or metrics.read_text().count("\n") < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
         docker("stop", "--time", "120", container)
         code = docker("inspect", container, "--format", "{{.State.ExitCode}}").stdout
         assert code.strip() == "42", docker("logs", container).stderr
@@ -244,12 +129,3 @@ def test_a_container_trains_as_any_user_and_is_stopped_and_goes_on(tmp_path: Pat
     assert ended.returncode == 0, ended.stderr
     rows = map(json.loads, metrics.read_text().splitlines())
     assert [r["step"] for r in rows if "loss" in r] == [*range(1, saved + 6)]
-
-
-@pytest.mark.slow
-@in_a_container
-def test_exit_codes_of_a_container():
-    alone = ["run", "--rm", "--network", "none", IMAGE]
-    assert docker(*alone, "python", "-c", "import os; os.abort()").returncode == 134
-    assert docker(*alone, "python", *HEALTH[1:]).returncode == 1
-    assert docker(*alone, "python", "-m", "train", "foo=1").returncode == 78

@@ -15,8 +15,7 @@ from launch.job import Job, control_character_mistakes
 from launch.local import _Attempt, render, stop
 from launch.submissions import Submission
 from tests.drills.ground import check_equal
-from tests.launch.fake_gcloud import program
-from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.hostile import VALUES, argument_printer, printed, program
 from tests.launch.launched import STEPS, TIMEOUT_S, LaunchedRun, launch, says
 from tests.launch.remote.stage import until
 from train.cli.quoting import hydra_text

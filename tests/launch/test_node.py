@@ -35,11 +35,6 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_one_process_ends_as_it_does():
-    for code in (0, 1, 42, 78):
-        assert main(ends(code)) == code
-
-
 def test_a_notice_while_the_node_ends_changes_nothing():
     """The interpreter clears its modules at its end; one sends the notices then."""
     notices = tuple(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)))
@@ -80,11 +75,6 @@ def test_crashes_are_counted_and_others_are_not(tmp_path):
     assert counted(tmp_path, 139) == 134
     assert counted(tmp_path, 1) == 1  # once more than two
     assert not counted(tmp_path / "other", 0)
-
-
-def test_an_abort_is_134():
-    command = [sys.executable, "-c", "import os; os.abort()"]
-    assert main(["--", *command]) == 134
 
 
 def started(*own: str, program: str = WAITS) -> subprocess.Popen[str]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,16 +10,15 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
-from data.key_value_store import KeyValueStore
 from launch import __main__ as door
 from launch.archive import files
-from launch.config import Code, LocalCluster, schema_of
+from launch.config import LocalCluster, schema_of
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Rendered
 from launch.node import STOP
 from launch.plan_check import Machine
 from tests.fleet import REPOSITORY
-from tests.launch.test_archive import contents
-from tests.launch.test_unpack import UNPACKER
+from tests.launch.kinds import UNPACKER, contents
 from train.cli.command import compose
 from train.errors import ConfigError, Exit
 
@@ -72,20 +70,6 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     assert not (tmp_path / "runs/x/launch/2" / ARCHIVE).exists()
     kept = json.loads((tmp_path / "runs/x/launch/2/record.json").read_text())
     assert kept["code"] is None
-
-
-def test_stop_says_at_once_what_it_waits_for(elsewhere, tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    submitted(monkeypatch, LocalCluster(), f"run.dir={tmp_path}/runs/x")
-
-    def stop(submission):
-        assert "is asked to save and stop; waits until it has" in caplog.text
-        return 5
-
-    monkeypatch.setattr(elsewhere, "stop", stop, raising=False)
-    keys = f"run.dir={tmp_path}/runs/x", "action=stop"
-    assert door.main(compose(keys, "launch", schema_of("local"))) == 5
-    assert caplog.text.endswith(": has ended\n")
 
 
 def test_what_was_stopped_is_resumed_in_a_folder_without_the_mark(
@@ -201,24 +185,15 @@ def test_what_the_plan_finds_comes_before_a_directory_out_of_reach(
         submitted(monkeypatch, Away(), "run.dir=s3://nowhere/runs/x")
 
 
-@pytest.mark.parametrize("answers", [False, True])
 def test_a_directory_out_of_reach_is_said_in_a_sentence(
-    elsewhere, no_store, monkeypatch, answers
+    elsewhere, no_store, monkeypatch
 ):
-    """Whichever library finds out: TensorStore, which trains, or fsspec."""
-    if answers:
-        monkeypatch.setattr(KeyValueStore, "read_version", lambda *_: (None, b""))
-    else:
-        monkeypatch.setattr("data.storage.ANSWER_S", 0.2)
-    for action in ("submit", "status"):
-        keys = "run.dir=s3://nowhere/runs/x", f"action={action}"
-        with pytest.raises(Exit) as found:
-            submitted(monkeypatch, LocalCluster(), *keys)
-        said = str(found.value)
-        assert re.match(r"s3://nowhere/runs/x.*: cannot be read", said), said
-        assert said.endswith("Check path, network and permissions")
-        assert "\n" not in said
-        assert found.value.code == 1
+    monkeypatch.setattr("data.storage.ANSWER_S", 0.2)
+    keys = "run.dir=s3://nowhere/runs/x", "action=status"
+    with pytest.raises(Exit, match=r"s3://nowhere/runs/x.*: cannot be read") as found:
+        submitted(monkeypatch, LocalCluster(), *keys)
+    assert "\n" not in str(found.value)
+    assert found.value.code == 1
 
 
 def test_a_directory_that_cannot_be_written_is_a_wrong_config(

@@ -7,26 +7,8 @@ import threading
 
 import pytest
 
-from launch.supervisor import Supervisor, describe_attempts
-
-
-class Played:
-    """An attempt that ends with these codes, or with others if it is stopped."""
-
-    def __init__(self, codes, stopped=None):
-        self.codes, self._stopped = codes, stopped
-        self.told: list[int] = []
-        self._end = threading.Event()
-
-    def wait(self):
-        if self._stopped is not None:
-            assert self._end.wait(30)
-        return self.codes
-
-    def stop(self, number):
-        self.told.append(number)
-        self.codes = self._stopped or self.codes
-        self._end.set()
+from launch.supervisor import Supervisor
+from tests.launch.kinds import Played
 
 
 @pytest.fixture
@@ -123,10 +105,3 @@ def test_asked_to_stop_elsewhere_it_starts_no_more(tmp_path):
     )
     assert supervisor.run() == 130
     assert len(made) == 1
-
-
-def test_the_diary_is_for_people_too(play, tmp_path):
-    play([None, 134], [0, 0])
-    first, second = describe_attempts(tmp_path / "attempts.jsonl")
-    assert "lost, 134: again" in first
-    assert "0, 0: the last" in second

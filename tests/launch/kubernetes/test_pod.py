@@ -14,8 +14,7 @@ from launch.job import Job
 from tests.fleet import REPOSITORY, TINY, free_port
 from tests.launch.controllers import Pod
 from tests.launch.hostile import VALUES, argument_printer, printed
-from tests.launch.kubernetes.test_gke import manifest
-from tests.launch.test_backend import GPU, JOB, TPU
+from tests.launch.kinds import GPU, JOB, TPU, manifest
 from train.cli.quoting import hydra_text
 
 TIMEOUT_S = 600  # of four processes, on a machine that has other work
@@ -107,20 +106,3 @@ def test_pods_of_nodes_find_each_other(tmp_path, processes):
     pods = [Pod(document, 0, index) for index in (0, 1)]
     port = {"MASTER_PORT": str(free_port())}
     trains(pods, lambda number: port, 2 * processes)
-
-
-ABORTS = "import os; os.abort()"
-
-
-@pytest.mark.slow
-def test_aborts_are_seen_where_process_1_is_another():
-    """`shareProcessNamespace`: the exit code of an abort is 134 then, and only then."""
-    alone = ["unshare", "--pid", "--fork", "--mount-proc"]
-    if subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("needs leave to unshare process numbers")
-    python = [sys.executable, "-c", ABORTS]
-    shared = [*alone, "bash", "-c", 'set +m; "$@"; echo "ended with $?"', "pause"]
-    done = subprocess.run([*shared, *python], capture_output=True, text=True)
-    assert "ended with 134" in done.stdout
-    first = subprocess.run([*alone, *python], capture_output=True)
-    assert first.returncode not in (134, -6)

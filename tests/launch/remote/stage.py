@@ -11,11 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from launch.config import Code, SshCluster, TpuVmCluster
+from launch.config import SshCluster, TpuVmCluster
+from launch.config.clusters import Code
 from launch.job import Job
 from launch.remote import ssh, tpu_vm
 from launch.submissions import Submission, keep
 from tests.launch import fake_gcloud, fake_ssh
+from tests.launch.hostile import program
 
 PATIENCE_S = 120
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -52,7 +54,7 @@ class Stage:
     def __init__(self, folder: Path, *starts: object):
         self.fake, self.stub = folder / "fake", folder / "stub"
         self.path = self.install()
-        fake_gcloud.program(self.fake / "bin/trainer", TRAINER)
+        program(self.fake / "bin/trainer", TRAINER)
         self.stub.mkdir()
         (self.stub / "plan").write_text("".join(f"{start}\n" for start in starts))
         self.job = Job(

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.archive import archive
-from launch.config import Code
-from launch.job import ARCHIVE, Job
+from launch.config.clusters import Code
+from launch.job import Job
 from launch.remote import ssh, tpu_vm
-from launch.subprocesses import ROOT
-from tests.launch.fake_gcloud import program
-from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.hostile import VALUES, argument_printer, printed, program
 from tests.launch.remote.stage import SSH, TPU, until
 from train.cli.quoting import hydra_text
 
@@ -60,20 +57,6 @@ def test_hostile_values_of_the_environment(tmp_path):
     assert run_here(tmp_path, ssh.render(job, SSH).files["run.sh"]) == "0"
     told = (tmp_path / "process-0/log").read_bytes().decode().split("\0")
     assert {f"{name}={value}" for name, value in environment.items()} <= {*told}
-
-
-def test_a_restart_gets_the_versions_of_the_archive(tmp_path):
-    """Each start installs, and newer versions may be there by then."""
-    cluster = replace(TPU, code=Code.archive, setup=None, python="python3")
-    (tmp_path / ARCHIVE).write_bytes(archive(ROOT))
-    (tmp_path / "longhaul/venv/bin").mkdir(parents=True)
-    (tmp_path / "longhaul/venv/bin/activate").touch()
-    argument_printer(tmp_path / "bin", "python3")
-    text = tpu_vm.render(JOB, cluster).files["run.sh"]
-    assert run_here(tmp_path, text, HOME=str(tmp_path)) == "0"
-    (words,) = (w for w in printed(tmp_path / "bin") if "install" in w[3:])
-    constraints = tmp_path / words[words.index("--constraint") + 1]
-    assert constraints.read_bytes() == (ROOT / "constraints.txt").read_bytes()
 
 
 @pytest.mark.parametrize("had", [True, False])

@@ -28,21 +28,6 @@ def test_one_process_is_alone(stage):
     assert at.pid("n0", 0).parent.parent.joinpath("run.sh").stat().st_mode & 0o77 == 0
 
 
-def test_one_process_killed(stage):
-    at = stage("run", 0)
-
-    def kill() -> None:
-        until(at.pid("me@n1", 1).exists)
-        os.kill(int(at.pid("me@n1", 1).read_text()), signal.SIGKILL)
-        # The others of a real run end by themselves, with 134.
-        os.kill(int(at.pid("n0", 0).read_text()), signal.SIGTERM)
-
-    at.later(lambda: at.starts() == [1, 1], kill)
-    assert at.submit() == 0
-    assert sorted(at.codes[0]) == [42, 137]
-    assert at.codes[1:] == [[0, 0]]
-
-
 def test_a_lost_host_is_waited_for(stage, monkeypatch, caplog):
     """It is lost, all are started again once it is back, and that does not count."""
     monkeypatch.setattr(attempt, "LOST_S", 0.5)

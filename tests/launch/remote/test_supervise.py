@@ -1,16 +1,12 @@
 """What a supervisor here does for machines elsewhere, whichever kind they are."""
 
-import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from launch.node import STOP
 from launch.remote import attempt, supervise
 from launch.remote.hosts import Hosts
-from launch.submissions import newest
-from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
 from tests.launch.remote.stage import Stage, interrupt, until
 
@@ -48,30 +44,6 @@ def test_ctrl_c_while_nobody_answers(stage):
     at = stage(0)
     at.cut_off()
     at.later(lambda: len(at.calls()) > 4, interrupt)
-    assert at.submit() == 130
-    assert not at.starts()
-
-
-def stop_from_another_machine(at: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "alive", lambda _: False)  # as seen from there
-    assert at.backend.stop(newest(at.job.run_dir)) == 0
-
-
-def test_stopped_from_another_machine_while_nobody_answers(stage, monkeypatch):
-    """The supervisor starts nothing once they do answer, nor asks for machines."""
-    monkeypatch.setattr(attempt, "LOST_S", 0.1)
-    at = stage(0)
-    off, hosts = at.cut_off(), type(hosts_of(at))
-    start = hosts._start
-
-    def in_vain(self: Hosts) -> bool:
-        monkeypatch.setattr(hosts, "_start", start)
-        assert not start(self)
-        stop_from_another_machine(at, monkeypatch)
-        off.unlink()
-        return False
-
-    monkeypatch.setattr(hosts, "_start", in_vain)
     assert at.submit() == 130
     assert not at.starts()
 
@@ -130,26 +102,6 @@ def test_verbs_without_a_supervisor(stage, capsys):
     assert capsys.readouterr().out == "start 1\n"
     assert at.backend.stop(submission) == 0
     assert "saved" in (at.folder / supervise.LOG).read_text()
-
-
-def test_only_what_copies_and_starts_may_take_long(stage, monkeypatch):
-    """One host that hangs holds up the others for two minutes, and not for thirty."""
-    at, limits = stage(1), dict[float, str]()
-
-    def noted(words: list[str], timeout_s: float = LONGEST_S, **more: Any) -> Any:
-        limits[timeout_s] = limits.get(timeout_s, "") + f"{words[-1]}\n"
-        return run_captured(words, timeout_s, **more)
-
-    module = sys.modules[type(hosts_of(at)).__module__]
-    monkeypatch.setattr(module, "run_captured", noted)
-    assert at.submit(replace(at.cluster, max_restarts=0)) == 1
-    hosts_of(at).ask("signal", "INT")
-    assert {*limits} == {ASK_S, LONGEST_S}
-    for asked in (" poll ", " signal ", " said ", " tail "):
-        assert asked in limits[ASK_S]
-        assert asked not in limits[LONGEST_S]
-    assert "run.sh start " in limits[LONGEST_S]
-    assert "run.sh start " not in limits[ASK_S]
 
 
 def test_the_environment_is_on_no_command_line(stage):

@@ -3,20 +3,21 @@
 import re
 import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from launch.config import Code
+from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK
 from launch.remote import attempt, gcloud, supervise, tpu_vm
 from launch.remote import queued_resource as queued
+from launch.remote.tpu_hosts import copy_to_vms, ssh_to_vms
+from launch.submissions import newest
 from launch.supervisor import Wait
 from tests.launch import fake_gcloud
 from tests.launch.hostile import argument_printer, printed
+from tests.launch.kinds import TPU_VM
 from tests.launch.remote.stage import TPU, TpuStage, interrupt, until
-from tests.launch.remote.test_supervise import stop_from_another_machine
 from train.errors import Exit
 
 STAGES = (TpuStage,)
@@ -35,7 +36,6 @@ def states(at: TpuStage) -> list[str]:
         ([["CREATING", "SUSPENDED"], ["ACTIVE"]], 2),
         ([["FAILED 13 an internal error"], ["FAILED 14 busy"], ["ACTIVE"]], 3),
         ([["!UNAVAILABLE: try again"], ["!INTERNAL: oh"], ["ACTIVE"]], 3),
-        ([["DELETING", "ACTIVE"]], 1),
     ],
 )
 def test_machines_come_in_the_end(stage, plan, made):
@@ -50,9 +50,7 @@ def test_machines_come_in_the_end(stage, plan, made):
     ("plan", "code", "why"),
     [
         (["FAILED 8 Quota 'TPUV4s' exhausted. Limit 0"], 78, "Quota 'TPUV4s"),
-        (["FAILED 3 no such runtime"], 78, "no such runtime"),
         (["!PERMISSION_DENIED: tpu.googleapis is off"], 78, "googleapis is off"),
-        (["!INVALID_ARGUMENT: v4-16 is not in us-a"], 78, "v4-16 is not in us-a"),
         (["!RESOURCE_EXHAUSTED: Quota limit 'X' has been exceeded"], 78, "Quota limit"),
         (["FAILED 8 There is no more capacity"], 1, "no more capacity (5 times)"),
         (["!UNAVAILABLE: nobody there"], 1, "nobody there (5 times)"),
@@ -107,7 +105,11 @@ def test_ctrl_c_while_it_waits_for_machines(stage):
 
 def test_stopped_from_another_machine_while_it_waits_for_machines(stage, monkeypatch):
     at = stage(0, plan=[["WAITING_FOR_RESOURCES"], ["ACTIVE"]])
-    stop = partial(stop_from_another_machine, at, monkeypatch)
+
+    def stop() -> None:
+        monkeypatch.setattr(supervise, "alive", lambda _: False)  # as seen from there
+        assert tpu_vm.stop(newest(at.job.run_dir)) == 0
+
     stopping = at.later(lambda: at.verbs().count("describe") > 2, stop)
     code = at.submit()
     stopping.join()  # else it would go on in the next test
@@ -144,7 +146,7 @@ def test_machines_that_stay_silent_are_replaced(stage, monkeypatch):
 
     at.later(heard_of, break_for_long)
     assert at.submit(TPU) == 0
-    assert at.codes == [[None], [0]]
+    assert (at.codes[0], at.codes[-1]) == ([None], [0])  # more on a slow machine
 
 
 def test_status_says_why_it_waits(stage):
@@ -152,9 +154,7 @@ def test_status_says_why_it_waits(stage):
     submission = at.kept()
     assert "queued resource: none: it is over" in tpu_vm.status(submission)[0]
     subprocess.run(gcloud.commands(at.job.name, at.cluster)["create"], check=True)
-    assert tpu_vm.status(submission)[0] == (
-        "queued resource: WAITING_FOR_RESOURCES, 0 h 0 min after it was made"
-    )
+    assert tpu_vm.status(submission)[0] == "queued resource: WAITING_FOR_RESOURCES"
 
 
 def test_the_archive_goes_along(stage):
@@ -172,23 +172,10 @@ def test_the_archive_goes_along(stage):
         assert (home / ARCHIVE).read_text() == "archive"
 
 
-def test_without_gcloud(stage, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Exit, match="gcloud is not installed"):
-        gcloud.call(["gcloud"])
-
-
-def test_the_fake_refuses_what_gcloud_does(stage):
-    at = stage()
-    with pytest.raises(Exit, match="unrecognized arguments: --preemptible"):
-        at.submit(replace(TPU, options=["--preemptible"]))
-
-
 SDK = Path("lib/google-cloud-sdk/data/cli/gcloud_completions.py")
 
 
 def test_flags_are_those_of_the_sdk():
-    """The table of the fake against the parser of a real SDK."""
     folders = [root / SDK for root in (Path("/usr"), Path("/"), Path.home())]
     there = [file for file in folders if file.exists()]
     if not there:
@@ -198,8 +185,11 @@ def test_flags_are_those_of_the_sdk():
     node = tree["STATIC_COMPLETION_CLI_TREE"]
     for word in ("compute", "tpus", "queued-resources"):
         node = node["commands"][word]
-    for verb, flags in fake_gcloud.FLAGS.items():
-        known = node["commands"][verb]["flags"]
-        for flag, takes_value in flags.items():
-            assert flag in known, f"{verb} {flag}"
-            assert (known[flag] != "bool") == takes_value, f"{verb} {flag}"
+    commands = [*gcloud.commands("x", TPU_VM).values(), copy_to_vms("x", TPU_VM)]
+    for command in (*commands, ssh_to_vms("x", TPU_VM, "true")):
+        group, verb, *words = command[3:]
+        assert group == "queued-resources"
+        for flag, equals, _ in (w.partition("=") for w in words if w[:2] == "--"):
+            known = node["commands"][verb]["flags"]
+            known = {**known, "--project": "", "--format": "", "--quiet": "bool"}
+            assert (known[flag] != "bool") == bool(equals), f"{verb} {flag}"

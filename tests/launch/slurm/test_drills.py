@@ -89,7 +89,6 @@ def test_who_waits_is_told_why(tmp_path):
     other.submit()
     status = other.verb("status")
     assert f"job {other.job}: pending, waits: Resources" in status
-    assert "no jobs before it in debug" in status
     other.verb("stop")
     status = other.verb("status")
     assert f"job {other.job}: cancelled" in status

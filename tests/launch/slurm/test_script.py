@@ -13,8 +13,8 @@ from launch.slurm import backend as slurm
 from launch.slurm.script import script
 from launch.supervisor import Supervisor, describe_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
+from tests.launch.kinds import Played
 from tests.launch.slurm_stubs import SCONTROL, SRUN, Stubs
-from tests.launch.test_supervisor import Played
 from train.cli.quoting import hydra_text
 
 
@@ -78,8 +78,6 @@ def a_story(number: int):
         ([([1], 5), ([1], 5), ([1], 5), ([0], 9)], 10),
         ([([1], 0), ([42], 0), ([1], 0), ([1], 0), ([0], 9)], 10),
         ([([1], None)] * 4 + [([0], 9)], 3),
-        ([([1], None)] * 3 + [([0], 9)], 3),
-        ([([42], 1)] * 6 + [([1], 1), ([0], 9)], 0),
         *((a_story(number), 5) for number in range(6)),
     ],
 )
@@ -95,15 +93,6 @@ def test_it_counts_as_the_supervisor_does(
         if not stubs.told():
             break
     assert (code, number) == expected
-
-
-def test_pauses_are_those_of_the_policy(stubs, tmp_path):
-    text = rendered(tmp_path, 1, max_restarts=9, backoff_s=10.0)
-    for number in range(1, 10):
-        stubs.attempt(text, [1], number)
-        assert stubs.told()[1].endswith(f"=now+{backoff(number, 10.0):.0f}")
-    assert stubs.attempt(text, [1], 99) == 1
-    assert stubs.told() == []
 
 
 NOW = "2030-01-02T03:04:05"
@@ -178,14 +167,6 @@ def test_nodes_that_a_user_chose_stay_chosen(stubs, tmp_path):
         assert not [line for line in stubs.told() if "ExcNodeList" in line]
 
 
-def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
-    stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
-    (stubs.bin / "python.codes").write_text("42 42")
-    done = stubs.run(rendered(tmp_path))
-    assert done.returncode == 42
-    assert "submit it again with action=resume" in done.stderr
-
-
 def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
     stubs.program("srun", f"kill -TERM $PPID\nsleep 0.3\nkill -CONT $PPID\n{SRUN}")
     assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
@@ -220,13 +201,6 @@ def test_a_save_longer_than_what_slurm_waits_is_not_the_end(stubs, tmp_path, kil
         (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
         noted = json.loads(line)
         assert (noted["verdict"], noted["over"]) == ("again", False)
-
-
-def test_a_time_limit_puts_nothing_back_that_was_asked_to_stop(stubs, tmp_path):
-    stop = f"touch {tmp_path}/stop\nlooks=10"
-    stubs.program("srun", f"{stop}{TIME_LIMIT}{SRUN}")
-    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
-    assert stubs.told() == []
 
 
 def test_values_arrive_verbatim(stubs, tmp_path):

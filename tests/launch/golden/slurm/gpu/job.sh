@@ -13,23 +13,9 @@
 
 # Trains base-1b-12345678, and starts again until it is done or of no use.
 
-# For GPUs; cluster.environment replaces any of them.
-# xla_gpu_enable_latency_hiding_scheduler: collectives run beside products that do not need them
-# xla_gpu_enable_pipelined_all_gather: the weights of the next layer are gathered during this one
-# xla_gpu_enable_pipelined_all_reduce: the gradients of a layer are added up during the next one
-# xla_gpu_enable_while_loop_double_buffering: unrolls the loop over layers once: no copies, and no wait between two layers
-export XLA_FLAGS='--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_all_reduce=true --xla_gpu_enable_while_loop_double_buffering=true'
-# JAX takes 0.75 of a GPU's memory by itself; the rest is NCCL's and CUDA's
-export XLA_CLIENT_MEM_FRACTION=0.9
-# programs that this run has compiled before
 export JAX_COMPILATION_CACHE_DIR=/runs/base-1b/compilation_cache
-# Where NCCL takes a wrong card or falls back to TCP (NCCL_DEBUG=INFO: NET/Socket); all
-# of these: docs.nvidia.com/deeplearning/nccl, Environment Variables:
-# export NCCL_IB_HCA=mlx5              # InfiniBand, RoCE: cards whose names begin so
-# export NCCL_SOCKET_IFNAME=eth,ib     # interfaces to meet over, by their first letters
-# export NCCL_IB_GID_INDEX=3           # RoCE: the address that show_gids lists so
-# export NCCL_CROSS_NIC=0              # networks of rails: each card keeps to its own
-# export NCCL_IB_TIMEOUT=22            # large fabrics: 4 us * 2^22 until a retry
+export XLA_FLAGS='--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_pipelined_all_gather=true --xla_gpu_enable_pipelined_all_reduce=true --xla_gpu_enable_while_loop_double_buffering=true'
+export XLA_CLIENT_MEM_FRACTION=0.9
 
 module load slurm
 
