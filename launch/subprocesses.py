@@ -48,7 +48,7 @@ def run_tool(words: Sequence[str], **options: Any) -> subprocess.CompletedProces
     try:
         return subprocess.run(words, **options)
     except FileNotFoundError:
-        raise _missing(words[0]) from None
+        raise _missing(words[0], CRASHED) from None
 
 
 def ask_tool(words: Sequence[str], **options: Any) -> str:
@@ -64,9 +64,9 @@ def ask_tool(words: Sequence[str], **options: Any) -> str:
     return done.stdout or ""
 
 
-def _missing(program: str) -> Exit:
+def _missing(program: str, code: int) -> Exit:
     message = f"{program} is not installed on this machine, or not on the PATH"
-    return Exit(WRONG_CONFIG, message)
+    return Exit(code, message)
 
 
 def run_captured(
@@ -95,7 +95,7 @@ def run_captured(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise _missing(words[0]) from None
+        raise _missing(words[0], WRONG_CONFIG) from None
     with process:
         try:
             out, err = process.communicate(stdin, timeout_s)

@@ -1,12 +1,14 @@
 """Choose the arrays of a saved step to load into a state.
 
 Between two starts, a run may begin or cease to keep averaged weights or recent losses,
-or change the format of its moments. Everything else must have the shape that was saved.
+change the format of its moments, or pad its vocabulary. Everything else must have the
+shape that was saved.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from model.config import VOCAB_MULTIPLE
 from model.params import named
 from train.errors import ConfigError, Mistake
 from train.optimizer.moments import in_saved_format
@@ -70,9 +72,21 @@ def _check(saved: Mapping[str, Any], wanted: Any, needed: set[str]) -> None:
         saved_shape = tuple(saved[name].shape)
         if name not in shapes:
             raise _misfit(name, "was saved, and has no place")
-        if saved_shape != shapes[name]:
+        if not fits_padded(saved_shape, shapes[name]):
             problem = f"was saved as {saved_shape}, {shapes[name]} is wanted"
             raise _misfit(name, problem)
+
+
+def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a shape equals the saved one, up to padding of the vocabulary.
+
+    Older runs saved, say, 50,257 rows instead of 50,304: a dim may grow to the next
+    multiple of 128, with zeros.
+    """
+    return len(saved_shape) == len(shape) and all(
+        dim in (saved_dim, -(-saved_dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+        for dim, saved_dim in zip(shape, saved_shape, strict=True)
+    )
 
 
 def _misfit(name: str, problem: str) -> ConfigError:

@@ -17,6 +17,7 @@ from train.config import Config, Schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
 from train.optimizer.schedule import make_schedule
+from train.run.contents import fits_padded
 from train.run.digests import newest_description
 from train.run.metrics import read_events
 from train.run.starts import (
@@ -143,7 +144,9 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
         {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
         for model in (saved, wanted)
     )
-    return saved_shapes == wanted_shapes
+    return saved_shapes.keys() == wanted_shapes.keys() and all(
+        fits_padded(shape, wanted_shapes[name]) for name, shape in saved_shapes.items()
+    )
 
 
 def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
@@ -160,8 +163,11 @@ def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
         log.info("the schedule's length was %d steps, and is %d now", *lengths)
         return wanted_steps
     if wanted_steps > previous_steps:
-        message = "the schedule keeps its length, %d steps, and stays at its last value"
-        log.info(f"{message} after them", previous_steps)
+        log.info(
+            "the schedule keeps its length, %d steps, and stays at its last value "
+            "after them",
+            previous_steps,
+        )
         if schedule.final_fraction == 0:
             log.warning(
                 "that value is 0: nothing is learned after them; add schedule."

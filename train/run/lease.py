@@ -188,8 +188,8 @@ def _take(
             if alive is None:
                 if watched is None:
                     watched, watched_since_s = version, time.monotonic()
-                    message = "%s: waiting up to %g s for a sign of life of its owner, "
-                    log.info(f"{message}%s", storage, timeout_s, owner)
+                    message = "%s: waiting up to %g s for a sign of life of %s"
+                    log.info(message, storage, timeout_s, owner)
                 reason = f"gave no sign of life for {timeout_s:g} s"
                 alive = version != watched
                 if not alive and time.monotonic() - watched_since_s < timeout_s:

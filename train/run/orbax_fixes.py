@@ -41,7 +41,9 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     check_descriptions(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
-    context.pytree.loading.partial_load = True  # contents.py decides what to load
+    # contents.py decides which arrays may be padded or left unread.
+    context.array.loading.enable_padding_and_truncation = True
+    context.pytree.loading.partial_load = True
     if os.fspath(directory).startswith("s3://"):
         _bring_s3_to_orbax()
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
