@@ -39,8 +39,7 @@ def main() -> None:
     program = make_program(config)
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     try:
-        with jax.set_mesh(program.mesh):
-            measure(program, folder, given.saves, given.steps)
+        measure(program, folder, given.saves, given.steps)
     finally:
         shutil.rmtree(folder)
 

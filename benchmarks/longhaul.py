@@ -60,15 +60,12 @@ class LonghaulWorker:
             np.arange(length - 1, dtype=np.int32), (B, length - 1)
         )
         documents = 1 + 3 * positions // length  # three a row, if they are told apart
-        with jax.set_mesh(program.mesh):
-            self._batches = [
-                place(Batch(b[:, :-1], b[:, 1:], documents, positions), program.batch)
-                for b in batches
-            ]
-            self._state = program.init()
-            self._step = program.train_step.lower(
-                program.state, program.batch
-            ).compile()
+        self._batches = [
+            place(Batch(b[:, :-1], b[:, 1:], documents, positions), program.batch)
+            for b in batches
+        ]
+        self._state = program.init()
+        self._step = program.train_step.lower(program.state, program.batch).compile()
         self._done = 0
 
     def kernels(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Bytes to token ids and back, losslessly, with tiktoken.
 
 Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
-holds the 256 single bytes, also bytes that are not UTF-8. Only a folder's tokenizer may
-say that text is normalized first: that comes back then. Text that contains the name of
-a special token is text, never control.
+holds the 256 single bytes, even bytes that are not UTF-8. Only a `FolderEncoding` may
+normalize text first, and then the normalized text comes back. Text that contains the
+name of a special token is text, never control.
 """
 
 import functools
@@ -23,9 +23,9 @@ from data.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 
-# Longer text is encoded in pieces, each ending before white space where there is some:
-# tiktoken holds dozens of bytes for each byte of a run without a break.
-# Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has this very limit.
+# Longer text is encoded in pieces, which end before white space if there is any:
+# tiktoken needs dozens of bytes of memory for each byte of a run without a break.
+# Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has the same limit.
 _PIECE_CHARS = 400_000
 # The characters that "surrogateescape" decodes invalid UTF-8 to.
 _NOT_UTF8 = re.compile("([\udc80-\udcff])")
@@ -34,10 +34,10 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # normalization forms of Unicode
 
 
 class FolderEncoding(tiktoken.Encoding):
-    """A folder's tokenizer, which may have rules for text before it is cut.
+    """The tokenizer of a folder, with its rules for normalizing and splitting text.
 
-    form: that text is brought into; None: it stays as it is.
-    words: tokens outside of the vocabulary that a text may spell.
+    form: The Unicode form to which text is normalized; None leaves it as it is.
+    words: Tokens outside of the vocabulary that are also recognized in text.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class FolderEncoding(tiktoken.Encoding):
         *,
         form: Form | None = None,
         words: Sequence[str] = (),
-        **ranks: Any,
+        **arguments: Any,
     ):
-        """Make it of what `tiktoken.Encoding` takes besides."""
-        super().__init__(name, **ranks)
+        """Pass the other `arguments` to `tiktoken.Encoding`."""
+        super().__init__(name, **arguments)
         self.form: Form | None = form
         self.words = sorted(words, key=len, reverse=True)  # the longest is tried first
         self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what it is made of, for other processes."""
+        """Return the arguments of `__init__`, also to pickle the tokenizer."""
         return {
             "name": self.name,
             "pat_str": self._pat_str,
@@ -71,19 +71,19 @@ class FolderEncoding(tiktoken.Encoding):
         return form | ({"words": self.words} if self.words else {})
 
     def parts(self, text: str) -> Iterator[str | int]:
-        """Cut text as its rules say: the ids of words, and normalized text between."""
+        """Yield the ids of the `words` in a text, and the normalized text between."""
         for index, part in enumerate(self._word.split(text) if self.words else [text]):
-            if index % 2:
+            if index % 2:  # one of `words`
                 yield self._special_tokens[part]
             else:
                 yield unicodedata.normalize(self.form, part) if self.form else part
 
     @functools.cached_property
     def isolating(self) -> tiktoken.Encoding:
-        """The same tokenizer, of which text between two matches is a piece too.
+        """The same tokenizer, which also encodes text that its pattern does not match.
 
-        `tokenizers` encodes such text, tiktoken leaves it out. Raises ValueError if the
-        pattern cannot be repeated within another one.
+        `tokenizers` encodes such text, but tiktoken leaves it out. Raises ValueError if
+        the pattern cannot be repeated within another one.
         """
         pattern = self._pat_str
         if re.search(r"\\([1-9]|k)", pattern):
@@ -97,9 +97,9 @@ class FolderEncoding(tiktoken.Encoding):
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Hash what decides the ids; the name does not."""
+    """Return a hash of all that decides the ids. The name does not."""
     digest = hashlib.sha256()
-    # Source: tiktoken's README, "Extending tiktoken", documents these three.
+    # Source: tiktoken's README, "Extending tiktoken", documents these attributes.
     for token, rank in sorted(encoding._mergeable_ranks.items()):
         digest.update(b"%d:%d:%s;" % (rank, len(token), token))
     for special, rank in sorted(encoding._special_tokens.items()):
@@ -131,12 +131,12 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
             ids.append(np.array([encoding.encode_single_token(byte)], np.uint32))
             continue
         for short in short_pieces(piece):
-            folder = isinstance(encoding, FolderEncoding)
-            for part in encoding.parts(short) if folder else [short]:
+            has_rules = isinstance(encoding, FolderEncoding)
+            for part in encoding.parts(short) if has_rules else [short]:
                 try:
-                    word = isinstance(part, int)
+                    is_id = isinstance(part, int)
                     ids.append(
-                        np.array([part]) if word else encode_whole(encoding, part)
+                        np.array([part]) if is_id else encode_whole(encoding, part)
                     )
                 except ValueError as error:
                     raise DataError(
@@ -146,14 +146,14 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
 
 
 def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
-    """Encode text by pattern and ranks alone, and compare what the ids decode to.
+    """Return the ids of text by pattern and ranks alone, checked by decoding them.
 
-    Raises ValueError if they do not stand for the whole text, or tiktoken fails.
+    Raises ValueError if the ids do not stand for the whole text, or tiktoken fails.
     """
     try:
         ids = encoding.encode_to_numpy(text, disallowed_special=())
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # tiktoken's, and no Exception
+        if type(error).__name__ != "PanicException":  # tiktoken's BaseException
             raise
         raise ValueError(f"tiktoken fails: {error}") from None
     if encoding.decode_bytes(ids.tolist()) == text.encode():
@@ -164,12 +164,12 @@ def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint3
 
 
 def short_pieces(text: str) -> Iterator[str]:
-    """Cut text as `encode` does; what it cuts off is encoded as a text of its own."""
+    """Yield the pieces of a text, which `encode` encodes independently."""
     start = 0
     while len(text) - start > _PIECE_CHARS:
         stop = start + _PIECE_CHARS
-        last = max(text.rfind(space, start + 1, stop) for space in " \n")
-        stop = stop if last < 0 else last
+        last_space = max(text.rfind(space, start + 1, stop) for space in " \n")
+        stop = stop if last_space < 0 else last_space
         yield text[start:stop]
         start = stop
     if start < len(text):
@@ -177,7 +177,7 @@ def short_pieces(text: str) -> Iterator[str]:
 
 
 def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> bytes:
-    """Decode ids of any integer dtype; those without a token stand for nothing."""
+    """Return the bytes of ids of any integer dtype; ids without a token are skipped."""
     ids = np.asarray(ids, np.int64).reshape(-1)
     ids = ids[(ids >= 0) & (ids < encoding.n_vocab)]
     if encoding.name == BYTES and not (ids == encoding.eot_token).any():
@@ -185,10 +185,10 @@ def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> by
     try:
         return encoding.decode_bytes(ids.tolist())
     except KeyError:  # some vocabularies leave gaps between their special tokens
-        values = {*encoding._mergeable_ranks.values()}
-        values |= {*encoding._special_tokens.values()}
+        known_ids = {*encoding._mergeable_ranks.values()}
+        known_ids |= {*encoding._special_tokens.values()}
         return encoding.decode_bytes(
-            [token for token in ids.tolist() if token in values]
+            [token for token in ids.tolist() if token in known_ids]
         )
 
 

@@ -1,9 +1,9 @@
-"""Files on a local disk, under gs:// and under s3://: the one way to them.
+"""Access files on a local disk, under gs:// and under s3://.
 
 Paths are `epath.Path`: opening, reading, listing and globbing are the same everywhere.
 This module adds what epath lacks: atomic writes, appending, moves, listings of whole
-trees in few requests, and errors that say whether trying again helps. Writes on the
-condition that a file is unchanged: data/key_value_store.py.
+trees in few requests, and errors that say whether trying again helps. Writes that
+require an unchanged file are in data/key_value_store.py.
 
 An object store has no folders, no rename and no append. An object appears whole or not
 at all. Credentials and the region come from where Amazon's and Google's own tools look
@@ -26,8 +26,8 @@ from etils import epath
 from data.errors import DataError
 
 _EXTRAS = {"s3": "s3", "gs": "gcs"}  # scheme: the extra that installs its client
-ANSWER_S = 5.0  # a store that has not answered by then does not answer
-# Another attempt would fail as well.
+ANSWER_S = 5.0  # the timeout of a single request to a store
+# After these errors, another attempt would fail as well.
 _PERMANENT = (
     PermissionError,
     FileNotFoundError,
@@ -35,7 +35,7 @@ _PERMANENT = (
     NotADirectoryError,
     IsADirectoryError,
 )
-# TensorStore's messages begin with these then.
+# TensorStore's messages about the same errors begin with these words.
 _STATUS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "NOT_FOUND", "FAILED_PRECONDITION")
 
 
@@ -74,8 +74,8 @@ def storage_path(location: str) -> epath.Path:
         return epath.Path(Path(location).expanduser().absolute())
     if scheme not in _EXTRAS:
         raise ValueError("must be a local folder, or one under s3:// or gs://")
-    # Other processes and TensorStore write to the same folders past fsspec, so that
-    # its cached listings would be stale.
+    # Other processes and TensorStore write to the same folders, so that listings that
+    # fsspec has cached would be stale.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
     # Keep trying for about a minute; the default gives up after some seven seconds.
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
@@ -93,8 +93,8 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
     """Yield a temporary local path; the file or folder made there becomes `path`.
 
     It appears whole or not at all, a file also after a power failure. A file replaces
-    an older one. A folder gives way to one that another process has put there first.
-    The parent exists. By default the temporary name is random, so that several
+    an older one. If another process has put a folder there first, that one stays. The
+    parent must exist. By default the temporary name is random, so that several
     processes may create `path` at once. Raises OSError if it cannot be written; nothing
     is left behind.
     """
@@ -126,9 +126,9 @@ def write_atomically(
 ) -> None:
     """Write a file that appears whole or not at all, also after a power failure.
 
-    The folder of a local file is made if missing. Text is encoded as UTF-8. The
-    temporary name of a local file is by default a hidden one in the same folder; one
-    process writes it at a time. Raises OSError if the file was not written.
+    The folder of a local file is made if missing. Text is encoded as UTF-8. By
+    default a local file is first written under one hidden name in the same folder, so
+    only one process may write it at a time. Raises OSError if it was not written.
     """
     content = content.encode() if isinstance(content, str) else content
     chunks = [content] if isinstance(content, bytes) else content
@@ -148,7 +148,7 @@ class AppendedFile:
     """A local file that grows by whole chunks, whatever the disk does."""
 
     def __init__(self, path: Path):
-        """Open the file, which is made if missing; its folder exists."""
+        """Open the file, which is made if missing; its folder must exist."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o666)
         self._synced_bytes = os.fstat(self._fd).st_size
@@ -219,7 +219,7 @@ def upload_folder(folder: Path, target: epath.Path) -> None:
 
 
 def modified_at(folder: epath.Path) -> float:
-    """Return when a folder, or one file of a remote one, was written (Unix seconds)."""
+    """Return when a folder, or one file of a remote one, was last changed (Unix s)."""
     if not is_remote(folder):
         return folder.stat().mtime
     client, _ = fsspec.url_to_fs(os.fspath(folder))

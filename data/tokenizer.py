@@ -1,4 +1,4 @@
-"""Tokenizers by name: bytes, tiktoken's, a rank file's, a folder's.
+"""Load a tokenizer by name: "bytes", a published one, a rank file or a folder.
 
 Nothing is downloaded for "bytes", a local rank file or a folder.
 """
@@ -25,13 +25,13 @@ RANK_FILE_PATTERN = (
 
 
 def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
-    """Load the tokenizer of that name.
+    """Return the tokenizer that `name` says.
 
-    It is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of `PUBLISHED`
-    (downloaded on first use), a folder with tokenizer.json, or the path of a tiktoken
-    rank file (<|endoftext|> follows its last rank), whose SHA-256 in hexadecimal is
-    required. Raises DataError if the vocabulary is missing, damaged, or cannot be
-    downloaded.
+    `name` is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of
+    `PUBLISHED` (downloaded on first use), a folder with tokenizer.json, or the path of
+    a tiktoken rank file (<|endoftext|> follows its last rank), whose SHA-256 in
+    hexadecimal is required. Raises DataError if the vocabulary is missing, damaged, or
+    cannot be downloaded.
     """
     if name == BYTES:
         return tiktoken.Encoding(
@@ -75,15 +75,15 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
 
 
 def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
-    """Make a tokenizer of what `rank_file` returned, or raise DataError."""
+    """Return the tokenizer of a file from `rank_file`, or raise DataError."""
     digest = hashlib.sha256(content).hexdigest()
     try:
         if content.startswith(b"{"):
-            contents = json.loads(content)
-            pairs = ((_token(token), rank) for token, rank in contents.pop("ranks"))
-            ranks = checked_ranks(pairs, contents["special_tokens"])
-            check_pattern(contents["pat_str"])
-            return FolderEncoding(**contents, mergeable_ranks=ranks)
+            arguments = json.loads(content)
+            pairs = ((_token(token), rank) for token, rank in arguments.pop("ranks"))
+            ranks = checked_ranks(pairs, arguments["special_tokens"])
+            check_pattern(arguments["pat_str"])
+            return FolderEncoding(**arguments, mergeable_ranks=ranks)
         lines = (line.split() for line in content.splitlines() if line)
         ranks = checked_ranks(((_token(token), int(rank)) for token, rank in lines), {})
         return tiktoken.Encoding(
@@ -104,10 +104,9 @@ def _token(text: str | bytes) -> bytes:
 
 
 def rank_file(name: str) -> bytes | None:
-    """Return the file from which a store makes the tokenizer of that name again.
+    """Return the content of the file from which a store rebuilds a tokenizer.
 
-    It is a rank file, or JSON of what a folder's tokenizer holds; None if the name says
-    it all.
+    It is a rank file, or JSON for the tokenizer of a folder; None if the name suffices.
     """
     if name == BYTES or name in PUBLISHED:
         return None

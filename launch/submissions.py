@@ -113,10 +113,10 @@ def submitted(run_dir: str) -> Submission:
 
 
 def _numbers(run_dir: str) -> list[int]:
+    from data.key_value_store import check_answers  # imports TensorStore
+
     folder = epath.Path(run_dir) / _FOLDER
     with _accessible(run_dir):
-        from data.key_value_store import check_answers  # imports TensorStore
-
         check_answers(run_dir)
         names = [f.name for f in folder.iterdir()] if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]

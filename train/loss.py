@@ -1,4 +1,4 @@
-"""Next-token cross-entropy in float32, logits existing a tile at a time when large.
+"""Next-token cross-entropy in float32. Large logits exist one tile at a time.
 
 Shapes: B batch, T time, C positions of a tile, D embed, V vocab.
 """
@@ -43,15 +43,15 @@ def loss_sum(
         batch: int32 [B, T] fields.
         execution: how the program runs the model.
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
-        chunk: positions C of a row whose logits exist at once; None: all of a row's
-            with a small vocabulary, else about 128.
+        chunk: the largest number of positions of a row whose logits exist at once.
+            None: all positions with a small vocabulary, otherwise at most 128.
         num_tokens: the number of ids that the tokenizer has. Larger ids only pad the
             vocabulary and have no probability. None: the whole vocabulary.
         call: random keys and taps of this call.
 
     Returns:
-        float32 scalars: what to minimize, and the cross-entropy in nats alone, which
-        has no gradient; and what routers did, whose own loss is not in these.
+        The loss to minimize and the cross-entropy in nats, which has no gradient, as
+        float32 scalars; and the routing, whose auxiliary loss is not included.
     """
     x_BTD, _, routing = model.features(
         batch.inputs, batch.positions, batch.segment_ids, execution, call=call
@@ -92,7 +92,7 @@ def _tiled(
     chunk: int | None,
     num_tokens: int | None,
 ) -> "_Tiled":
-    """Return the loss of final features."""
+    """Return the tiled loss for features of this shape."""
     size = model.config.vocab_size or 0
     return _Tiled(
         tile(x_BTD.shape[1], size, chunk),
@@ -105,12 +105,12 @@ def _tiled(
 
 def tile(T: int, V: int, chunk: int | None) -> int:
     """Return C, the positions of a tile: a divisor of T, at most `chunk`."""
-    most = chunk or (_TILE if V >= _LARGE_VOCAB else T)
-    return next(c for c in range(min(most, T), 0, -1) if T % c == 0)
+    limit = chunk or (_TILE if V >= _LARGE_VOCAB else T)
+    return next(c for c in range(min(limit, T), 0, -1) if T % c == 0)
 
 
 class _Tiled(NamedTuple):
-    """The loss in tiles of C positions of a row, with its gradient by hand.
+    """The loss in tiles of C positions of a row, with a manual gradient.
 
     The head's weight W[D_fsdp, V_tensor], rounded to the compute dtype, is gathered
     over fsdp once for all tiles: each device holds W[D, V_tensor]. Each multiplies its
@@ -120,8 +120,8 @@ class _Tiled(NamedTuple):
     over tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one
     of dx[B, C, D].
 
-    V is `vocab_rows`; entries from `num_tokens` on get the logit -inf. `by_row` adds
-    up each row for itself, [B]: nats, and targets that are not the likeliest token.
+    V is `vocab_rows`; entries from `num_tokens` on get the logit -inf. With
+    `by_row` the sums are those of `row_sums`, [B] each: the nats and the misses.
     """
 
     C: int
@@ -135,20 +135,20 @@ class _Tiled(NamedTuple):
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        part: Float[Array, "in out"],
+        local_weight: Float[Array, "in out"],
         targets_BT: Int[Array, "B T"],
         gradients: bool,
     ):
-        """Sum over a device's rows: (loss, nats), and the loss' (dx, dpart) or None."""
+        """Return the sums over rows, and the gradients of x and the weight or None."""
         numerics, placement = self.execution.numerics, self.execution.placement
         head_placement = self.execution.weight_placement(self.axes)
         # The step sums the gradient over replicas, once.
         head_placement = head_placement._replace(replica_axes=())
-        weight = head_placement.gather(part.astype(numerics.compute_dtype))
+        weight = head_placement.gather(local_weight.astype(numerics.compute_dtype))
         if placement.automatic_axes:
             spec, rows = placement.param_spec(self.axes), placement.spec("batch")
             sums, grads = placement.map_shards(
-                partial(self._share, gradients=gradients),
+                partial(self._scan_shared, gradients=gradients),
                 in_specs=(rows, spec, rows),
                 out_specs=(
                     rows if self.by_row else PartitionSpec(),
@@ -160,35 +160,36 @@ class _Tiled(NamedTuple):
         if grads is None:
             return sums, None
         dx_BTD, dweight = grads
-        dpart = head_placement.reduce_scatter(dweight).astype(part.dtype)
-        # Else XLA keeps the float32 dweight until all layers' gradients are known.
-        return sums, jax.lax.optimization_barrier((dx_BTD, dpart))
+        dlocal = head_placement.reduce_scatter(dweight).astype(local_weight.dtype)
+        # Otherwise XLA keeps the float32 dweight until all layers' gradients are known.
+        return sums, jax.lax.optimization_barrier((dx_BTD, dlocal))
 
-    def _share(self, x_BTD, part, targets_BT, gradients: bool):
+    def _scan_shared(self, x_BTD, part, targets_BT, gradients: bool):
         """Share the vocabulary over axes along which devices have the same rows."""
-        cut = [mesh_axes(on) for on in self.execution.placement.param_spec(self.axes)]
+        spec = self.execution.placement.param_spec(self.axes)
+        dim_axes = [mesh_axes(entry) for entry in spec]
         vocab_dim = 0 if self.config.tied_head else 1
-        shared, cut[vocab_dim] = cut[vocab_dim], ()
+        vocab_axes, dim_axes[vocab_dim] = dim_axes[vocab_dim], ()
         placement = WeightPlacement(
-            tuple((dim, axes) for dim, axes in enumerate(cut) if axes)
+            tuple((dim, axes) for dim, axes in enumerate(dim_axes) if axes)
         )
-        sums, grads = self._scan(
-            x_BTD, placement.gather(part), targets_BT, shared, gradients
-        )
+        weight = placement.gather(part)
+        sums, grads = self._scan(x_BTD, weight, targets_BT, vocab_axes, gradients)
         if grads is None:
             return sums, None
         dx_BTD, dweight = grads
-        same = jax.lax.psum(1, tuple(axis for axes in cut for axis in axes))
-        return sums, (dx_BTD, placement.reduce_scatter(dweight) / same)
+        replicas = jax.lax.psum(1, tuple(axis for axes in dim_axes for axis in axes))
+        return sums, (dx_BTD, placement.reduce_scatter(dweight) / replicas)
 
-    def _scan(self, x_BTD, weight, targets_BT, cut, gradients: bool):
+    def _scan(self, x_BTD, weight, targets_BT, vocab_axes, gradients: bool):
         def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
             shape = x.shape[0], x.shape[1] // self.C, self.C, *x.shape[2:]
             return jnp.moveaxis(x.reshape(shape), 1, 0)
 
-        def add(total, tile):
-            part, dx_BCD = self._tile(tile[0], weight, tile[1], cut, gradients)
-            return jax.tree.map(jnp.add, total, part), dx_BCD
+        def add(total, inputs):
+            x, targets = inputs
+            sums, dx_BCD = self._tile(x, weight, targets, vocab_axes, gradients)
+            return jax.tree.map(jnp.add, total, sums), dx_BCD
 
         zero = jnp.zeros(x_BTD.shape[:1] if self.by_row else (), jnp.float32)
         dweight = jnp.zeros(weight.shape, jnp.float32) if gradients else None
@@ -205,10 +206,10 @@ class _Tiled(NamedTuple):
         x_BCD: Float[Array, "B C D"],
         weight: Float[Array, "in out"],
         targets_BC: Int[Array, "B C"],
-        cut: tuple[str, ...],
+        vocab_axes: tuple[str, ...],
         gradients: bool,
     ):
-        """Return (sums, dweight) and dx; axes of `cut` share the vocabulary."""
+        """Return (sums, dweight) and dx of one tile."""
         on_cpu = self.execution.placement.platform == "cpu"
         execution = self.execution._replace(placement=ONE_DEVICE)
         logits_BCV, transpose = jax.vjp(
@@ -217,36 +218,36 @@ class _Tiled(NamedTuple):
             weight.astype(jnp.float32),  # so that its gradient is, too
         )
         V = logits_BCV.shape[-1]
-        first_id = V * jax.lax.axis_index(cut) if cut else 0
+        first_id = V * jax.lax.axis_index(vocab_axes) if vocab_axes else 0
         ids_11V = (jnp.arange(V) + first_id)[None, None]
-        if self.num_tokens != self.config.vocab_rows:  # the rest only pads
+        if self.num_tokens != self.config.vocab_rows:  # larger ids only pad
             logits_BCV = jnp.where(ids_11V < self.num_tokens, logits_BCV, -jnp.inf)
-        most_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)
-        most_BC = jax.lax.pmax(most_BC, cut) if cut else most_BC
-        Z_BC = jnp.sum(jnp.exp(logits_BCV - most_BC[..., None]), axis=-1)
-        log_z_BC = most_BC + jnp.log(jax.lax.psum(Z_BC, cut))
-        # A masked sum instead of a gather: no logits travel.
+        max_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)
+        max_BC = jax.lax.pmax(max_BC, vocab_axes) if vocab_axes else max_BC
+        Z_BC = jnp.sum(jnp.exp(logits_BCV - max_BC[..., None]), axis=-1)
+        log_z_BC = max_BC + jnp.log(jax.lax.psum(Z_BC, vocab_axes))
+        # Unlike a gather, a masked sum moves no logits between devices.
         is_target_BCV = ids_11V == targets_BC[..., None]
         target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-        target_BC = jax.lax.psum(target_BC, cut)
-        counts = targets_BC >= 0
+        target_BC = jax.lax.psum(target_BC, vocab_axes)
+        counted_BC = targets_BC >= 0
         if self.by_row:
-            best_BCV = jnp.where(logits_BCV == most_BC[..., None], ids_11V, _NO_ID)
+            best_BCV = jnp.where(logits_BCV == max_BC[..., None], ids_11V, _NO_ID)
             best_BC = jnp.min(best_BCV, axis=-1)
-            best_BC = jax.lax.pmin(best_BC, cut) if cut else best_BC
-            nats_BC = jnp.where(counts, log_z_BC - target_BC, 0.0)
-            missed_BC = jnp.where(counts & (best_BC != targets_BC), 1.0, 0.0)
+            best_BC = jax.lax.pmin(best_BC, vocab_axes) if vocab_axes else best_BC
+            nats_BC = jnp.where(counted_BC, log_z_BC - target_BC, 0.0)
+            missed_BC = jnp.where(counted_BC & (best_BC != targets_BC), 1.0, 0.0)
             return ((nats_BC.sum(axis=-1), missed_BC.sum(axis=-1)), None), None
-        nats = jnp.sum(jnp.where(counts, log_z_BC - target_BC, 0.0))
-        z = jnp.sum(jnp.where(counts, jnp.square(log_z_BC), 0.0))
+        nats = jnp.sum(jnp.where(counted_BC, log_z_BC - target_BC, 0.0))
+        z = jnp.sum(jnp.where(counted_BC, jnp.square(log_z_BC), 0.0))
         sums = nats + self.z_loss * z, nats
         if not gradients:
             return (sums, None), None
         probabilities_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
         factor_BC1 = (1 + 2 * self.z_loss * log_z_BC)[..., None]
         dlogits_BCV = factor_BC1 * probabilities_BCV - is_target_BCV
-        dx_BCD, dweight = transpose(jnp.where(counts[..., None], dlogits_BCV, 0.0))
-        return (sums, dweight), jax.lax.psum(dx_BCD, cut)
+        dx_BCD, dweight = transpose(jnp.where(counted_BC[..., None], dlogits_BCV, 0.0))
+        return (sums, dweight), jax.lax.psum(dx_BCD, vocab_axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -255,8 +256,8 @@ def _sums(tiled: _Tiled, x_BTD, weight, targets_BT):
 
 
 def _forward(tiled: _Tiled, x_BTD, weight, targets_BT):
-    # The loss is a sum, so its gradient is known here but for one factor: no tile's
-    # logits are made twice.
+    # The loss is a sum, so its gradient is known here except for one factor, and no
+    # tile's logits are computed twice.
     return tiled(x_BTD, weight, targets_BT, gradients=True)
 
 

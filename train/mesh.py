@@ -31,7 +31,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes, granules = check_all(
-        lambda: axis_sizes(config, len(devices)), lambda: _crossed(config, devices)
+        lambda: axis_sizes(config, len(devices)), lambda: _dcn_granules(config, devices)
     )
     dcn = [getattr(config.dcn, axis) for axis in MESH_AXES]
     inner = [sizes[axis] // dcn[i] for i, axis in enumerate(MESH_AXES)]
@@ -48,8 +48,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * rank)
 
 
-def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
-    """Group devices into the slices or hosts that `mesh.dcn` crosses."""
+def _dcn_granules(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
+    """Return the devices of each slice or host, or raise ConfigError."""
     sizes = least_sizes(config, len(devices))
     sizes_fit = math.prod(sizes.values()) == len(devices)
     dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
@@ -72,7 +72,7 @@ def _crossed(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
 
 
 def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
-    """Lay axes over a slice, along whole dims of a TPU's torus if possible."""
+    """Return a slice's devices as a grid, along whole dims of a torus if possible."""
     create = mesh_utils.create_device_mesh
     try:
         return create(sizes, devices)
@@ -81,13 +81,13 @@ def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
 
 
 def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
-    """Group devices by the network between them."""
+    """Group devices by slice or by host, or otherwise into `wanted` equal blocks."""
 
     def groups_by(key: Callable[[Device], int]) -> list[list[Device]]:
         return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
 
     slices = groups_by(lambda device: getattr(device, "slice_index", 0))
-    # TPU slices have no links between them that a mesh could use without knowing.
+    # An axis that crosses TPU slices must be one with a `mesh.dcn` factor.
     if wanted == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
         return [devices]
     for groups in (slices, groups_by(lambda device: device.process_index)):

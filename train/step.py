@@ -176,13 +176,15 @@ def make_gradients(
             load_LE = None if routing is None else routing.load_E
             return loss, (nats / num_targets, load_LE, taps and taps.of_stacks())
 
-        compute, parts = jax.grad(mean_loss, has_aux=True), config.accumulation_steps
-        if parts == 1:
+        compute = jax.grad(mean_loss, has_aux=True)
+        if config.accumulation_steps == 1:
             grads, (loss, load_LE, noted) = compute(params, rows)
         else:
-            shape = load_shape if has_experts else None
             grads, (loss, load_LE, noted) = sum_over_microbatches(
-                compute, params, split(rows, parts), load_shape=shape
+                compute,
+                params,
+                split(rows, config.accumulation_steps),
+                load_shape=load_shape if has_experts else None,
             )
         return Gradients(
             loss=sum_over_rows(loss, placement),

@@ -27,7 +27,7 @@ def table_rows(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record 
         for batch in batches:
             yield from _rows(unit.file, row, batch, reading)
             row += batch.num_rows
-    # The others are raised on lengths of nonsense, and names that are not UTF-8.
+    # Damaged lengths, and names that are not UTF-8, raise errors other than pyarrow's.
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as e:
         reason = str(e) or type(e).__name__
         yield Bad(unit.file, f"row {row}", f"cannot be read further: {reason}")
@@ -56,23 +56,23 @@ def _rows(
     file: File, first: int, batch: Any, reading: Reading
 ) -> Iterator[Record | Bad]:
     texts = _column(batch, reading.text_field)
-    names = _column(batch, reading.id_field) if reading.id_field else None
+    ids = _column(batch, reading.id_field) if reading.id_field else None
     for index in range(batch.num_rows):
         location = f"row {first + index}"
         try:
             text = texts[index].as_py()
-            name = None if names is None else names[index].as_py()
+            name = None if ids is None else ids[index].as_py()
             name = name.decode() if isinstance(name, bytes) else name
         except UnicodeDecodeError:
             yield Bad(file, location, "not UTF-8")
         except (ValueError, OverflowError) as error:
-            yield Bad(file, location, f"no value of Python's: {error}")
+            yield Bad(file, location, f"not a value of Python: {error}")
         else:
             yield document(file, location, text, name, reading)
 
 
 def _column(batch: Any, name: str) -> Any:
-    """Return a column, text as bytes; damaged offsets would read foreign memory."""
+    """Return a column, text as bytes, after a check that its offsets are valid."""
     import pyarrow as pa
 
     column = batch.column(batch.schema.get_all_field_indices(name)[0])

@@ -1,13 +1,13 @@
 """An array's shards on a local disk, read at random without TensorStore.
 
-TensorStore takes some 30 us to read a stretch of a chunk, whatever its length. Values
+TensorStore takes about 30 us to read a stretch of a chunk, whatever its length. Values
 lie in the files as they are (token_store/writer.py), so here a stretch is one `pread`.
 A chunk's checksum is checked when it is first read; after that only the stretch that is
 asked for is read.
 
-The files are not mapped into memory: `pread` of a bad sector, or of a file that was cut
-off, is an error, and a mapping ends the process by SIGBUS. What the system keeps of the
-files is then not counted as this process' memory either.
+The files are not mapped into memory. `pread` of a bad sector, or of a file that was cut
+off, raises an error, whereas access to a mapping ends the process by SIGBUS. Besides,
+cached pages of a mapping count as memory of this process.
 
 Source: zarr v3, codecs sharding-indexed and crc32c, version 1.0.
 """
@@ -26,8 +26,8 @@ from data.token_store.writer import CHUNK_LENGTH, SHARD_LENGTH
 _MAX_OPEN = 256  # shards of all arrays together: a process may often open 1,024 files
 _CHECKSUM_BYTES = 4
 _CRC_OF_CHECKED = 0x48674BC7  # the CRC-32C of any bytes followed by their own CRC-32C
-_AT_ONCE = 64  # stretches: each may hold a file open
-_Stretch = tuple[int, int, int]  # chunk, first value in it, where it ends
+_AT_ONCE = 64  # spans that are read together: each may hold a file open
+_Stretch = tuple[int, int, int]  # chunk, first value in it, end in it
 
 
 class LocalShards:
@@ -36,13 +36,13 @@ class LocalShards:
     def __init__(
         self, folder: Path, dtype: np.dtype, length: int, checksums: np.ndarray | None
     ):
-        """Open no shard yet; `checksums`: the CRC-32C of each chunk, if known."""
+        """Take the CRC-32C of each chunk, if known. Shards are opened when read."""
         self.folder, self._dtype, self._checksums = folder, dtype, checksums
         self._chunk_bytes = CHUNK_LENGTH * dtype.itemsize + _CHECKSUM_BYTES
         self._checked = bytearray(-(-length // CHUNK_LENGTH))
 
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Read stretches [start, stop); the disk is asked for many at once.
+        """Return the values of spans [start, stop). The disk reads many at once.
 
         Raises OSError if a file cannot be read, ValueError if it is not as written.
         """
@@ -53,19 +53,19 @@ class LocalShards:
             if hasattr(os, "posix_fadvise"):
                 for shard, offset, size, _ in itertools.chain.from_iterable(places):
                     os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
-            for of_span in places:
-                parts = [self._read(*place) for place in of_span]
-                none = [np.zeros(0, self._dtype)]
-                whole = parts[0] if len(parts) == 1 else np.concatenate(parts or none)
+            for span_places in places:
+                parts = [self._read(*place) for place in span_places]
+                empty = [np.zeros(0, self._dtype)]
+                whole = parts[0] if len(parts) == 1 else np.concatenate(parts or empty)
                 values.append(whole)
         return values
 
     def _place(
         self, chunk: int, low: int, high: int
     ) -> tuple["_Shard", int, int, _Stretch | None]:
-        """Return shard, offset and bytes to read, and what of a chunk to check."""
-        number, nth = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
-        shard, width = _open(self, number), self._dtype.itemsize
+        """Return shard, offset, size, and the stretch if its chunk is unchecked."""
+        shard_number, nth = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
+        shard, width = _open(self, shard_number), self._dtype.itemsize
         offset, size = shard.index[2 * nth], shard.index[2 * nth + 1]
         if size != self._chunk_bytes:
             raise ValueError(f"{shard.path}: chunk {nth} is not there")
@@ -89,7 +89,7 @@ class LocalShards:
 
 
 def _cut(start: int, stop: int) -> list[_Stretch]:
-    """Cut a stretch at the chunks."""
+    """Cut a span into the stretches of its chunks."""
     return [
         (
             n,
@@ -108,7 +108,7 @@ class _Shard:
         weakref.finalize(self, os.close, self.file)
         size = 16 * (SHARD_LENGTH // CHUNK_LENGTH) + _CHECKSUM_BYTES
         content = self.read_checked(os.fstat(self.file).st_size - size, size)
-        # Offset and size of each chunk; both are 2**64 - 1 of one that is missing.
+        # Offset and size of each chunk; both are 2**64 - 1 if it is missing.
         self.index = memoryview(content[:-_CHECKSUM_BYTES]).cast("Q")
 
     def read(self, offset: int, size: int) -> bytes:
@@ -125,5 +125,5 @@ class _Shard:
 
 
 @functools.lru_cache(_MAX_OPEN)
-def _open(array: LocalShards, number: int) -> _Shard:
-    return _Shard(array.folder / "c" / str(number))
+def _open(array: LocalShards, shard_number: int) -> _Shard:
+    return _Shard(array.folder / "c" / str(shard_number))

@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -36,7 +37,7 @@ _FIRST = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-ind
 def submit(
     job: Job, cluster: KubernetesCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Create the JobSet, in the place of one that is over."""
+    """Create the JobSet, after the deletion of a finished one of that name."""
     if cluster.backoff_s != ClusterConfig().backoff_s:
         log.warning("cluster.backoff_s has no effect: JobSet restarts at once")
     if cluster.spot:
@@ -46,7 +47,7 @@ def submit(
     )
     if (jobset := _jobset(submission)) and _over(jobset):
         stop(submission)
-    _ask(submission, "create", "-f", "-", input=rendered.files[FILE])
+    _ask(submission, ["create", "-f", "-"], input=rendered.files[FILE])
     print(f"{job.name}: submitted; action=status says where it is")
     return FINISHED
 
@@ -70,8 +71,8 @@ def status(submission: Submission) -> list[str]:
         lines.append(f"restarted {restarts} times, {counted} of them counted")
     queue = jobset["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
     if queue and not over:
-        its = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
-        workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", its)
+        owner = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
+        workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", owner)
         lines.append(describe_queue(queue, workloads))
     pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
 
@@ -84,48 +85,49 @@ def status(submission: Submission) -> list[str]:
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what process 0 has said; follow it through restarts, to the end."""
-    pod, since = "", ""
+    """Print the output of process 0; with `follow`, through restarts to the end."""
+    printed_pod, since = "", ""
     while True:
         over = not (follow and alive(submission))
-        now = _first_pod(submission)
-        if now:
-            more = ["--follow"] * (not over)
-            more += [f"--since-time={since}"] if now == pod else []
-            more += ["--container", CONTAINER]
-            done = _run(submission, "logs", now, *more, capture_output=False)
+        pod = _process_0_pod(submission)
+        if pod:
+            words = ["logs", pod, "--container", CONTAINER]
+            words += ["--follow"] * (not over)
+            words += [f"--since-time={since}"] if pod == printed_pod else []
+            done = _run(submission, words, capture_output=False)
             if done.returncode == 0:
-                pod, since = now, datetime.now(UTC).isoformat(timespec="seconds")
+                printed_pod = pod
+                since = datetime.now(UTC).isoformat(timespec="seconds")
         if over:
-            if not now:
+            if not pod:
                 print("no pod is there yet, or any more", file=sys.stderr)
             return FINISHED
         time.sleep(_LOOK_S)
 
 
 def stop(submission: Submission) -> int:
-    """Delete the JobSet: its pods are told, and save; wait until they are gone."""
+    """Delete the JobSet, and wait until its pods have saved and are gone."""
     patience_s = submission.handle["grace_period_s"] + _MARGIN_S
-    flags = ["--ignore-not-found", "--cascade=foreground", "--wait"]
-    flags.append(f"--timeout={patience_s}s")
-    _ask(submission, "delete", "jobset", submission.name, *flags)
+    words = ["delete", "jobset", submission.name, "--ignore-not-found"]
+    words += ["--cascade=foreground", "--wait", f"--timeout={patience_s}s"]
+    _ask(submission, words)
     return FINISHED
 
 
 def _jobset(submission: Submission) -> dict[str, Any] | None:
-    flags = ["--ignore-not-found", "-ojson"]
-    output = _ask(submission, "get", "jobset", submission.name, *flags)
+    words = ["get", "jobset", submission.name, "--ignore-not-found", "-ojson"]
+    output = _ask(submission, words)
     return json.loads(output) if output.strip() else None
 
 
 def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, Any]]:
-    """List objects; none where the cluster does not let us, or has no such kind."""
-    done = _run(submission, "get", kind, *arguments, "-ojson")
+    """Return objects; none if the cluster forbids it or does not know the kind."""
+    done = _run(submission, ["get", kind, *arguments, "-ojson"])
     return json.loads(done.stdout)["items"] if done.returncode == 0 else []
 
 
-def _first_pod(submission: Submission) -> str:
-    """Return the newest pod that is process 0 and has begun; "" if none has."""
+def _process_0_pod(submission: Submission) -> str:
+    """Return the name of the newest started pod of process 0; "" if none has."""
     pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name + _FIRST)
     begun = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
     begun.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
@@ -148,12 +150,12 @@ def _describe_jobset(jobset: dict[str, Any], over: bool) -> str:
     return "restarting" if any(c["type"] == "Restarting" for c in true) else "submitted"
 
 
-def _ask(submission: Submission, *words: str, **options: Any) -> str:
+def _ask(submission: Submission, words: Sequence[str], **options: Any) -> str:
     """Run kubectl, which must succeed; return its output."""
     return ask_tool([*submission.handle["kubectl"], *words], **options)
 
 
 def _run(
-    submission: Submission, *words: str, **options: Any
+    submission: Submission, words: Sequence[str], **options: Any
 ) -> subprocess.CompletedProcess[str]:
     return run_tool([*submission.handle["kubectl"], *words], **options)

@@ -61,7 +61,7 @@ class Hosts(ABC):
 
     def output(self, skip: int) -> bytes:
         """Return what process 0 has written, without its first bytes; may be none."""
-        return self._run_on_first(run_words(self._name, "said", 0, skip))
+        return self._run_on_first(run_words(self._name, "said", [0, skip]))
 
     def tail(self, code: int) -> str:
         """Return the last lines of those that ended with a code."""

@@ -62,7 +62,7 @@ def run_script(
     return template.replace("@BODY@", "\n".join(body))
 
 
-def run_words(name: str, verb: str, *words: str | int) -> str:
+def run_words(name: str, verb: str, words: Sequence[str | int]) -> str:
     """Return the command that a shell of the host is told."""
     return shell(["bash", f"{remote_folder(name)}/{RUN}", verb, *map(str, words)])
 

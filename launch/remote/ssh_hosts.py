@@ -47,7 +47,7 @@ def start_line(name: str, cluster: SshCluster, number: int) -> str:
     address = cluster.address or cluster.hosts[0].rpartition("@")[2]
     port, world_size = cluster.port or port_of(name), count * len(cluster.hosts)
     first = number * count
-    return run_words(name, "start", first, count, world_size, address, port)
+    return run_words(name, "start", [first, count, world_size, address, port])
 
 
 class SshHosts(Hosts):
@@ -105,7 +105,7 @@ class SshHosts(Hosts):
         count = self._cluster.processes_per_node
 
         def line(number: int) -> str:
-            return run_words(self._name, verb, number * count, count, *words)
+            return run_words(self._name, verb, [number * count, count, *words])
 
         return _together(self._on_all(line, timeout_s=ASK_S))
 

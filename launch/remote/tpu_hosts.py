@@ -86,7 +86,7 @@ class TpuHosts(Hosts):
                 return 0
         # Files are moved, so that a shell that reads the old run.sh keeps it.
         line = f"mv -f {folder}/incoming/* {folder}/ && "
-        line += run_words(self._name, "start", *_PROCESS)
+        line += run_words(self._name, "start", _PROCESS)
         output = self._run_line(line, timeout_s=LONGEST_S)
         return len(read_states(output.decode(errors="replace")))
 
@@ -100,7 +100,7 @@ class TpuHosts(Hosts):
         return folder
 
     def _run(self, verb: str, *words: str | int) -> str:
-        line = run_words(self._name, verb, *_PROCESS, *words)
+        line = run_words(self._name, verb, [*_PROCESS, *words])
         return self._run_line(line).decode(errors="replace")
 
     def _run_on_first(self, line: str) -> bytes:

@@ -3,7 +3,7 @@
 The script reads the exit codes of all processes from files, because srun reports only
 the highest. It judges them as `launch/policy.py` does, requeues its own job or does
 not, and says why. Events that Slurm handles itself (a lost node, a preemption that
-requeues, scancel) do not count. Signals reach the processes without the script.
+requeues, scancel) do not count. Slurm sends signals to the processes directly.
 """
 
 import shlex
@@ -30,7 +30,7 @@ from train.errors import CRASHES_AGAIN, STOPPED
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
 _PAUSES = 32  # the last one holds for all later crashes
-_BY_CHOICE = {"constraint", "nodelist", "nodefile", "reservation"}
+_CHOOSES_NODES = {"constraint", "nodelist", "nodefile", "reservation"}
 
 
 def script(job: Job, cluster: SlurmCluster) -> str:
@@ -40,7 +40,7 @@ def script(job: Job, cluster: SlurmCluster) -> str:
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
         exports(_gpu_variables(job, cluster)),
         cluster.setup,
-        _PLACE,
+        _COORDINATOR,
         exports(job.variables(cluster.code)),
         _arrays(job, cluster),
         _policy(job, cluster),
@@ -94,11 +94,11 @@ def _gpu_variables(job: Job, cluster: SlurmCluster) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in job.environment}
 
 
-# Process 0 is on the first node: JAX takes its name, and a port which another job may
-# have, or any program be given by the system. Ids of jobs that share a node differ by
-# less than 12,000; from 32,768 on Linux hands out ports at will. Some sites' names are
+# JAX needs the name of the first node, where process 0 is, and a free port on it. Jobs
+# that share a node have ids that differ by less than 12,000, so their ports differ.
+# Linux hands out ports to any program only from 32,768 on. Some sites' node names are
 # known to Slurm alone.
-_PLACE = r"""
+_COORDINATOR = r"""
 # Process 0, at a port that no other job on its node has.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if ! getent hosts "$first" >/dev/null &&
@@ -110,25 +110,25 @@ export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 
 
 def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Return the commands, a word a line."""
-    there = "python3" if cluster.container_image else sys.executable
-    python = cluster.python or there
+    """Return the commands as bash arrays, with one word on each line."""
+    default_python = "python3" if cluster.container_image else sys.executable
+    python = cluster.python or default_python
     tasks = cluster.nodes * cluster.processes_per_node
-    one = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "export": "ALL"}
-    all_of_them = {
+    one_task = {"nodes": 1, "ntasks": 1, "ntasks-per-node": 1, "export": "ALL"}
+    all_tasks = {
         "nodes": cluster.nodes,
         "ntasks": tasks,
         "ntasks-per-node": cluster.processes_per_node,
-        "cpus-per-task": _cpus_per_task(job, cluster),  # srun takes none from the job
+        "cpus-per-task": _cpus_per_task(job, cluster),  # srun does not inherit it
         "kill-on-bad-exit": 0,
         "wait": round(OTHERS_S),
         "export": "ALL",
     }
-    inside = _container(job, cluster)
+    container = _container(job, cluster)
     return [
         f"tasks={tasks}",
-        *_array("srun", ["srun", *options({**all_of_them, **inside})]),
-        *_array("srun_one", ["srun", *options({**one, **inside})]),
+        *_array("srun", ["srun", *options({**all_tasks, **container})]),
+        *_array("srun_one", ["srun", *options({**one_task, **container})]),
         *_array("train", job.command(python, cluster.code)),
         *_array("status", job.status_command(python, cluster.code)),
     ]
@@ -139,7 +139,7 @@ def _array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
-    """Return the options of pyxis: the same paths inside as outside."""
+    """Return options of srun; pyxis mounts host paths at the same paths inside."""
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
@@ -149,19 +149,19 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     paths = [Path(path) for path in dict.fromkeys(host_paths)]
     outer = [path for path in paths if not {*paths} & {*path.parents}]
     mounts = [f"{path}:{path}" for path in outer]
-    ours = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
-    ours |= {*_gpu_variables(job, cluster)}
+    names = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
+    names |= {*_gpu_variables(job, cluster)}
     return {
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
         "container-workdir": workdir,
-        "container-env": ",".join(sorted(ours)),  # otherwise the image's values win
+        "container-env": ",".join(sorted(names)),  # otherwise the image's values win
         **cluster.srun_options,
     }
 
 
 def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Return what `launch/policy.py` says, and where things lie."""
+    """Return the rules of `launch/policy.py` and the paths, as bash variables."""
     folder, crashes = script_folder(job), min(cluster.max_restarts, _PAUSES)
     pauses = [round(backoff(n + 1, cluster.backoff_s)) for n in range(crashes)]
     values = {
@@ -173,7 +173,7 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
-        "chosen": int(any(map(cluster.options.get, _BY_CHOICE))),
+        "chosen": int(any(map(cluster.options.get, _CHOOSES_NODES))),
         "never_again": f"({' '.join(map(str, NEVER_AGAIN))})",
         "again": f"({' '.join(map(str, AGAIN))})",
         "pauses": f"({' '.join(map(str, pauses))})",

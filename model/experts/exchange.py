@@ -5,14 +5,14 @@ If a mesh axis (`expert`) shards the experts, devices exchange tokens
 
 all_gather: devices gather the tokens of all devices, compute only the rows of their
     local experts, and sum over devices by a reduce-scatter. This takes room for the
-    worst case, all tokens at one device's experts. Therefore tokens go in chunks, as
-    many as keep that room below what one device's local tokens take.
+    worst case, in which all tokens choose one device's experts. Therefore tokens go in
+    chunks, so small that each takes at most the room of one device's local tokens.
 ragged: rows travel to their experts' devices and back, once. If a device would get
-    more than `ROOM` times its equal share, all devices gather as above instead:
-    nothing is dropped.
+    more than `ROOM` times its equal share, all devices gather as above instead, so
+    that no token is dropped.
 
-Shapes: B batch, T time, n tokens, k experts of each, R rows, D embed, F an expert's
-hidden dim, E experts of a device, S devices.
+Shapes: B batch, T time, n tokens, k experts per token, R rows, D embed, F an expert's
+hidden dim, E experts per device, S devices.
 """
 
 from typing import assert_never
@@ -54,8 +54,8 @@ def on_device(tokens: Tokens, experts: LocalExperts) -> Output:
 def _by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
     """Gather the tokens of all devices, in chunks, and reduce-scatter the results."""
     (n, k), E, axes = tokens.experts.shape, experts.number, experts.expert_axes
-    worst = jax.lax.psum(1, axes) * min(k, E)
-    chunks = next(c for c in range(-(-worst // k), n + 1) if n % c == 0)
+    worst_k = jax.lax.psum(1, axes) * min(k, E)  # rows of a local token, at most
+    chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
 
     def run_chunk(chunk: Tokens) -> Output:
         if axes:
@@ -70,14 +70,14 @@ def _by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
     if chunks == 1:
         return run_chunk(tokens)
-    cut = [x.reshape(chunks, n // chunks, x.shape[-1]) for x in tokens]
-    y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(cut))
+    chunked = [x.reshape(chunks, n // chunks, x.shape[-1]) for x in tokens]
+    y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(chunked))
     counts = jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)
     return Output(y.reshape(tokens.x.shape), counts)
 
 
 def _by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
-    """Send rows to their experts' devices and back, if there is room on all."""
+    """Send rows to their experts' devices and back; gather if one lacks the room."""
     (n, k), E, axes = tokens.experts.shape, experts.number, experts.expert_axes
     execution = experts.execution
     devices = jax.lax.psum(1, axes)
@@ -85,7 +85,7 @@ def _by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     rows_SE = jax.lax.all_gather(rows_E[None], axes, tiled=True)
     worst = devices * n * min(k, E)
     room = min(int(ROOM * n * k), worst)
-    emulated = execution.grouped is Grouped.scan  # the kernel of CPUs
+    emulated = execution.grouped is Grouped.scan  # as on CPUs
 
     def send(tokens: Tokens) -> Output:
         route = Route.to_experts(rows_SE, axes)
@@ -111,7 +111,7 @@ def _by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     if room == worst:
         return send(tokens)
     most = jnp.max(jnp.sum(rows_SE.reshape(devices, devices, E), axis=(0, 2)))
-    most = jax.lax.pmax(most, execution.placement.layer_batch_axes)  # all do the same
-    return jax.lax.cond(
-        most <= room, in_branch(send, 1, 1), in_branch(gather, 0, 1), tokens
-    )
+    most = jax.lax.pmax(most, execution.placement.layer_batch_axes)  # so that all agree
+    sending = in_branch(send, times=1, total=1)
+    gathering = in_branch(gather, times=0, total=1)
+    return jax.lax.cond(most <= room, sending, gathering, tokens)

@@ -34,9 +34,9 @@ _LANES = 128
 
 
 def choose_grouped(platform: str) -> Grouped:
-    """Return the body of a platform."""
-    best = {"tpu": Grouped.megablox, "cuda": Grouped.triton, "gpu": Grouped.triton}
-    return best.get(platform, Grouped.scan)
+    """Return the kernel for a platform."""
+    kernels = {"tpu": Grouped.megablox, "cuda": Grouped.triton, "gpu": Grouped.triton}
+    return kernels.get(platform, Grouped.scan)
 
 
 def grouped_product(
@@ -44,7 +44,7 @@ def grouped_product(
     w_EDF: Float[Array, "E D F"],
     sizes_E: Int[Array, "E"],
     compute: DTypeLike,
-    body: Grouped = Grouped.scan,
+    kernel: Grouped = Grouped.scan,
     float8: Quantization | None = None,
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
@@ -54,7 +54,7 @@ def grouped_product(
     are float32. The result has x's dtype, and each gradient that of its operand. Rows
     after those of the last expert are zeros, and so is their gradient.
     """
-    options = _Options(compute, body, float8)
+    options = _Options(compute, kernel, float8)
     return _product(options, x_MD, w_EDF, sizes_E)  # pyright: ignore[reportReturnType]
 
 
@@ -62,7 +62,7 @@ class _Options(NamedTuple):
     """The static arguments of a grouped product."""
 
     compute: DTypeLike
-    body: Grouped
+    kernel: Grouped
     float8: Quantization | None
 
     def operands(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
@@ -83,16 +83,17 @@ def _forward(options: _Options, x, w, sizes):
     # The rounded x is saved, as in `product`; w is alive anyway.
     rounded = x.astype(options.compute)
     (a, scale_a), (b, scale_b) = options.operands(rounded, w)
-    y = grouped_rows(a, b, sizes, transposed=False, dtype=x.dtype, body=options.body)
+    dtype, kernel = x.dtype, options.kernel
+    y = grouped_rows(a, b, sizes, transposed=False, dtype=dtype, kernel=kernel)
     return _scaled(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
 
 
 def _backward(options: _Options, residuals, dy: jax.Array):
     x, w, sizes, like_x = residuals
     (dy, scale_dy), (a, scale_a), (b, scale_b) = options.operands(dy, x, w)
-    dtype, body = like_x.dtype, options.body
-    dx = grouped_rows(dy, b, sizes, transposed=True, dtype=dtype, body=body)
-    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, body=body)
+    dtype, kernel = like_x.dtype, options.kernel
+    dx = grouped_rows(dy, b, sizes, transposed=True, dtype=dtype, kernel=kernel)
+    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel)
     return _scaled(dx, scale_dy, scale_b), _scaled(dw, scale_a, scale_dy), None
 
 
@@ -103,8 +104,8 @@ def _scaled(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array
 _product.defvjp(_forward, _backward)
 
 
-# Jitted for their names: by these a plan finds kernels in a compiled program.
-@partial(jax.jit, static_argnames=("transposed", "dtype", "body"))
+# Jitted, so that a plan finds the kernels in a compiled program by these names.
+@partial(jax.jit, static_argnames=("transposed", "dtype", "kernel"))
 def grouped_rows(
     x: jax.Array,
     w: jax.Array,
@@ -112,15 +113,15 @@ def grouped_rows(
     *,
     transposed: bool,
     dtype: DTypeLike,
-    body: Grouped,
+    kernel: Grouped,
 ) -> jax.Array:
     """Multiply rows [M, D] by w[e], or rows [M, F] by w[e] transposed."""
-    match body:
+    match kernel:
         case Grouped.ragged:
-            pairs = (((1,), (2 if transposed else 1,)), ((), ()))
-            of_rows = RaggedDotDimensionNumbers(pairs, (0,), (0,))
-            y = ragged_dot_general(x, w, sizes, of_rows, preferred_element_type=dtype)
-            return _only_used(y, sizes)
+            contracted = (((1,), (2 if transposed else 1,)), ((), ()))
+            dims = RaggedDotDimensionNumbers(contracted, (0,), (0,))
+            y = ragged_dot_general(x, w, sizes, dims, preferred_element_type=dtype)
+            return _zero_unused(y, sizes)
         case Grouped.scan:
             return grouped_scan.by_rows(x, w, sizes, transposed, dtype)
         case Grouped.triton:
@@ -130,31 +131,29 @@ def grouped_rows(
             padded = _padded(x, tiling[0])
             y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
             # Tiles without a row of an expert are not written.
-            return _only_used(y[: x.shape[0]], sizes)
+            return _zero_unused(y[: x.shape[0]], sizes)
         case _:
-            assert_never(body)
+            assert_never(kernel)
 
 
-def _only_used(y: jax.Array, sizes: jax.Array) -> jax.Array:
+def _zero_unused(y: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(y.shape[0])[:, None] < jnp.sum(sizes), y, 0)
 
 
 def _megablox() -> Any:
-    # The package has a function of the module's name.
+    # In the package, a function of the same name hides the module.
     return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
-@partial(jax.jit, static_argnames=("dtype", "body"))
+@partial(jax.jit, static_argnames=("dtype", "kernel"))
 def grouped_matrices(
-    x: jax.Array, dy: jax.Array, sizes: jax.Array, *, dtype: DTypeLike, body: Grouped
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, *, dtype: DTypeLike, kernel: Grouped
 ) -> jax.Array:
-    """Multiply an expert's rows [M, D], transposed, by its rows [M, F]."""
-    match body:
+    """Multiply each expert's rows x [M, D], transposed, by its rows dy [M, F]."""
+    match kernel:
         case Grouped.ragged:
-            of_experts = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-            return ragged_dot_general(
-                x, dy, sizes, of_experts, preferred_element_type=dtype
-            )
+            dims = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+            return ragged_dot_general(x, dy, sizes, dims, preferred_element_type=dtype)
         case Grouped.scan:
             return grouped_scan.by_experts(x, dy, sizes, dtype)
         case Grouped.triton:
@@ -164,7 +163,7 @@ def grouped_matrices(
             x, dy = _padded(x, tiling[0]), _padded(dy, tiling[0])
             return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling)
         case _:
-            assert_never(body)
+            assert_never(kernel)
 
 
 def _tiling(M: int) -> tuple[int, int, int]:

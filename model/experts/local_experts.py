@@ -143,8 +143,8 @@ def mlps(
                 in_eight = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
                 used_R1 = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_E)
                 counts.append(count_rounding(rounded, in_eight, used_R1))
-            body, compute = experts.execution.grouped, numerics.compute_dtype
-            return grouped_product(x, w, sizes_E, compute, body=body, float8=float8)
+            kernel, compute = experts.execution.grouped, numerics.compute_dtype
+            return grouped_product(x, w, sizes_E, compute, kernel=kernel, float8=float8)
 
     inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
     if biases:

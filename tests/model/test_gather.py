@@ -25,11 +25,10 @@ def run():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
     def run(function, x, spec, result):
-        with jax.set_mesh(mesh):
-            mapped = jax.shard_map(
-                function, in_specs=spec, out_specs=result, check_vma=False
-            )
-            return jax.jit(mapped)(x)
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=spec, out_specs=result, check_vma=False
+        )
+        return jax.jit(mapped)(x)
 
     return run
 

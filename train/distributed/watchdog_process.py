@@ -91,8 +91,14 @@ def watch(trainer: WatchedTrainer) -> Stall | None:
         if beat != last_beat:
             last_beat, silent = beat, 0.0
         elif silent > allowed:
-            place = trainer.process, socket.gethostname()
-            return Stall(*place, PHASES[phase], step, seconds=silent, allowed=allowed)
+            return Stall(
+                process=trainer.process,
+                host=socket.gethostname(),
+                phase=PHASES[phase],
+                step=step,
+                seconds=silent,
+                allowed=allowed,
+            )
         time.sleep(_TICK_S)
     return None
 

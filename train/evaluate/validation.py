@@ -1,4 +1,4 @@
-"""Score parameters on the validation split, and on sets of text by name."""
+"""Score parameters on the validation split and on named sets of text."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,21 +27,21 @@ def evaluate(
     num_batches: int,
     beat: Callable[[], None] = lambda: None,
 ) -> Score:
-    """Run over the validation split.
+    """Return the score of parameters on the validation split.
 
     Args:
-        program: model and layout.
+        program: the model and its layout.
         params: sharded as `program.shardings.params`.
-        sources: tokens.
-        num_batches: how many batches at most; -1 is all: every token but the first
-            is a target once.
-        beat: called after each batch.
+        sources: the tokens to predict.
+        num_batches: the largest number of batches. -1 takes all of them, so that every
+            token but the first is a target once.
+        beat: called after each batch, to tell a watchdog of progress.
     """
     rows = local_rows(program.batch)
     batches = validation_batches(sources, program.config.data, num_batches, rows)
     nats = targets = 0.0
     for batch in Feed(batches, program.batch):
-        # Summed on the host in float64; also keeps a CPU's virtual devices in step.
+        # The host sums in float64. Its wait also keeps a CPU's virtual devices in step.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats, targets = nats + float(batch_nats), targets + float(batch_targets)
         beat()
@@ -58,7 +58,7 @@ def evaluate_all(
     num_batches: int,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
-    """Score the validation split as "", then each source of several, and each set.
+    """Return the scores of the split (""), each source of a mixture, and each set.
 
     The arguments are those of `evaluate`.
     """

@@ -29,7 +29,6 @@ class Chip:
     host_bandwidth: the bandwidth to its host's memory in one direction.
     program_bytes: the HBM of one JAX device that XLA:TPU gives to a program.
     matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
-    core_memory: a core's own memory, in which XLA keeps values (TPU: VMEM).
     sparse_cores: whether its SparseCores are known to hide collectives (TPU).
     scatters_whole: whether XLA keeps a scatter over all chips of a slice (TPU).
     achievable: the parts of these rates that programs achieve.
@@ -46,7 +45,6 @@ class Chip:
     host_bandwidth: float | None = None
     program_bytes: int | None = None
     matrix_unit: int | None = None
-    core_memory: int | None = None
     sparse_cores: bool = False
     scatters_whole: bool = False
     achievable: Achievable = TPU
@@ -69,7 +67,7 @@ def _flops(
 # and DCN of v5p and v6e: tpu7x's page. int8 is stated for v5e, v5p and v6e alone (of
 # GPUs it is left out: nothing here was compiled in int8 for one). v4's links:
 # arXiv:2304.01433. matrix_unit: v6e's page; of the others jax, in
-# jax/_src/pallas/mosaic/tpu_info.py, which core_memory is of.
+# jax/_src/pallas/mosaic/tpu_info.py.
 # program_bytes: "available HBM" in the out-of-memory errors of libtpu 0.0.52.
 # GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as stas00/ml-engineering,
 # torchtitan and MLPerf's system files give them, not read off its datasheets. A100: 312
@@ -118,7 +116,6 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
-        core_memory=128 * MIB,
     ),
     "v5p": Chip(
         "TPU v5",  # some versions say "TPU v5p"
@@ -131,7 +128,6 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(95.73 * GIB),  # more than the vendor states
         matrix_unit=128,
-        core_memory=64 * MIB,
     ),
     "v6e": Chip(
         "TPU v6 lite",
@@ -144,7 +140,6 @@ CHIPS = {
         host_bandwidth=15 * GB,
         program_bytes=int(31.24 * GIB),
         matrix_unit=256,
-        core_memory=128 * MIB,
         sparse_cores=True,
         achievable=TPU_V6E,
     ),
@@ -159,7 +154,6 @@ CHIPS = {
         dcn_bandwidth=100 / 8 * GB,
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
-        core_memory=64 * MIB,
         scatters_whole=True,
     ),
     "a100": Chip(

@@ -49,8 +49,10 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
         # XLA gathers small arrays by an all-reduce on a 2D torus.
         small = scatter if chip.links == 4 else gather
         if any(size not in (1, len(members)) for size in (*small, slices, *scatter)):
-            sizes = ((*sizes, slices) for sizes in (gather, small, scatter))
-            all_steps.append(AxisSteps(axis, *sizes))
+            steps = AxisSteps(
+                axis, (*gather, slices), (*small, slices), (*scatter, slices)
+            )
+            all_steps.append(steps)
     return tuple(all_steps)
 
 

@@ -1,8 +1,8 @@
 """Devices of machines that are not present, for ahead-of-time compilation.
 
 XLA's compilers come with libtpu and with JAX's CUDA plugin; neither needs a chip or a
-driver. If the compiler is not installed, stand-ins have the coordinates of the devices:
-they suffice to shard arrays, but not to compile.
+driver. If the compiler is not installed, stand-ins with the same coordinates take the
+devices' place: they suffice to shard arrays, but not to compile.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from train.mesh import Device
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask a metadata server about this machine
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may load: none drives a chip
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may: none drives a chip
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",  # any value avoids a warning
     "TPU_WORKER_HOSTNAMES": "localhost",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # a driver is not needed
@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 _LIBTPU_NAMES = {"v5p": "v5"}
 _MEGACORE = ("v4", "v5p")  # both cores of a chip are one JAX device
 
-# XLA describes GPUs by a name and proto fields, here those not in `hardware/chips.py`.
+# The fields by which XLA describes a GPU, except for those from `hardware/chips.py`.
 # Source: openxla/xla, xla/backends/gpu/target_config/specs.
 _AMPERE = """
   cuda_compute_capability { major: 8 }
@@ -58,7 +58,7 @@ def prepare() -> None:
     """Tell the compilers that their chips are absent. Must run before they load."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # XLA can write such programs to the cache, but not read them back.
+    # XLA can write programs of absent chips to the cache, but not read them back.
     jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -84,9 +84,9 @@ def fake_devices(target: Target) -> list[Device]:
     if target.platform == "tpu":
         shape = "x".join(map(str, target.topology))
         bounds = (*target.host_bounds, 1, 1)[:3]
-        # Without `wrap` XLA compiles for a grid of lines, whatever the size.
+        # Without `wrap` XLA assumes that no dim is a ring, whatever its size.
         wrap = rings((*target.topology, 1, 1)[:3], target.chip)
-        described = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="tpu",
             topology_name=f"{_LIBTPU_NAMES.get(target.family, target.family)}:{shape}",
             chip_config_name="megacore" if target.family in _MEGACORE else "default",
@@ -95,12 +95,12 @@ def fake_devices(target: Target) -> list[Device]:
             wrap=wrap,
         )
     else:
-        described = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform="cuda",
             target_config=_target_config(target),
             topology=f"{target.slices}x1x{target.num_chips // target.slices}",
         )
-    return list(described.devices)
+    return list(topology.devices)
 
 
 def _target_config(target: Target) -> str:
@@ -141,8 +141,8 @@ def _stand_ins(target: Target) -> Iterator[StandIn]:
     sizes = *reversed((*target.topology, 1, 1)[:3]), target.chip.devices
     on_tpu = target.platform == "tpu"
     hosts: dict[tuple[int, ...], int] = {}
-    places = itertools.product(range(target.slices), *map(range, sizes))
-    for number, (slice_, z, y, x, core) in enumerate(places):
+    positions = itertools.product(range(target.slices), *map(range, sizes))
+    for number, (slice_, z, y, x, core) in enumerate(positions):
         coords = (x, y, z)
         host = (slice_, *(c // b for c, b in zip(coords, bounds, strict=True)))
         yield StandIn(

@@ -42,16 +42,22 @@ def layer_by_layer(
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
-        part = [_leaves_of(stack, tree) for tree in (grads, moments, params)]
+        part_grads, part_moments, part_params = (
+            _leaves_of(stack, tree) for tree in (grads, moments, params)
+        )
         if stack is None:
-            part_grads, part_moments, part_params = part
             part_params, part_moments, part_accepted = update(
                 part_grads, _to_device(part_moments, 2), part_params, 0
             )
             part_moments = _move(part_moments, 2, space)
-        elif jax.tree.leaves(part[0]):
+        elif jax.tree.leaves(part_grads):
             part_params, part_moments, part_accepted = _update_stack(
-                update, *part, space=space, in_place=in_place
+                update,
+                part_grads,
+                part_moments,
+                part_params,
+                space=space,
+                in_place=in_place,
             )
         else:
             continue

@@ -48,21 +48,19 @@ def compile_step(program: Program) -> Compiled:
     # Autotuning would need the device.
     gpu = program.mesh.devices.flat[0].platform == "gpu"
     options: Any = {"xla_gpu_autotune_level": 0} if gpu else None
-    with jax.set_mesh(program.mesh):
-        lowered = lower_step(program)[1]
-        try:
-            return lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            raise out_of_memory(str(error)) or error from None
+    lowered = lower_step(program)[1]
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        raise out_of_memory(str(error)) or error from None
 
 
 def lower_step(program: Program) -> tuple[Traced, Lowered]:
     """Trace and lower the training step of a program for its devices."""
     platform = program.mesh.devices.flat[0].platform
     lowering = "cuda" if platform == "gpu" else platform
-    with jax.set_mesh(program.mesh):
-        traced = program.train_step.trace(program.state, program.batch)
-        return traced, traced.lower(lowering_platforms=(lowering,))
+    traced = program.train_step.trace(program.state, program.batch)
+    return traced, traced.lower(lowering_platforms=(lowering,))
 
 
 def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilation]:

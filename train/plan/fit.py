@@ -140,7 +140,7 @@ def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Candidat
     devices, candidates = list(program.mesh.devices.flat), list[_Candidate]()
     for change in changes:
         config = change.applied(program.config)
-        if change.is_open(program.config) and not config_mistakes(config):
+        if change.applies_to(program.config) and not config_mistakes(config):
             with suppress(ConfigError):  # unsupported on these devices
                 changed = make_program(config, devices, num_tokens=program.num_tokens)
                 description = f"use {change.words}"

@@ -1,4 +1,4 @@
-"""Changes that save memory or time by fewer bits or by host memory.
+"""Changes of a config that save memory or time with fewer bits or host memory.
 
 They affect what is learned, if only slightly, or transfer a part of the state over PCIe
 in each step. So a plan suggests them only if nothing else makes a step fit, and a
@@ -15,7 +15,7 @@ from train.config import MomentDtype
 
 
 class Change(NamedTuple):
-    """Another value of a key; at most one change of a key is applied."""
+    """A new value for a config key. At most one change of a key is applied."""
 
     section: str
     field: str
@@ -41,7 +41,7 @@ class Change(NamedTuple):
         section = replace(section, **{self.field: self.value})
         return replace(config, **{self.section: section})
 
-    def is_open(self, config: Any) -> bool:
+    def applies_to(self, config: Any) -> bool:
         """Return whether a config leaves the key at its default."""
         section = getattr(config, self.section)
         return getattr(section, self.field) == getattr(type(section)(), self.field)
@@ -73,8 +73,8 @@ def with_changes(config: Any, overrides: Sequence[str]) -> Any:
 
 def combinations(config: Any) -> list[tuple[str, ...]]:
     """Return all combinations of changes to keys at their defaults, fewest first."""
-    open_changes = [change for change in CHANGES.values() if change.is_open(config)]
-    keys = itertools.groupby(open_changes, lambda change: change.key)
-    choices = [("", *(change.override for change in group)) for _, group in keys]
+    changes = [change for change in CHANGES.values() if change.applies_to(config)]
+    by_key = itertools.groupby(changes, lambda change: change.key)
+    choices = [("", *(change.override for change in group)) for _, group in by_key]
     chosen = (tuple(filter(None, combo)) for combo in itertools.product(*choices))
     return sorted(filter(None, chosen), key=len)

@@ -97,9 +97,11 @@ class Checkpoints:
 
     def overdue(self) -> bool:
         """Return whether a save is due by time; True only once until the next save."""
-        minutes, was_told = (time.monotonic() - self._saved_at) / 60, self._told_overdue
+        if self._told_overdue:
+            return False
+        minutes = (time.monotonic() - self._saved_at) / 60
         self._told_overdue = minutes >= self._config.save_interval_minutes
-        return self._told_overdue and not was_told
+        return self._told_overdue
 
     def save(
         self, step: int, state: TrainState, metadata: dict[str, Any], last: bool = False

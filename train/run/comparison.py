@@ -40,12 +40,12 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     rows = [thinned_metrics(folder).rows for folder in folders]
     runs = dict(zip(names, map(series_of, rows), strict=True))
     configs = [flatten(read_run(str(folder))) for folder in folders]
-    marks = _marks(list(map(read_scores, folders, rows)))
+    scores = _score_rows(list(map(read_scores, folders, rows)))
     return {
         "name": ", ".join(names),
         "tables": [
             ("Runs", [*_FIGURES], [[name, *_figures(runs[name])] for name in names]),
-            *([("Newest score of each run", ["", *names], marks)] if marks else []),
+            *([("Newest score of each run", ["", *names], scores)] if scores else []),
             ("Config", ["", *names], _differences(configs)),
         ],
         "axes": {axis: _charts(runs, metric) for axis, metric in _AXES.items()},
@@ -71,8 +71,8 @@ def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _marks(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
-    """Return a row for each score and its options: the newest value of each run."""
+def _score_rows(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
+    """Return a row for each score, with the newest value in each run."""
     newest = list[dict[str, str]]()
     for run_scores in runs:
         cells = dict[str, str]()
@@ -105,12 +105,12 @@ def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:
 
 
 def _over(series: Series, key: str, axis: str | None) -> Sequence[Point]:
-    """Return a metric over steps, or over a metric that grows evenly with them."""
+    """Return the points of `key` over steps, or over `axis` in proportion to them."""
     points = series.get(key, ())
     if axis is None:
         return points
-    grown = [(step, value) for step, value in finite_points(series, axis) if step]
-    if not grown:
+    axis_points = [(step, value) for step, value in finite_points(series, axis) if step]
+    if not axis_points:
         return []
-    step, value = grown[-1]
+    step, value = axis_points[-1]
     return [(x * value / step, y) for x, y in points]

@@ -159,8 +159,8 @@ def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
         return previous_steps
     falls_from = min(map(schedule.falls_from, (previous_steps, wanted_steps)))
     if schedule.name is Schedule.wsd and newest <= falls_from:  # the past is the same
-        lengths = previous_steps, wanted_steps
-        log.info("the schedule's length was %d steps, and is %d now", *lengths)
+        message = "the schedule's length was %d steps, and is %d now"
+        log.info(message, previous_steps, wanted_steps)
         return wanted_steps
     if wanted_steps > previous_steps:
         log.info(

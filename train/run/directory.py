@@ -214,8 +214,14 @@ def open_run(
 
     with ExitStack() as stack:
         cluster.broadcast(lambda: check_layout(path))
-        times_s = config.run.lease_interval_s, config.run.lease_timeout_s
-        lease = cluster.on_leader(lambda: take_lease(os.fspath(path), *times_s, lost))
+        lease = cluster.on_leader(
+            lambda: take_lease(
+                os.fspath(path),
+                interval_s=config.run.lease_interval_s,
+                timeout_s=config.run.lease_timeout_s,
+                on_lost=lost,
+            )
+        )
         if lease:
             stack.callback(lease.close)
         compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))

@@ -1,8 +1,8 @@
 """Open Orbax with our settings, and work around its known gaps.
 
 - Orbax does not know s3://, which is therefore addressed like gs://. TensorStore reads
-  and writes arrays under both, and fsspec everything else. A step counts once
-  `commit_success.txt` exists; nothing is renamed.
+  and writes arrays under both, and fsspec everything else. A step is complete
+  once `commit_success.txt` exists; nothing is renamed.
 - `run/checkpoint.py` reports a failed save in one line. Orbax also logs it seven times
   with tracebacks, and reports pending work to an event loop that it has closed. These
   thousand lines are dropped.
@@ -33,7 +33,7 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     `keep` says which steps survive later saves; with None the folder is only read.
 
     Raises:
-        DataError: the description of a step cannot be opened.
+        DataError: if the description of a step cannot be opened.
     """
     from orbax.checkpoint import v1 as ocp  # takes a second
 
@@ -45,13 +45,13 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     context.array.loading.enable_padding_and_truncation = True
     context.pytree.loading.partial_load = True
     if os.fspath(directory).startswith("s3://"):
-        _bring_s3_to_orbax()
+        _patch_orbax_for_s3()
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-    checkpointer = functools.partial(
+    make_checkpointer = functools.partial(
         ocp.training.Checkpointer, directory, context=context
     )
     if keep is None:
-        return checkpointer(cleanup_tmp_directories=False)
+        return make_checkpointer(cleanup_tmp_directories=False)
     preserved: list[Any] = [policies.LatestN(keep.keep_latest)]
     if keep.keep_every_steps:
         preserved.append(policies.EveryNSteps(keep.keep_every_steps))
@@ -63,7 +63,7 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
                 keep_checkpoints_without_metrics=False,
             )
         )
-    return checkpointer(
+    return make_checkpointer(
         preservation_policy=cast(Any, policies.AnyPreservationPolicy(preserved)),
         cleanup_tmp_directories=not is_remote(directory),
     )
@@ -91,10 +91,10 @@ def quiet_failed_saves() -> None:
 
 
 @functools.cache
-def _bring_s3_to_orbax() -> None:
+def _patch_orbax_for_s3() -> None:
     """Have Orbax address s3:// as it addresses gs://.
 
-    Source: can go with https://github.com/google/orbax/pull/2739.
+    https://github.com/google/orbax/pull/2739 would make this superfluous.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 

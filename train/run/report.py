@@ -66,7 +66,10 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     name, num_steps = _from_config(config)
     metrics, events = thinned_metrics(run_dir), read_events(run_dir)
     goodput, series = account(events), series_of(metrics.rows)
-    charts = (chart(series, *each) for each in _charts_of(series))
+    charts = [
+        chart(series, title, lines, from_zero)
+        for title, lines, from_zero in _charts_of(series)
+    ]
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, metrics.num_missing, goodput, num_steps),

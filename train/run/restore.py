@@ -199,8 +199,9 @@ class SavedSteps:
     def _objection(self, step: int) -> str | None:
         """Return why a step cannot be used; each process checks a share of it."""
         cluster, folder = self._cluster, self._directory / str(step)
-        share = cluster.process, cluster.processes
-        return cluster.first_error(refusal(folder, *share, self._run_id))
+        return cluster.first_error(
+            refusal(folder, cluster.process, cluster.processes, self._run_id)
+        )
 
     def _saved(self, step: int) -> dict[str, Any]:
         """Return the shapes and dtypes of a saved step by name."""

@@ -185,19 +185,17 @@ def test_parts_of_a_weight_give_what_the_whole_gives(dtype, gather_again):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     placement = WeightPlacement(((0, ("fsdp",)),), gather_again=gather_again)
     cut, rows = PartitionSpec("fsdp"), PartitionSpec("fsdp")
-    with jax.set_mesh(mesh):
-        apart = jax.jit(
-            jax.shard_map(
-                lambda a, b, dy, keys_BT: run(
-                    spec, a, b, dy, dtype, keys_BT, placement
-                ),
-                in_specs=(rows, cut, rows, rows),
-                out_specs=(rows, rows, cut),
-                check_vma=False,
-            )
+    apart = jax.jit(
+        jax.shard_map(
+            lambda a, b, dy, keys_BT: run(spec, a, b, dy, dtype, keys_BT, placement),
+            mesh=mesh,
+            in_specs=(rows, cut, rows, rows),
+            out_specs=(rows, rows, cut),
+            check_vma=False,
         )
-        text = apart.lower(a, b, dy, keys(8)).as_text()
-        found = apart(a, b, dy, keys(8))
+    )
+    text = apart.lower(a, b, dy, keys(8)).as_text()
+    found = apart(a, b, dy, keys(8))
     element = "f8E4M3FN" if dtype == "float8" else "i8"
     assert f"tensor<8x6x{element}>" in text
     assert "all_gather" in text
@@ -213,17 +211,15 @@ def test_a_weight_gathered_in_float8_is_rounded_once():
     part = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.float32)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     placement = WeightPlacement(((0, ("fsdp",)),))
-    with jax.set_mesh(mesh):
-        whole = jax.jit(
-            jax.shard_map(
-                lambda part: gather_weight(
-                    part, placement, jnp.float32, eight("float8")
-                ),
-                in_specs=PartitionSpec("fsdp"),
-                out_specs=PartitionSpec(),
-                check_vma=False,
-            )
-        )(part)
+    whole = jax.jit(
+        jax.shard_map(
+            lambda part: gather_weight(part, placement, jnp.float32, eight("float8")),
+            mesh=mesh,
+            in_specs=PartitionSpec("fsdp"),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )(part)
     scale = float8_scale(part, jnp.float8_e4m3fn)
     assert (whole != part).any()
     for x in (part, whole):
