@@ -1,4 +1,4 @@
-"""The arrays of a batch of rows, and the pieces that a row is made of."""
+"""The arrays of a batch of rows, and the pieces of text in a row."""
 
 from typing import Any, NamedTuple
 
@@ -23,17 +23,17 @@ class Batch(NamedTuple):
 
 
 def padding(num_rows: int, length: int) -> Batch:
-    """Return rows without text."""
+    """Return a batch that holds only padding."""
     batch = Batch(*np.zeros((4, num_rows, length), np.int32))
     batch.targets[:] = -1
     return batch
 
 
 class Piece(NamedTuple):
-    """A part of the tokens in a row.
+    """Consecutive tokens of a split that are placed in one row.
 
-    column: where it begins in the row.
-    start: the first token of its inputs. Its targets begin one token later.
+    column: the position in the row of the first input.
+    start: the index in the split of the first input. Targets begin one token later.
     length: the number of inputs.
     """
 
@@ -42,10 +42,10 @@ class Piece(NamedTuple):
     length: int
 
 
-def group_members(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group of each member of groups of these sizes, and its number in it.
+def group_members(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each member's group index, and its index within that group.
 
-    Sizes of 2, 0 and 3 give groups 0 0 2 2 2 and numbers 0 1 0 1 2.
+    Sizes of 2, 0 and 3 give groups 0 0 2 2 2 and indices 0 1 0 1 2.
     """
-    group = np.repeat(np.arange(len(counts)), counts)
-    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    return group, np.arange(len(group)) - (np.cumsum(sizes) - sizes)[group]

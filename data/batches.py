@@ -1,16 +1,16 @@
 """Batches of rows: batch s is a function of (config, seed, s).
 
 The mixture says from which source each row of the run comes (data/mixture.py). Grain
-shuffles the numbers of a source's rows, in a different order each epoch. Batch s is the
-rows [s B, s B + B) of this endless order. Therefore every batch is found in the same
-time, a process reads only its own rows, any division of the rows over processes gives
-the same batch, and no position needs to be saved.
+shuffles the row numbers of each source, in a different order each epoch. Batch s is the
+rows [s B, s B + B) of this endless order. Therefore any batch is looked up in constant
+time, a process reads only its local rows, any division of the rows over processes gives
+the same batch, and a checkpoint saves no data position.
 
-Step s trains on batch s. With `data.skip_batches` it may train on a later one: skipped
-batches keep their numbers and rows, so that all other batches stay the same.
+Step s trains on batch s. With `data.skip_batches`, step s may train on a later batch:
+skipped batches keep their numbers and rows, so that all other batches stay the same.
 
-Threads read up to `prefetch` batches ahead. They end with the iterator and never keep
-the process alive.
+Threads read up to `prefetch` batches ahead. The threads end with the iterator and never
+keep the process alive.
 """
 
 import functools
@@ -35,20 +35,20 @@ __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
 # One thread reads small batches of a local split faster than two that share the GIL.
-# Large batches are mostly copied, and remote ones mostly waited for, both without the
+# Large batches spend their time copying and remote batches waiting; both release the
 # GIL (docs/log/data.md).
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
-_LARGE = 2**20  # The number of tokens in a large batch.
+_LARGE_BATCH_TOKENS = 2**20
 
 
 class Excerpt(NamedTuple):
     """A part of a document in a batch.
 
     row, column: where the part begins in the batch.
-    source: the name of its source.
+    source: the name of the document's source.
     document: the document's id.
     number: the document's number in the split.
-    first: the part's first token, counted from the document's start.
+    first: the index in the document of the part's first token.
     text: the decoded inputs.
     """
 
@@ -67,10 +67,10 @@ class Order:
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
         """Open the rows of all sources; raise DataError if a batch needs more rows."""
         self._config, self._sources = config, sources
-        self.rows, self._local = _open(sources, config, "train")
-        counts = {name: len(rows) for name, rows in self.rows.items()}
-        if sum(counts.values()) < config.batch_size or 0 in counts.values():
-            rows = ", ".join(f"{name} {count}" for name, count in counts.items())
+        self.rows, self._local = _open_split(sources, config, "train")
+        num_rows = {name: len(rows) for name, rows in self.rows.items()}
+        if sum(num_rows.values()) < config.batch_size or 0 in num_rows.values():
+            rows = ", ".join(f"{name} {count}" for name, count in num_rows.items())
             raise DataError(
                 f"{sources.path}: the training text has {sources.num_tokens('train')} "
                 f"tokens. With data.sequence_length={config.sequence_length} it has "
@@ -78,28 +78,28 @@ class Order:
                 f"{config.batch_size} rows, and each source needs one. Use shorter "
                 f"sequences, a smaller batch or more text"
             )
-        self._mixture = Mixture(list(counts), _phases(config, list(counts)))
-        alone = len(self.rows) == 1
-        self._seeds = [seed_of(seed, None if alone else name) for name in self.rows]
+        self._mixture = Mixture(list(num_rows), _phases(config, list(num_rows)))
+        is_single = len(self.rows) == 1
+        self._seeds = [seed_of(seed, None if is_single else n) for n in self.rows]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return how often the first steps, with all they skip, use a source's rows."""
+        """Return by source the epochs that the first `num_steps` steps use up."""
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
-        counts = self._mixture.counts(num_batches * self._config.batch_size).tolist()
+        rows_used = self._mixture.counts(num_batches * self._config.batch_size).tolist()
         return {
             name: count / len(rows)
-            for (name, rows), count in zip(self.rows.items(), counts, strict=True)
+            for (name, rows), count in zip(self.rows.items(), rows_used, strict=True)
         }
 
     def mistakes(self, num_steps: int) -> Mistakes:
-        """List the sources that are used up before num_steps."""
+        """List the sources whose limit of epochs is exceeded within `num_steps`."""
         mistakes: Mistakes = []
-        for name, used in self.epochs(num_steps).items():
-            limit = self._limit(name)
-            if used > limit:
-                rule = f"are too few: {num_steps} steps use {name} {used:.2f} times; "
+        for name, epochs in self.epochs(num_steps).items():
+            max_epochs = self._max_epochs(name)
+            if epochs > max_epochs:
+                rule = f"are too few: {num_steps} steps use {name} {epochs:.2f} times; "
                 rule += "allow more, lower its weight, or drop it by weight_changes"
-                mistakes.append((f"data.sources.{name}.epochs", limit, rule))
+                mistakes.append((f"data.sources.{name}.epochs", max_epochs, rule))
         return mistakes
 
     def batch_number(self, step: int) -> int:
@@ -107,28 +107,28 @@ class Order:
         return batch_number(step, self._config.skip_batches)
 
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Look up rows of the batch that a step trains on: int64 [n].
+        """Look up where rows, int64 [n], of a step's batch come from.
 
-        Returns int64 [n], the source of each row, and int64 [n], its number in the
-        source. Raises DataError if a source with a limit of epochs is used up.
+        Returns int64 [n], the index of each row's source, and int64 [n], the row's
+        number in it. Raises DataError if a source exceeds its limit of epochs.
         """
         first_row = self.batch_number(step) * self._config.batch_size
         source_of_row, rank = self._mixture.rows(first_row + rows)
         numbers = np.zeros_like(rank)
         for source, (name, source_rows) in enumerate(self.rows.items()):
-            from_source, limit = source_of_row == source, self._limit(name)
-            if (rank[from_source] >= limit * len(source_rows)).any():
+            mask, max_epochs = source_of_row == source, self._max_epochs(name)
+            if (rank[mask] >= max_epochs * len(source_rows)).any():
                 raise DataError(
-                    f"step {step}: data.sources.{name} is used up after {limit} "
+                    f"step {step}: data.sources.{name} is used up after {max_epochs} "
                     f"epochs. Allow more, or give it no weight"
                 )
             seed = self._seeds[source]
-            numbers[from_source] = shuffled(rank[from_source], len(source_rows), seed)
+            numbers[mask] = shuffled(rank[mask], len(source_rows), seed)
         return source_of_row, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
-        """Read rows of a batch. An error names the step, the source and the row."""
-        source_of_row, numbers = self.find(step, _chosen(self._config, rows))
+        """Read rows of a step's batch. Errors name the step, source and rows."""
+        source_of_row, numbers = self.find(step, _row_indices(self._config, rows))
         try:
             return read_rows(self.rows, source_of_row, numbers)
         except DataError as error:
@@ -139,34 +139,35 @@ class Order:
     ) -> Iterator[Batch]:
         """Return an iterator over batches that reads ahead.
 
-        It reads these rows of each batch, in this order; None means all. It raises
+        `rows` selects rows of each batch, in their order; None selects all. Raises
         DataError if a chunk is damaged or a source is used up.
         """
         steps = range(start_step, stop_step)
         read = functools.partial(self.read, rows=rows)
-        num_rows = len(_chosen(self._config, rows))
+        num_rows = len(_row_indices(self._config, rows))
         return _prefetch(read, steps, self._local, num_rows, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
-        """Yield the parts of documents in a batch, row by row."""
+        """Yield the parts of documents in a step's batch, row by row."""
         source_of_row, numbers = self.find(step, np.arange(self._config.batch_size))
         names = [list(self.rows)[source] for source in source_of_row]
         for row, (name, number) in enumerate(zip(names, numbers, strict=True)):
             store = self._sources.stores[name]
             tokens = store.split("train")
             for column, start, length in self.rows[name].pieces(int(number)):
-                document, begin, _ = tokens.document_at(start)
+                index, document_start, _ = tokens.document_at(start)
                 text = decode(store.encoding, tokens.read(start, start + length))
-                key, first = tokens.document_id(document), start - begin
-                yield Excerpt(row, column, name, key, document, first, text)
+                document_id = tokens.document_id(index)
+                first = start - document_start
+                yield Excerpt(row, column, name, document_id, index, first, text)
 
-    def _limit(self, name: str) -> float:
+    def _max_epochs(self, name: str) -> float:
         source = self._config.sources.get(name)
         return math.inf if source is None or source.epochs is None else source.epochs
 
 
 def batch_number(step: int, skip_batches: Sequence[int]) -> int:
-    """Return the number of the batch of a step if `skip_batches` are skipped."""
+    """Return the number of the batch that a step trains on, given `skip_batches`."""
     number, next_batch = step, 0  # Batches before `next_batch` have been considered.
     for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
         first = max(first, next_batch)
@@ -182,29 +183,29 @@ def validation_batches(
     """Return an iterator over the validation text in order.
 
     Each token but the first is a target exactly once. Rows of several sources alternate
-    in proportion to their numbers. The last batch is filled up with padding (segment 0,
-    target -1), so that all batches have the same shape. There are at most
-    `num_batches` (-1 means all); `rows` as in `Order.batches`.
+    in proportion to the sources' row counts. The last batch is filled up with padding,
+    so that all batches have the same shape. The iterator ends after `num_batches` (-1
+    means all). `rows` is as in `Order.batches`.
     """
-    readers, local = _open(sources, config, sources.held_out, pad=True)
-    counts = np.array([len(reader) for reader in readers.values()])
-    source_of_row, numbers = group_members(counts)
-    order = np.argsort((numbers + 0.5) / counts[source_of_row], kind="stable")
+    readers, local = _open_split(sources, config, sources.held_out, pad=True)
+    num_rows = np.array([len(reader) for reader in readers.values()])
+    source_of_row, numbers = group_members(num_rows)
+    order = np.argsort((numbers + 0.5) / num_rows[source_of_row], kind="stable")
     available = -(-len(order) // config.batch_size)
-    count = available if num_batches < 0 else min(num_batches, available)
+    stop = available if num_batches < 0 else min(num_batches, available)
     padding = (0, available * config.batch_size - len(order))
     source_of_row = np.pad(source_of_row[order], padding, constant_values=-1)
     numbers = np.pad(numbers[order], padding)
-    chosen = _chosen(config, rows)
+    row_indices = _row_indices(config, rows)
 
     def read(step: int) -> Batch:
-        places = step * config.batch_size + chosen
-        return read_rows(readers, source_of_row[places], numbers[places])
+        positions = step * config.batch_size + row_indices
+        return read_rows(readers, source_of_row[positions], numbers[positions])
 
-    return _prefetch(read, range(count), local, len(chosen), config)
+    return _prefetch(read, range(stop), local, len(row_indices), config)
 
 
-def _open(
+def _open_split(
     sources: Sources, config: DataConfig, split: Split, pad: bool = False
 ) -> tuple[dict[str, Rows], bool]:
     """Return a split's rows by source, and whether all of them are local."""
@@ -224,10 +225,10 @@ def _phases(config: DataConfig, names: list[str]) -> list[tuple[int, dict[str, f
     return [(0, weights), *changes]
 
 
-def _chosen(config: DataConfig, rows: RowSlices) -> np.ndarray:
+def _row_indices(config: DataConfig, rows: RowSlices) -> np.ndarray:
     rows = slice(None) if rows is None else rows
-    parts = [rows] if isinstance(rows, slice) else rows
-    return np.concatenate([np.arange(config.batch_size)[part] for part in parts])
+    slices = [rows] if isinstance(rows, slice) else rows
+    return np.concatenate([np.arange(config.batch_size)[s] for s in slices])
 
 
 def _prefetch(
@@ -239,7 +240,7 @@ def _prefetch(
 ) -> Iterator[Batch]:
     import grain
 
-    large = num_rows * config.sequence_length >= _LARGE
+    large = num_rows * config.sequence_length >= _LARGE_BATCH_TOKENS
     threads = _THREADS_LARGE if large else _THREADS_SMALL
     threads = threads if local else _THREADS_REMOTE
     options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)

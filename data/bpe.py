@@ -1,9 +1,9 @@
 """Learn a byte-level BPE as a rank file, which `data.tokenizer` loads.
 
-Hugging Face's `tokenizers` learns, tiktoken encodes: both divide text by the same
-pattern, so the ids of one are those of the other. The file is a function of the
-texts and the size, whatever the order of the texts. What looks like a special token
-in a text is text; the file holds none.
+Hugging Face's `tokenizers` learns the vocabulary, and tiktoken encodes with it. Both
+split text by the same pattern, so their ids agree. The file depends on the texts and
+the vocabulary size alone, not on the order of the texts. It holds no special tokens; a
+special token's name in a text is learned from as plain text.
 """
 
 import base64
@@ -18,7 +18,7 @@ from data.tokenizer import RANK_FILE_PATTERN
 from data.tokenizer_json import byte_names, for_oniguruma
 
 NUM_BYTES = 256
-# In characters. `tokenizers` takes about 140 bytes of memory for each character.
+# In characters, for each of which `tokenizers` takes about 140 bytes of memory.
 PIECE_LENGTH = 2**14
 HELD_OUT_EVERY = 20
 
@@ -26,10 +26,10 @@ HELD_OUT_EVERY = 20
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
     """Learn `vocab_size` tokens from texts, and return the content of a rank file.
 
-    The 256 single bytes are among them and come first, in the order of GPT-2's file;
-    the <|endoftext|> that `load_tokenizer` adds is not. A pair that occurs once is not
-    worth a token. Raises DataError if `tokenizers` is not installed, or the texts hold
-    too few pairs.
+    The 256 single bytes come first, in the order of GPT-2's file. They count towards
+    `vocab_size`; the <|endoftext|> that `load_tokenizer` adds does not. A pair that
+    occurs only once is not merged. Raises DataError if `tokenizers` is not installed or
+    the texts hold too few pairs.
     """
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -68,9 +68,9 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def pieces_of(texts: Iterable[str]) -> Iterator[str]:
-    """Cut texts into pieces of at most `PIECE_LENGTH`, after a line if there is one.
+    """Yield pieces of at most `PIECE_LENGTH` characters, cut at line ends if possible.
 
-    A lone surrogate, which no UTF-8 holds but JSON may, becomes a question mark.
+    A lone surrogate, which JSON can hold but UTF-8 cannot, becomes a question mark.
     """
     for text in texts:
         start = 0
@@ -86,7 +86,7 @@ def pieces_of(texts: Iterable[str]) -> Iterator[str]:
 def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
     """Cut texts into pieces; put every twentieth into `sample` and yield the others."""
     for index, piece in enumerate(pieces_of(texts)):
-        if index % HELD_OUT_EVERY == 1:  # the only piece of a tiny text is learned from
+        if index % HELD_OUT_EVERY == 1:  # a tiny text's only piece is learned from
             sample.append(piece)
         else:
             yield piece
@@ -95,16 +95,16 @@ def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
 def texts_of(
     input: str, max_bytes: int, reading: Reading, pattern: str = "**/*"
 ) -> Iterator[str]:
-    """Yield the text of an input, up to `max_bytes` of it, without bad records.
+    """Yield at most `max_bytes` of an input's text, without its bad records.
 
-    If there is more, the units of files that are read lie spread over all of it. They
-    depend on the files' names and sizes alone. Raises DataError if there is no such
-    file or folder, or a file cannot be read.
+    If the input is larger, the units that are read are spread evenly over it. Their
+    choice depends on the files' names and sizes alone. Raises DataError if the input
+    does not exist, or a file cannot be read.
     """
     files = find_files([input], pattern)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
-    for unit in (unit for first in range(stride) for unit in units[first::stride]):
+    for unit in (unit for start in range(stride) for unit in units[start::stride]):
         for record in read_documents(unit, reading):
             if isinstance(record, Record):
                 text = record.text[:max_bytes]

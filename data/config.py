@@ -1,4 +1,4 @@
-"""Which text becomes which batches."""
+"""The configuration of text, tokenizer, rows and batches."""
 
 import difflib
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
+INT32_MAX = 2**31 - 1  # JAX integers are int32
 Count = Annotated[int, Ge(1), Le(INT32_MAX)]
 Number = Annotated[int, Ge(0), Le(INT32_MAX)]
-RunSeed = Annotated[int, Ge(-(2**31)), Lt(2**32)]  # JAX drops further bits
-Seed = Annotated[int, Ge(0), Lt(2**32)]  # JAX drops further bits, and numpy a sign
+RunSeed = Annotated[int, Ge(-(2**31)), Lt(2**32)]  # JAX drops higher bits
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # NumPy refuses negative seeds
 ByteCount = Annotated[int, Ge(1), Le(2**40)]
 Pattern = Annotated[str, Doc("Which files of a folder are read.")]
 TextField = Annotated[str, Doc("The field of a record that holds its text.")]
@@ -31,29 +31,29 @@ RankFileHash = Annotated[
 ]
 Mistakes = list[tuple[str, object, str]]  # (field, value, rule and remedy)
 
-PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # tokenizers of tiktoken
+PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # downloaded by tiktoken
 
 
 def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
     """List what is wrong with a tokenizer's name, or with a rank file's hash."""
-    published, path = ("bytes", *PUBLISHED), Path(name)
-    if name in published or sha256 is not None or path.expanduser().is_dir():
+    known_names, path = ("bytes", *PUBLISHED), Path(name)
+    if name in known_names or sha256 is not None or path.expanduser().is_dir():
         return []
     if path.name != name or path.suffix or path.exists():
         rule = f"is required with a rank file: sha256sum {name}"
         rule += "; a folder with tokenizer.json needs none"
         return [("tokenizer_sha256", None, rule)]
-    meant = difflib.get_close_matches(name, published, n=1)
-    hint = f"; did you mean {meant[0]}?" if meant else ""
-    rule = f"must be one of {', '.join(published)}, or a rank file's path{hint}"
+    matches = difflib.get_close_matches(name, known_names, n=1)
+    hint = f"; did you mean {matches[0]}?" if matches else ""
+    rule = f"must be one of {', '.join(known_names)}, or a rank file's path{hint}"
     return [("tokenizer", name, rule)]
 
 
 class Source(StrEnum):
     """Where the text comes from.
 
-    `python`: the source code of Python's own standard library, on every machine
-    that runs this program. `text`: the file or folder of files at `data.path`, encoded
+    `python`: the source code of Python's standard library, which every machine that
+    runs this program has. `text`: the file or folder of files at `data.path`, encoded
     on first use. `tokens`: the store at `data.path` that `python -m data.prepare` made.
     `mixture`: several such stores, `data.sources`.
     """
@@ -67,9 +67,9 @@ class Source(StrEnum):
 class Packing(StrEnum):
     """How documents become rows.
 
-    `concat`: end to end, cut where a row is full. `best_fit`: whole where they fit,
-    several to a row. `none`: one to a row, the rest of which is padding; one longer
-    than a row takes several.
+    `concat`: documents are joined end to end and cut into rows. `best_fit`: a row holds
+    as many whole documents as fit. `none`: a row holds one document and padding. With
+    `best_fit` and `none`, a document that is longer than a row is cut into pieces.
     """
 
     concat = "concat"
@@ -176,7 +176,7 @@ class DataConfig:
     ] = field(default_factory=list)
 
     def mistakes(self) -> Mistakes:
-        """List what does not go together."""
+        """List the invalid values, and the values that contradict each other."""
         mistakes: Mistakes = []
         if self.source in (Source.text, Source.tokens) and not self.path:
             kind = "a file or a folder" if self.source is Source.text else "a store"
@@ -214,21 +214,22 @@ class DataConfig:
             rule = "must come at steps from 1 on, in ascending order"
             mistakes.append(("weight_changes", steps, rule))
         weights = {name: source.weight for name, source in self.sources.items()}
-        changed = [change.weights for change in self.weight_changes]
-        for step, of_step in zip((0, *steps), (weights, *changed), strict=True):
-            if rule := self._mistake_of_weights(of_step):
+        later_weights = [change.weights for change in self.weight_changes]
+        all_weights = (weights, *later_weights)
+        for step, step_weights in zip((0, *steps), all_weights, strict=True):
+            if rule := self._weights_mistake(step_weights):
                 key = "weight_changes" if step else "sources"
-                mistakes.append((key, of_step, f"at step {step} {rule}"))
+                mistakes.append((key, step_weights, f"at step {step} {rule}"))
         return mistakes
 
-    def _mistake_of_weights(self, weights: dict[str, float]) -> str | None:
+    def _weights_mistake(self, weights: dict[str, float]) -> str | None:
         if unknown := sorted(set(weights) - set(self.sources)):
             return f"name no source: {', '.join(unknown)}"
         if not all(0 <= weight < inf for weight in weights.values()):
             return "must be at least 0 and finite"
         if not any(weights.values()):
             return "need one above 0" if self.sources else None
-        from data.mixture import too_many_digits  # numpy: slow to import
+        from data.mixture import too_many_digits  # imports NumPy: slow
 
         return too_many_digits(list(weights.values()))
 
@@ -288,7 +289,7 @@ class PrepareConfig:
         return [str(path) for path in inputs if path not in (None, "")]
 
     def mistakes(self) -> Mistakes:
-        """List what does not go together."""
+        """List the invalid values, and the values that contradict each other."""
         mistakes: Mistakes = []
         if not self.inputs:
             rule = "must name files, folders or patterns, say input=corpus/"

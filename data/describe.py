@@ -10,7 +10,7 @@ from data.text.files import SPLITS, Split
 from data.token_store.store import Store
 from data.token_store.writer import SKIPPED
 
-_BAR = 40  # characters of the longest bar
+_BAR_LENGTH = 40  # in characters
 
 
 def describe_store(store: Store) -> str:
@@ -38,7 +38,7 @@ def describe_store(store: Store) -> str:
 
 
 def describe_lengths(store: Store, split: Split) -> str:
-    """Draw how many documents there are of each length, by powers of two."""
+    """Return a histogram of document lengths, by powers of two, as lines of text."""
     counts, end = np.zeros(64, np.int64), np.zeros(0, np.int64)
     for offsets in store.split(split).stretches("offsets"):
         lengths = np.diff(np.concatenate([end, offsets]))
@@ -49,14 +49,14 @@ def describe_lengths(store: Store, split: Split) -> str:
         return f"{split}: no documents"
     lines = [f"{split}: documents by length in tokens"]
     for power in range(powers[0], powers[-1] + 1):
-        bar = "#" * round(_BAR * counts[power] / counts.max())
-        span = f"{2**power:,} to {2 ** (power + 1) - 1:,}"
-        lines.append(f"  {span:>25}  {counts[power]:>12,}  {bar}".rstrip())
+        bar = "#" * round(_BAR_LENGTH * counts[power] / counts.max())
+        lengths_in_bin = f"{2**power:,} to {2 ** (power + 1) - 1:,}"
+        lines.append(f"  {lengths_in_bin:>25}  {counts[power]:>12,}  {bar}".rstrip())
     return "\n".join(lines)
 
 
 def samples(store: Store, split: Split, count: int, seed: int, width: int) -> str:
-    """Decode the beginnings of some documents."""
+    """Return the beginnings of `count` random documents as lines of text."""
     tokens = store.split(split)
     count, random = min(count, tokens.num_documents), np.random.default_rng(seed)
     numbers = random.choice(tokens.num_documents, count, replace=False)
@@ -71,9 +71,10 @@ def samples(store: Store, split: Split, count: int, seed: int, width: int) -> st
 
 
 def describe_batch(excerpts: Iterator[Excerpt], width: int) -> Iterator[str]:
-    """Yield row by row which documents a batch holds, with the beginning of each."""
+    """Yield a header, then a line for each excerpt with the beginning of its text."""
     yield "row  column  source  document (tokens from, number)  text"
-    for e in excerpts:
-        position = f"{e.row:>3}  {e.column:>6}  {e.source}  {e.document}"
-        text = ascii(e.text[:width]) if width else ""
-        yield f"{position} ({e.first}, {e.number})  {text}"
+    for excerpt in excerpts:
+        position = f"{excerpt.row:>3}  {excerpt.column:>6}  {excerpt.source}"
+        document = f"{excerpt.document} ({excerpt.first}, {excerpt.number})"
+        text = ascii(excerpt.text[:width]) if width else ""
+        yield f"{position}  {document}  {text}"

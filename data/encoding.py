@@ -2,8 +2,8 @@
 
 Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
 holds the 256 single bytes, even bytes that are not UTF-8. Only a `FolderEncoding` may
-normalize text first, and then the normalized text comes back. Text that contains the
-name of a special token is text, never control.
+normalize text first; decoding then returns the normalized text. The name of a control
+token in a text is encoded as ordinary text.
 """
 
 import functools
@@ -27,8 +27,8 @@ BYTES = "bytes"
 # tiktoken needs dozens of bytes of memory for each byte of a run without a break.
 # Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has the same limit.
 _PIECE_CHARS = 400_000
-# The characters that "surrogateescape" decodes invalid UTF-8 to.
-_NOT_UTF8 = re.compile("([\udc80-\udcff])")
+# The characters to which "surrogateescape" decodes invalid bytes.
+_INVALID_BYTE = re.compile("([\udc80-\udcff])")
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # normalization forms of Unicode
 
@@ -37,7 +37,7 @@ class FolderEncoding(tiktoken.Encoding):
     """The tokenizer of a folder, with its rules for normalizing and splitting text.
 
     form: The Unicode form to which text is normalized; None leaves it as it is.
-    words: Tokens outside of the vocabulary that are also recognized in text.
+    words: Added tokens, outside of the BPE vocabulary, that text may contain.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FolderEncoding(tiktoken.Encoding):
         self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments of `__init__`, also to pickle the tokenizer."""
+        """Return the arguments of `__init__`, which unpickling passes to it."""
         return {
             "name": self.name,
             "pat_str": self._pat_str,
@@ -71,7 +71,7 @@ class FolderEncoding(tiktoken.Encoding):
         return form | ({"words": self.words} if self.words else {})
 
     def parts(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of the `words` in a text, and the normalized text between."""
+        """Split text into the ids of `words` and the normalized text between them."""
         for index, part in enumerate(self._word.split(text) if self.words else [text]):
             if index % 2:  # one of `words`
                 yield self._special_tokens[part]
@@ -80,9 +80,9 @@ class FolderEncoding(tiktoken.Encoding):
 
     @functools.cached_property
     def isolating(self) -> tiktoken.Encoding:
-        """The same tokenizer, which also encodes text that its pattern does not match.
+        """The same tokenizer, made to encode text that its pattern does not match.
 
-        `tokenizers` encodes such text, but tiktoken leaves it out. Raises ValueError if
+        `tokenizers` encodes unmatched text, but tiktoken drops it. Raises ValueError if
         the pattern cannot be repeated within another one.
         """
         pattern = self._pat_str
@@ -97,7 +97,7 @@ class FolderEncoding(tiktoken.Encoding):
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Return a hash of all that decides the ids. The name does not."""
+    """Return a hash of everything that decides the ids, which excludes the name."""
     digest = hashlib.sha256()
     # Source: tiktoken's README, "Extending tiktoken", documents these attributes.
     for token, rank in sorted(encoding._mergeable_ranks.items()):
@@ -118,21 +118,21 @@ def padded_vocab_size(encoding: tiktoken.Encoding) -> int:
 def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
     """Encode bytes, valid UTF-8 or not, as ids: uint8 with "bytes", else uint32.
 
-    The end-of-text token is never among them, whatever the text says. Raises DataError
-    if the ids do not stand for the whole text, or tiktoken fails.
+    The ids never contain the end-of-text token. Raises DataError if decoding them would
+    not restore the text, or tiktoken fails.
     """
     if encoding.name == BYTES:
         return np.frombuffer(text, np.uint8)
-    pieces = _NOT_UTF8.split(text.decode("utf-8", "surrogateescape"))
+    spans = _INVALID_BYTE.split(text.decode("utf-8", "surrogateescape"))
     ids = [np.zeros(0, np.uint32)]
-    for index, piece in enumerate(pieces):
+    for index, span in enumerate(spans):
         if index % 2:
-            byte = piece.encode("utf-8", "surrogateescape")
+            byte = span.encode("utf-8", "surrogateescape")
             ids.append(np.array([encoding.encode_single_token(byte)], np.uint32))
             continue
-        for short in short_pieces(piece):
+        for piece in short_pieces(span):
             has_rules = isinstance(encoding, FolderEncoding)
-            for part in encoding.parts(short) if has_rules else [short]:
+            for part in encoding.parts(piece) if has_rules else [piece]:
                 try:
                     is_id = isinstance(part, int)
                     ids.append(
@@ -146,14 +146,14 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
 
 
 def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
-    """Return the ids of text by pattern and ranks alone, checked by decoding them.
+    """Encode text by pattern and ranks alone, and check that decoding restores it.
 
-    Raises ValueError if the ids do not stand for the whole text, or tiktoken fails.
+    Raises ValueError if decoding does not restore the text, or tiktoken fails.
     """
     try:
         ids = encoding.encode_to_numpy(text, disallowed_special=())
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # tiktoken's BaseException
+        if type(error).__name__ != "PanicException":  # a Rust panic of tiktoken
             raise
         raise ValueError(f"tiktoken fails: {error}") from None
     if encoding.decode_bytes(ids.tolist()) == text.encode():
@@ -164,7 +164,7 @@ def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint3
 
 
 def short_pieces(text: str) -> Iterator[str]:
-    """Yield the pieces of a text, which `encode` encodes independently."""
+    """Yield the pieces of a text that `encode` encodes independently."""
     start = 0
     while len(text) - start > _PIECE_CHARS:
         stop = start + _PIECE_CHARS
@@ -193,5 +193,5 @@ def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> by
 
 
 def decode(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> str:
-    """Decode any ids, never raising: what is not UTF-8 becomes U+FFFD."""
+    """Decode any ids to text. Invalid UTF-8 becomes U+FFFD and raises no error."""
     return decode_bytes(encoding, ids).decode("utf-8", "replace")

@@ -1,8 +1,8 @@
-"""The one error that this package raises about data."""
+"""The error that this package raises about data."""
 
 
 class DataError(Exception):
-    """The data is missing or damaged; a command that meets this exits with 65.
+    """The data is missing or damaged. Commands exit with 65.
 
     The message names the path, the rule that it breaks and the remedy.
     """

@@ -42,7 +42,7 @@ class InspectConfig:
 
 
 def main(config: InspectConfig) -> int:
-    """Show what is in a store, or which documents make up a batch."""
+    """Print what a store holds, or which documents make up a batch."""
     from data.batches import Order
     from data.describe import describe_batch, describe_lengths, describe_store, samples
     from data.sources import open_sources
@@ -81,13 +81,13 @@ def main(config: InspectConfig) -> int:
 
 
 def inspect_mistakes(config: InspectConfig) -> list[Mistake]:
-    """List what does not go together."""
+    """List the missing and contradictory keys."""
     mistakes = []
-    of_run = bool(config.run.dir or config.run.name)
-    if bool(config.store) == of_run:
+    names_run = bool(config.run.dir or config.run.name)
+    if bool(config.store) == names_run:
         rule = "name either a store (store=stores/web) or a run (run.name=base)"
         mistakes.append(Mistake("store", config.store, rule))
-    if of_run and config.step is None:
+    if names_run and config.step is None:
         rule = "must say which batch of the run to show, say step=1000"
         mistakes.append(Mistake("step", config.step, rule))
     return mistakes

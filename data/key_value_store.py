@@ -1,7 +1,7 @@
 """A folder as keys and bytes, on a local disk or under a URL, with conditional writes.
 
-epath and fsspec can't replace a file only if it is unchanged, and TensorStore opens its
-arrays by specs: this module holds both. Everything else goes through data/storage.py.
+epath and fsspec cannot make a write conditional on an unchanged file, and TensorStore
+opens arrays by specs. This module provides both; data/storage.py does everything else.
 """
 
 import os
@@ -19,7 +19,7 @@ _SCHEMES = ("gs", "s3", "http", "https", "memory")
 
 
 class KeyValueStore:
-    """A folder as keys and bytes, with conditional writes; TensorStore does the work.
+    """A folder as keys and bytes, with conditional writes, on TensorStore.
 
     Every method raises StorageError if the folder cannot be read or written, or does
     not answer within `timeout_s`.
@@ -27,7 +27,7 @@ class KeyValueStore:
 
     def __init__(self, location: str | Path, context: ts.Context | None = None):
         """Name the folder, or raise DataError if TensorStore knows no such scheme."""
-        self.path = None  # only of a local folder
+        self.path = None  # stays None for a remote folder
         if not is_remote(location):
             # A relative path would change its meaning with the working directory.
             location = self.path = Path(location).expanduser().absolute()
@@ -42,7 +42,7 @@ class KeyValueStore:
         return self.location
 
     def spec(self, name: str = "") -> dict[str, Any]:
-        """Return TensorStore's key-value spec of this folder, or of one in it."""
+        """Return TensorStore's key-value spec of this folder, or of a folder in it."""
         folder = "/".join(part for part in (self.location, name) if part) + "/"
         if self.path is not None:
             return {"driver": "file", "path": folder}
@@ -55,13 +55,13 @@ class KeyValueStore:
         if url.scheme == "gs":
             return spec | {"driver": "gcs"}
         spec["driver"] = "s3"
-        # A URL has no place for these. Source: tensorstore 0.1.80, kvstore/s3 schema.
+        # A URL cannot hold these. Source: tensorstore 0.1.80, kvstore/s3 schema.
         if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
             region = os.environ.get("AWS_REGION", "us-east-1")
             spec |= {"endpoint": endpoint, "aws_region": region}
         if "AWS_ACCESS_KEY_ID" in os.environ:
-            # TensorStore looks there first in any case, but otherwise it also logs
-            # every other place that holds no credentials.
+            # TensorStore tries the environment first in any case. Naming it avoids log
+            # messages about every other place without credentials.
             spec["aws_credentials"] = {"type": "environment"}
         return spec
 
@@ -75,7 +75,7 @@ class KeyValueStore:
     def read_version(
         self, name: str, timeout_s: float | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Return the value of a key, None if there is none, and its version."""
+        """Return a key's value, None if it does not exist, and its version."""
         entry = self._call("read", name, lambda store: store.read(name), timeout_s)
         value = bytes(entry.value) if entry.state == "value" else None
         return value, entry.stamp.generation
@@ -90,8 +90,8 @@ class KeyValueStore:
     ) -> bytes | None:
         """Write or remove a key if it still has the version that was read.
 
-        A repeated request may be refused because its own first attempt succeeded, and
-        a failed request may have been carried out: read again to know.
+        A retried request may be refused because its first attempt succeeded, and a
+        failed request may have been carried out. Read the key again to find out.
         Returns the new version; None if the key has another version and was left alone.
         """
 
@@ -115,7 +115,7 @@ class KeyValueStore:
         request: Callable[[ts.KvStore], ts.Future],
         timeout_s: float | None = None,
     ) -> Any:
-        """Send a request to the store, which is opened if need be; wait for it."""
+        """Send a request, open the store first if necessary, and return the answer."""
         try:
             if self._store is None:  # opening may ask for credentials and regions
                 opening = ts.KvStore.open(self.spec(), context=self._context)
@@ -126,7 +126,7 @@ class KeyValueStore:
 
 
 def check_answers(folder: str) -> None:
-    """Ask a remote folder for one key, because fsspec would wait for minutes.
+    """Check that a remote folder answers; fsspec alone would wait for minutes.
 
     Raises StorageError if the store refuses, or does not answer within `ANSWER_S`.
     """

@@ -12,6 +12,6 @@ def usable_cores() -> int:
 
 
 def cache_folder() -> Path:
-    """Return where caches lie: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
+    """Return the folder of caches: $XDG_CACHE_HOME/longhaul or ~/.cache/longhaul."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "longhaul"

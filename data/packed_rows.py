@@ -1,6 +1,6 @@
 """Rows that hold pieces of documents, by a plan that is computed once and cached.
 
-The cached plan is a zip archive with checksums. A damaged one is computed again.
+The cached plan is a zip archive with checksums. A damaged plan is computed again.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Packed:
     """Rows of `length` positions by a plan."""
 
     def __init__(self, tokens: TokenArray, length: int, plan: Plan):
-        """Cut these tokens as the plan says."""
+        """Make rows of the pieces of `tokens` that the plan lists."""
         self._tokens, self.length, self._plan = tokens, length, plan
 
     def __len__(self) -> int:
@@ -45,11 +45,11 @@ class Packed:
 
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number."""
-        first = self._plan.row_offsets[numbers]
-        row, nth = group_members(self._plan.row_offsets[numbers + 1] - first)
-        piece = first[row] + nth
-        starts = self._plan.starts[piece]
-        lengths = self._plan.lengths[piece].astype(np.int64)
+        first_piece = self._plan.row_offsets[numbers]
+        row, nth = group_members(self._plan.row_offsets[numbers + 1] - first_piece)
+        piece_numbers = first_piece[row] + nth
+        starts = self._plan.starts[piece_numbers]
+        lengths = self._plan.lengths[piece_numbers].astype(np.int64)
         tokens = self._tokens.gather(starts, lengths + 1)
         batch = padding(len(numbers), self.length)
         filled = np.bincount(row, lengths, len(numbers))
@@ -69,7 +69,7 @@ class Packed:
 
 
 def make_plan(offsets: np.ndarray, length: int, kind: Packing) -> Plan:
-    """Assign documents that start at `offsets` to rows: several, or one, to a row."""
+    """Assign documents that start at `offsets` to rows."""
     starts, lengths = packing.pieces(offsets, length)
     if kind is Packing.none:
         return Plan(starts, lengths, np.arange(len(starts) + 1))
@@ -81,13 +81,13 @@ def make_plan(offsets: np.ndarray, length: int, kind: Packing) -> Plan:
 def open_plan(tokens: TokenArray, length: int, kind: Packing, file: Path) -> Plan:
     """Read a plan from its file; compute and write it if it is missing or damaged.
 
-    Raises DataError if it cannot be written.
+    Raises DataError if the plan cannot be written.
     """
     if file.exists():
         try:
             with np.load(file) as arrays:
                 return Plan(**arrays)
-        except Exception as error:  # of any kind: zipfile reads damaged lengths too
+        except Exception as error:  # zipfile raises any kind for damaged lengths
             message = "%s: this plan of rows is damaged (%s) and is computed again"
             log.warning(message, file, error)
     start_s = time.monotonic()

@@ -23,8 +23,8 @@ _Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 def pieces(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut documents into pieces of at most T pairs; only the last may have fewer.
 
-    `offsets` are int64 [documents + 1], the start of each document, and the end. A
-    document of fewer than two tokens has no pair and gives no piece.
+    `offsets` are int64 [documents + 1], the start of each document, and then the end
+    of the text. A document of fewer than two tokens gives no piece.
 
     Returns:
         int64 [pieces], the start of each piece, in the order of the text.
@@ -46,37 +46,39 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         int64 [pieces], the numbers of the pieces, row after row.
-        int64 [rows + 1], the start of each row among them, and the end.
+        int64 [rows + 1], the start of each row in that array, and then its end.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= T
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for first in range(0, len(lengths), MAX_WINDOW):
-        window = lengths[first : first + MAX_WINDOW]
+    for window_start in range(0, len(lengths), MAX_WINDOW):
+        window = lengths[window_start : window_start + MAX_WINDOW]
         # NumPy sorts 16-bit integers by radix, several times as fast as wider ones.
         by_length = np.argsort(window.astype(np.min_scalar_type(T)), kind="stable")
         histogram = np.bincount(window)
-        used = np.cumsum(histogram) - histogram
+        starts = np.cumsum(histogram) - histogram
         for contents, num_rows in _group_rows(histogram, T):
             columns = []
-            for length, times in contents:
-                end = used[length] + num_rows * times
-                columns.append(by_length[used[length] : end].reshape(num_rows, times))
-                used[length] = end
+            for length, count in contents:
+                stop = starts[length] + num_rows * count
+                columns.append(
+                    by_length[starts[length] : stop].reshape(num_rows, count)
+                )
+                starts[length] = stop
             row_pieces = np.concatenate(columns, axis=1)
-            order.append(first + row_pieces.ravel())
+            order.append(window_start + row_pieces.ravel())
             sizes.append(np.full(num_rows, row_pieces.shape[1]))
     row_offsets = np.cumsum(np.concatenate([[0], *sizes]), dtype=np.int64)
     return np.concatenate(order), row_offsets
 
 
 def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
-    """Pack `histogram[n]` pieces of each length n; return contents and their rows."""
+    """Pack `histogram[n]` pieces of each length n; return contents and row counts."""
     groups: dict[int, list[tuple[_Contents, int]]] = {}  # keyed by free positions
     rooms: list[int] = []  # the keys of groups, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
         remaining = int(histogram[length])
         changed: list[tuple[int, _Contents, int]] = []
-        index = first = bisect_left(rooms, length)
+        index = first_index = bisect_left(rooms, length)
         while remaining:
             if index < len(rooms):
                 room, pending = rooms[index], groups[rooms[index]]
@@ -89,18 +91,20 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
             while remaining and pending:
                 contents, num_rows = pending.pop()
                 full_rows = min(num_rows, remaining // max_pieces)
-                last = remaining - full_rows * max_pieces if full_rows < num_rows else 0
-                remaining -= full_rows * max_pieces + last
-                for rows, times in ((full_rows, max_pieces), (int(last > 0), last)):
+                extra = (
+                    remaining - full_rows * max_pieces if full_rows < num_rows else 0
+                )
+                remaining -= full_rows * max_pieces + extra
+                for rows, count in ((full_rows, max_pieces), (int(extra > 0), extra)):
                     if rows:
-                        new_contents = (*contents, (length, times))
-                        changed.append((room - times * length, new_contents, rows))
-                if unchanged := num_rows - full_rows - (last > 0):
+                        new_contents = (*contents, (length, count))
+                        changed.append((room - count * length, new_contents, rows))
+                if unchanged := num_rows - full_rows - (extra > 0):
                     pending.append((contents, unchanged))
             index += index < len(rooms) and not pending
-        for room in rooms[first:index]:
+        for room in rooms[first_index:index]:
             del groups[room]
-        del rooms[first:index]
+        del rooms[first_index:index]
         for room, contents, num_rows in changed:
             if room not in groups:
                 insort(rooms, room)

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def main(config: PrepareConfig) -> int:
-    """Encode the input, or say that it is encoded already; print the store's counts."""
+    """Build the store unless it exists, and print its counts."""
     from data.describe import describe_store
     from data.token_store.build import prepare_store
 

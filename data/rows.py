@@ -22,7 +22,7 @@ _PLAN_VERSION = 3
 
 
 class Concatenated:
-    """Row r covers the tokens [r T, r T + T]: its last one is the next row's first."""
+    """Row r covers tokens r T to r T + T, and shares the last one with the next row."""
 
     def __init__(
         self, tokens: TokenArray, length: int, count: int, document_mask: bool
@@ -37,10 +37,10 @@ class Concatenated:
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number, int64 [n]; raise DataError if a chunk is damaged."""
         starts = numbers * self.length
-        counts = np.minimum(len(self._tokens) - starts, self.length + 1)
+        lengths = np.minimum(len(self._tokens) - starts, self.length + 1)
         rows = np.zeros((len(numbers), self.length + 1), np.int32)
-        filled = np.arange(self.length + 1) < counts[:, None]
-        rows[filled] = np.concatenate(self._tokens.gather(starts, counts))
+        filled = np.arange(self.length + 1) < lengths[:, None]
+        rows[filled] = np.concatenate(self._tokens.gather(starts, lengths))
         row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._document_mask:
             row, start = self._tokens.starts_within(starts, starts + self.length)
@@ -59,14 +59,14 @@ class Concatenated:
 def cut_rows(
     tokens: np.ndarray, row: np.ndarray, column: np.ndarray, remaining: np.ndarray
 ) -> Batch:
-    """Turn rows of T+1 tokens into inputs, and targets that start no document.
+    """Make a batch of rows of T+1 tokens. No target is a document's first token.
 
     Args:
         tokens: int32 [rows, T+1].
         row: int64 [n], the row of each document that starts inside a row.
-        column: int64 [n], where in its row it starts, from 1 to T.
-        remaining: int64 [rows], the number of tokens of the split from each row's start
-            on. If they do not fill the row, it ends with padding.
+        column: int64 [n], the column at which that document starts, from 1 to T.
+        remaining: int64 [rows], the number of tokens from each row's start to the
+            split's end. A row with fewer than T+1 tokens ends with padding.
     """
     num_rows, length = tokens.shape[0], tokens.shape[1] - 1
     targets = tokens[:, 1:].copy()
@@ -76,11 +76,11 @@ def cut_rows(
     if len(row):
         targets[row, column - 1] = -1
         row, column = row[column < length], column[column < length]
-        begins = np.zeros_like(positions)
-        begins[row, column] = 1
-        segment_ids += np.cumsum(begins, axis=1, dtype=np.int32)
-        begins[row, column] = column
-        positions -= np.maximum.accumulate(begins, axis=1)
+        document_starts = np.zeros_like(positions)
+        document_starts[row, column] = 1
+        segment_ids += np.cumsum(document_starts, axis=1, dtype=np.int32)
+        document_starts[row, column] = column
+        positions -= np.maximum.accumulate(document_starts, axis=1)
     inputs = tokens[:, :-1].copy()
     if (remaining <= length).any():
         is_padding = columns >= remaining[:, None] - 1
@@ -99,7 +99,7 @@ def open_rows(
     """Open the rows of a split, packed as the config says.
 
     `cache` is the folder of plans. With `pad`, `concat` packing also gives the last,
-    incomplete row. Raises DataError if the store is damaged or a plan is not written.
+    incomplete row. Raises DataError if the store is damaged or no plan can be written.
     """
     tokens, length = store.split(split), config.sequence_length
     if config.packing is Packing.concat:
@@ -116,25 +116,25 @@ def read_rows(
 ) -> Batch:
     """Read rows of several sources as one batch.
 
-    `source_of_row` is int64 [n], the index of each row's source; -1 is padding.
+    `source_of_row` is int64 [n], the index of each row's source, or -1 for padding.
     `numbers` is int64 [n], the number of each row in its source. Raises DataError,
     which names the source and the rows, if a chunk is damaged.
     """
     length = next(iter(sources.values())).length
     batch = padding(len(source_of_row), length)
     for source, (name, rows) in enumerate(sources.items()):
-        from_source = np.flatnonzero(source_of_row == source)
-        if not len(from_source):
+        row_indices = np.flatnonzero(source_of_row == source)
+        if not len(row_indices):
             continue
         try:
-            part = rows.read(numbers[from_source])
+            source_batch = rows.read(numbers[row_indices])
         except DataError as error:
-            first = ", ".join(map(str, numbers[from_source][:8].tolist()))
-            more = ", ..." if len(from_source) > 8 else ""
-            place = f"source {name}, reading rows {first}{more}"
+            listed = ", ".join(map(str, numbers[row_indices][:8].tolist()))
+            more = ", ..." if len(row_indices) > 8 else ""
+            place = f"source {name}, reading rows {listed}{more}"
             raise DataError(f"{place}: {error}") from error
-        if len(from_source) == len(source_of_row):
-            return part
-        for field, values in zip(batch, part, strict=True):
-            field[from_source] = values
+        if len(row_indices) == len(source_of_row):
+            return source_batch
+        for field, values in zip(batch, source_batch, strict=True):
+            field[row_indices] = values
     return batch

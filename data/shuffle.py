@@ -6,13 +6,13 @@ import numpy as np
 
 
 def shuffled(ranks: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return the rows at some ranks of a source's training order; both int64 [n].
+    """Return the rows at `ranks` of a source's training order; both are int64 [n].
 
     The order is an endless sequence of epochs of `count` rows, each shuffled
-    differently. Source: `MapDataset.shuffle` of grain 0.2.18, which takes six times as
-    long for each row.
+    differently. It is the order of `MapDataset.shuffle` in grain 0.2.18, which takes
+    six times as long for each row.
     """
-    # The import is slow, and this function runs while the step compiles.
+    # This import is slow. Here it overlaps with the compilation of the step.
     from grain.experimental import index_shuffle
 
     epochs, indices = np.divmod(ranks, count)
@@ -25,9 +25,9 @@ def shuffled(ranks: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def seed_of(seed: int, name: str | None) -> int:
-    """Return the seed of a source's order. A single source has no name here (None)."""
-    # The seed of epoch e is this plus e. Neighbouring seeds would share epochs, and a
-    # hash separates them.
-    of_source = "" if name is None else f" of {name}"
-    digest = hashlib.sha256(f"order of rows{of_source}, seed {seed}".encode()).digest()
+    """Return the seed of a source's order. `name` is None for a single source."""
+    # The seed of epoch e is this seed plus e. The hash keeps neighbouring seeds from
+    # sharing epochs.
+    suffix = "" if name is None else f" of {name}"
+    digest = hashlib.sha256(f"order of rows{suffix}, seed {seed}".encode()).digest()
     return int.from_bytes(digest[:4])

@@ -20,25 +20,25 @@ from data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Sources:
-    """Open stores with one tokenizer. A store that is alone bears `data.name`."""
+    """Open stores with one tokenizer, by name. A single store is named `data.name`."""
 
     stores: Mapping[str, Store]
     cache: Path  # the folder of cached results about these stores
-    sets: Mapping[str, Store] = field(default_factory=dict)  # only to evaluate on
+    sets: Mapping[str, Store] = field(default_factory=dict)  # validation sets
 
     @property
     def encoding(self) -> tiktoken.Encoding:
-        """The tokenizer of all."""
+        """The tokenizer that all stores share."""
         return next(iter(self.stores.values())).encoding
 
     @property
     def path(self) -> str:
-        """Their paths."""
+        """The paths of all stores, for messages."""
         return ", ".join(store.path for store in self.stores.values())
 
     @property
     def fingerprint(self) -> str:
-        """The content's hash: of one store its own, else of all with their names."""
+        """A single store's fingerprint, or a hash of all names and fingerprints."""
         if len(self.stores) == 1:
             return self.fingerprints["text"]
         text = " ".join(f"{name}={f}" for name, f in sorted(self.fingerprints.items()))
@@ -46,23 +46,24 @@ class Sources:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """The content's hash of each store by name; of one that is alone, as `text`."""
-        alone = len(self.stores) == 1
-        return {"text" if alone else n: s.fingerprint for n, s in self.stores.items()}
+        """Each store's fingerprint by name; a single store has the name `text`."""
+        names = ["text"] if len(self.stores) == 1 else list(self.stores)
+        stores = self.stores.values()
+        return {n: s.fingerprint for n, s in zip(names, stores, strict=True)}
 
     @property
     def held_out(self) -> Split:
-        """The split to evaluate on: of a store that holds nothing out, all of it."""
+        """The split to evaluate on: `train` if the stores hold out no text."""
         return "validation" if self.num_tokens("validation") > 1 else "train"
 
     def validation_sets(self, by_source: bool) -> dict[str, "Sources"]:
-        """Return what to evaluate on besides all sources together, by name.
+        """Return the validation sets other than all sources together, by name.
 
-        The named sets; of several sources each that holds text out, if `by_source`.
+        They are the named sets and, if `by_source`, each source of several with one.
         """
         stores = self.stores if by_source and len(self.stores) > 1 else {}
-        named = {n: s for n, s in stores.items() if s.num_tokens("validation") > 1}
-        sets = named | dict(self.sets)
+        by_name = {n: s for n, s in stores.items() if s.num_tokens("validation") > 1}
+        sets = by_name | dict(self.sets)
         return {name: Sources({name: s}, self.cache) for name, s in sets.items()}
 
     def num_tokens(self, split: Split) -> int:
@@ -70,7 +71,7 @@ class Sources:
         return sum(store.num_tokens(split) for store in self.stores.values())
 
     def num_bytes(self, split: Split) -> int:
-        """Count the bytes of a split's text: what bits per byte are divided by."""
+        """Count the bytes of a split's text, the denominator of bits per byte."""
         return sum(store.num_bytes(split) for store in self.stores.values())
 
     def text(self, split: Split, limit: int | None = None) -> bytes:
@@ -86,16 +87,16 @@ def open_sources(
     beat: Callable[[], object] = lambda: None,
     to_evaluate: bool = True,
 ) -> Sources:
-    """Open, and for text build on first use, what a config names.
+    """Open the stores that a config names; text is encoded into a store on first use.
 
-    `beat` is called for each piece of text that is encoded meanwhile. Sources that are
-    opened `to_evaluate` need validation text. Raises DataError if something is missing
-    or damaged, or tokenizers differ.
+    `beat` is called for each encoded piece of text. `to_evaluate` requires validation
+    text. Raises DataError if text or a store is missing or damaged, or tokenizers
+    differ.
     """
     if config.source is Source.python:
         stores = {config.name: cached_store(config, beat)}
     elif config.source is Source.text:
-        with _said_of("data.path", config.path or ""):
+        with _errors_prefixed("data.path", config.path or ""):
             stores = {config.name: cached_store(config, beat)}
     else:
         stores = {name: _open(config, name) for name in _names(config)}
@@ -107,8 +108,8 @@ def open_sources(
         )
     sources = Sources(stores, cache_dir(config))
     if to_evaluate and (count := sources.num_tokens("validation")) < 2:
-        text = config.source in (Source.python, Source.text)
-        key = "data.validation" if text else "python -m data.prepare ... validation"
+        is_text = config.source in (Source.python, Source.text)
+        key = "data.validation" if is_text else "python -m data.prepare ... validation"
         raise DataError(
             f"{sources.path}: validation has {count} tokens, but a target needs 2. "
             f"Give more text, or hold more of it out: {key}=..."
@@ -123,20 +124,20 @@ def open_sets(
     beat: Callable[[], object] = lambda: None,
     table: str = "eval.sets",
 ) -> Sources:
-    """Add named validation sets to what a config names, encoded by its tokenizer.
+    """Return the sources with named validation sets added.
 
-    Each is a token store, or, if the config reads text, a text file or a folder of
-    them; `beat` as in `open_sources`. `table` is the key that names them. Raises
-    DataError if one is missing or damaged, too short, or has another tokenizer.
+    Each path is a token store or, if the config reads text, a text file or a folder of
+    text files. `beat` is as in `open_sources`. `table` is the config key of `paths`.
+    Raises DataError if a set is missing, damaged, too short or of another tokenizer.
     """
     sets = {}
     manifest = next(iter(sources.stores.values())).manifest
     for name, path in paths.items():
-        stored = is_remote(path) or (Path(path) / MANIFEST).exists()
-        with _said_of(f"{table}.{name}.path", path):
-            if config.source in (Source.python, Source.text) and not stored:
-                of_set = {"name": name, "path": path, "validation": 0.0}
-                text_config = replace(config, source=Source.text, **of_set)
+        is_store = is_remote(path) or (Path(path) / MANIFEST).exists()
+        with _errors_prefixed(f"{table}.{name}.path", path):
+            if config.source in (Source.python, Source.text) and not is_store:
+                overrides = {"name": name, "path": path, "validation": 0.0}
+                text_config = replace(config, source=Source.text, **overrides)
                 store = cached_store(text_config, beat)
             else:
                 store = open_store(path)
@@ -146,17 +147,17 @@ def open_sets(
                 f"{store.manifest['tokenizer']}, the run's is {manifest['tokenizer']}. "
                 f"Prepare it with that one"
             )
-        alone = Sources({name: store}, sources.cache)
-        if alone.num_tokens(alone.held_out) < 2:
+        one_set = Sources({name: store}, sources.cache)
+        if one_set.num_tokens(one_set.held_out) < 2:
             raise DataError(f"{table}.{name}: {path} has no token to predict")
         sets[name] = store
     return replace(sources, sets=sets)
 
 
 def encoding_of(config: DataConfig) -> tiktoken.Encoding:
-    """Load the tokenizer of what a config names, without building anything.
+    """Load a config's tokenizer without building a store.
 
-    Raises DataError if it is missing or damaged.
+    Raises DataError if the tokenizer or a store is missing or damaged.
     """
     if config.source in (Source.python, Source.text):
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)
@@ -172,13 +173,13 @@ def _open(config: DataConfig, name: str) -> Store:
     key, path = "data.path", config.path or ""
     if config.source is Source.mixture:
         key, path = f"data.sources.{name}.path", config.sources[name].path
-    with _said_of(key, path):
+    with _errors_prefixed(key, path):
         return open_store(path)
 
 
 @contextmanager
-def _said_of(key: str, path: str) -> Iterator[None]:
-    """Put the key that names the data before what is wrong with it."""
+def _errors_prefixed(key: str, path: str) -> Iterator[None]:
+    """Prefix a DataError with the config key and the path that it concerns."""
     try:
         yield
     except DataError as error:

@@ -44,8 +44,8 @@ class StorageError(DataError):
 
     Attributes:
         reason: what the system, the store or its client says.
-        is_permanent: whether another attempt would fail as well: the location is
-            missing or refuses. Otherwise the store did not answer.
+        is_permanent: whether another attempt would fail as well, because the location
+            is missing or refuses access. Otherwise the store did not answer.
     """
 
     def __init__(self, location: object, error: Exception, action: str):
@@ -92,11 +92,11 @@ def storage_path(location: str) -> epath.Path:
 def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary local path; the file or folder made there becomes `path`.
 
-    It appears whole or not at all, a file also after a power failure. A file replaces
-    an older one. If another process has put a folder there first, that one stays. The
-    parent must exist. By default the temporary name is random, so that several
-    processes may create `path` at once. Raises OSError if it cannot be written; nothing
-    is left behind.
+    `path` appears complete or not at all; for a file, this holds after a power failure
+    too. An older file is replaced, but if another process has created the folder first,
+    its folder stays. The parent must exist. By default the temporary name is random, so
+    that several processes may create `path` at once. Raises OSError if `path` cannot be
+    written. The temporary path is always removed.
     """
     building = temporary or path.with_name(
         f"{path.name}.building-{secrets.token_hex(4)}"
@@ -128,7 +128,7 @@ def write_atomically(
 
     The folder of a local file is made if missing. Text is encoded as UTF-8. By
     default a local file is first written under one hidden name in the same folder, so
-    only one process may write it at a time. Raises OSError if it was not written.
+    only one process may write it at a time. Raises OSError if the file was not written.
     """
     content = content.encode() if isinstance(content, str) else content
     chunks = [content] if isinstance(content, bytes) else content
@@ -145,7 +145,7 @@ def write_atomically(
 
 
 class AppendedFile:
-    """A local file that grows by whole chunks, whatever the disk does."""
+    """A local file to which each chunk is appended completely or not at all."""
 
     def __init__(self, path: Path):
         """Open the file, which is made if missing; its folder must exist."""
@@ -166,8 +166,8 @@ class AppendedFile:
     def sync(self) -> None:
         """Make all chunks survive a power failure.
 
-        If it raises OSError, all chunks since the last successful `sync` are removed,
-        because they may be lost although a second fsync would succeed.
+        If fsync fails, all chunks since the last successful `sync` are removed before
+        OSError is raised: they may be lost even if a second fsync succeeds.
         """
         try:
             os.fsync(self._fd)
@@ -184,7 +184,7 @@ class AppendedFile:
 def list_files(folder: epath.Path) -> list[str]:
     """List all files below a remote folder, by their paths in it, in few requests.
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if the folder holds no file.
     """
     client, root = fsspec.url_to_fs(os.fspath(folder))
     names = [name.removeprefix(f"{root}/") for name in client.find(root)]
@@ -196,8 +196,8 @@ def list_files(folder: epath.Path) -> list[str]:
 def move_folder(folder: epath.Path, target: epath.Path) -> None:
     """Move a folder.
 
-    A store copies and then deletes each object: if the process is killed in between,
-    all objects are still in `folder`.
+    An object store copies all objects and then deletes them. If the process is killed
+    in between, all objects are still in `folder`.
     """
     if not is_remote(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +219,7 @@ def upload_folder(folder: Path, target: epath.Path) -> None:
 
 
 def modified_at(folder: epath.Path) -> float:
-    """Return when a folder, or one file of a remote one, was last changed (Unix s)."""
+    """Return the Unix time at which a folder, or a file in it, was last changed."""
     if not is_remote(folder):
         return folder.stat().mtime
     client, _ = fsspec.url_to_fs(os.fspath(folder))
@@ -227,13 +227,13 @@ def modified_at(folder: epath.Path) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed: for a local file, the system's own words."""
+    """Return why a request failed: for a local file, the system's message."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
         return os.strerror(int(code[1]))
     if system_message := getattr(error, "strerror", None):
         return system_message
-    # TensorStore separates keys by zeros, some of which it has escaped.
+    # TensorStore separates keys by zero bytes, some of them escaped.
     message = str(error).replace("\0", "/").replace("\\x00", "/")
     return message.partition("\n")[0]

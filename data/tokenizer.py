@@ -1,6 +1,6 @@
 """Load a tokenizer by name: "bytes", a published one, a rank file or a folder.
 
-Nothing is downloaded for "bytes", a local rank file or a folder.
+Only a published tokenizer is downloaded.
 """
 
 import base64
@@ -25,7 +25,7 @@ RANK_FILE_PATTERN = (
 
 
 def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
-    """Return the tokenizer that `name` says.
+    """Load a tokenizer by name.
 
     `name` is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of
     `PUBLISHED` (downloaded on first use), a folder with tokenizer.json, or the path of
@@ -106,7 +106,7 @@ def _token(text: str | bytes) -> bytes:
 def rank_file(name: str) -> bytes | None:
     """Return the content of the file from which a store rebuilds a tokenizer.
 
-    It is a rank file, or JSON for the tokenizer of a folder; None if the name suffices.
+    The file is a rank file, or JSON for a folder. None if the name suffices.
     """
     if name == BYTES or name in PUBLISHED:
         return None
@@ -114,12 +114,14 @@ def rank_file(name: str) -> bytes | None:
         return Path(name).expanduser().read_bytes()
     encoding = load_tokenizer(name)
     assert isinstance(encoding, FolderEncoding)
-    about = encoding.__getstate__()
-    ranks = sorted(about.pop("mergeable_ranks").items(), key=lambda item: item[1])
-    about["ranks"] = [(base64.b64encode(token).decode(), rank) for token, rank in ranks]
-    return json.dumps(about).encode()
+    arguments = encoding.__getstate__()
+    ranks = sorted(arguments.pop("mergeable_ranks").items(), key=lambda pair: pair[1])
+    arguments["ranks"] = [
+        (base64.b64encode(token).decode(), rank) for token, rank in ranks
+    ]
+    return json.dumps(arguments).encode()
 
 
 def is_folder(name: str) -> bool:
-    """Return whether a tokenizer's name means a folder."""
+    """Return whether a tokenizer's name is the path of a folder."""
     return name not in (BYTES, *PUBLISHED) and Path(name).expanduser().is_dir()

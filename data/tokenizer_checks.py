@@ -1,4 +1,4 @@
-"""Check what a tokenizer's file says before tiktoken, which panics, is given it."""
+"""Check a tokenizer's file before tiktoken, which may panic, loads it."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -7,13 +7,13 @@ from data.encoding import FolderEncoding, encode_whole
 from data.tokenizer_json import SAMPLE
 
 MAX_ID = 2**24 - 1  # a model's table has a row for each id
-MAX_TOKEN_BYTES = 1024  # finding the merges of a token takes the square of its length
-_RUN = 3000  # characters
+MAX_TOKEN_BYTES = 1024  # finding a token's merges takes quadratic time
+_REPEATS = 3000
 _RUNS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "猫", "é", "aA", "a ", "a1", " \n")
 
 
 def reason_of(error: Exception) -> str:
-    """Return in a line that can be printed what is wrong with a tokenizer's file."""
+    """Return an error about a tokenizer's file as one printable line."""
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     line = " ".join(reason.split())[:300]
     return line.encode(errors="backslashreplace").decode()
@@ -22,10 +22,10 @@ def reason_of(error: Exception) -> str:
 def checked_ranks(
     pairs: Iterable[tuple[bytes, int]], special: Mapping[str, int]
 ) -> dict[bytes, int]:
-    """Return the vocabulary as a table.
+    """Return a vocabulary's ids by token.
 
-    Raises ValueError if it has a wrong or repeated id, an empty or repeated token, or
-    no token of one of the bytes.
+    Raises ValueError if an id is invalid or repeated, a token is empty, too long or
+    repeated, or one of the single bytes is missing.
     """
     ranks, names = dict[bytes, int](), dict[int, str]()
     for token, rank in pairs:
@@ -53,10 +53,10 @@ def checked_ranks(
 
 @functools.cache
 def check_pattern(pattern: str) -> None:
-    """Check that a pattern cuts a sample of text into pieces that are the whole of it.
+    """Check that a pattern splits a sample of text without losing any of it.
 
-    Raises ValueError if text is lost, or the engine fails. It gives up after a million
-    steps back for each match, so that this ends.
+    Raises ValueError if text is lost, or the regex engine fails. The engine gives up
+    after a million backtracking steps for each match, so the check always ends.
     """
     try:
         encoding = FolderEncoding(
@@ -65,7 +65,7 @@ def check_pattern(pattern: str) -> None:
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={},
         )
-        for text in (SAMPLE, *(run * _RUN for run in _RUNS)):
+        for text in (SAMPLE, *(run * _REPEATS for run in _RUNS)):
             encode_whole(encoding, text)
     except ValueError as error:
         raise ValueError(f"its pattern fails on a sample of text ({error})") from error

@@ -1,14 +1,14 @@
 """Tokenizers of a folder that transformers wrote: tokenizer.json, read for tiktoken.
 
-A tokenizer is taken if tiktoken must give the same ids as `tokenizers` does, for any
-text that does not spell a special token: byte-level BPE whose merges stand in the order
-of its ids, of text that is cut by one pattern, at most brought into a form of Unicode's
-before. Text between two matches of the pattern is a piece too. Any other tokenizer is
-refused with the reason, and so is a pattern that loses text or backtracks without end.
-What a post-processor adds around a text is left out.
+A tokenizer is accepted if tiktoken must give the same ids as `tokenizers` for any text
+that does not spell a special token. It must be byte-level BPE with merges in the order
+of ids, and split text by one pattern, after at most a Unicode normalization. Text
+between two matches of the pattern is a piece too. Any other tokenizer is refused with
+the reason, and so is a pattern that loses text or backtracks without end. Tokens that a
+post-processor would add around a text are left out.
 
-The forms are those of Python's unicodedata, which for characters of the last few years
-may differ from those of `tokenizers` (docs/log).
+Python's unicodedata normalizes text. For characters that Unicode added recently, the
+result may differ from that of `tokenizers` (docs/log).
 """
 
 import functools
@@ -30,7 +30,7 @@ FILE = "tokenizer.json"
 # The exceptions that reading a malformed file may raise.
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError)
 MALFORMED += (RecursionError, OverflowError)
-# Source: tokenizers 0.23, pre_tokenizers/byte_level.rs: it is GPT-2's.
+# Source: tokenizers 0.23, pre_tokenizers/byte_level.rs. The pattern is GPT-2's.
 _BYTE_LEVEL_PATTERN = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
@@ -38,22 +38,23 @@ _BYTE_OF = {character: byte for byte, character in enumerate(byte_names())}
 
 
 def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
-    """Load the tokenizer of a folder; <|endoftext|> is its own, or else its eos_token.
+    """Load a folder's tokenizer; without <|endoftext|>, its eos_token takes that name.
 
-    Raises DataError if there is none, if it is not the one of that hash, or if its ids
-    would differ.
+    Raises DataError if there is no tokenizer, `sha256` is not its hash, or tiktoken
+    would give other ids.
     """
     folder = Path(name).expanduser()
     try:
         content = (folder / FILE).read_bytes()
         settings = folder / "tokenizer_config.json"
-        end = json.loads(settings.read_bytes()) if settings.exists() else {}
+        config = json.loads(settings.read_bytes()) if settings.exists() else {}
         digest = hashlib.sha256(content).hexdigest()
         if sha256 is not None and digest != sha256.lower():
             raise ValueError(f"SHA-256 is {digest}, but the config gives {sha256}")
-        end = end.get("eos_token")
-        end = end.get("content") if isinstance(end, dict) else end
-        return _encoding(f"{folder.name}:{digest[:12]}", content, end)
+        eos_token = config.get("eos_token")
+        if isinstance(eos_token, dict):
+            eos_token = eos_token.get("content")
+        return _convert(f"{folder.name}:{digest[:12]}", content, eos_token)
     except MALFORMED as error:
         raise DataError(
             f"tokenizer {name}: its {FILE} cannot serve: {reason_of(error)}. "
@@ -62,14 +63,14 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
 
 
 def digest_of(name: str) -> str | None:
-    """Return the SHA-256 of a folder's tokenizer; None if the name means none."""
+    """Return the SHA-256 of a folder's tokenizer; None if `name` is no such folder."""
     file = Path(name).expanduser() / FILE
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
 
 @functools.cache
-def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
-    """Convert a tokenizer; `end` is what ends a text."""
+def _convert(name: str, content: bytes, eos_token: str | None) -> tiktoken.Encoding:
+    """Return the tokenizer of a tokenizer.json with this content."""
     tokenizer = json.loads(content)
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
     if model.get("type") != "BPE" or model.get("byte_fallback"):
@@ -78,12 +79,12 @@ def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
     special = {a["content"]: a["id"] for a in added}
     vocabulary = [(_token(k), v) for k, v in model["vocab"].items() if k not in special]
     if END_OF_TEXT not in special:
-        if end not in special:
+        if eos_token not in special:
             raise ValueError(f"no {END_OF_TEXT}, and no eos_token beside it")
-        special[END_OF_TEXT] = special.pop(end)
+        special[END_OF_TEXT] = special.pop(eos_token)
     words = []
     for word in (a for a in added if not a.get("special")):
-        if any(word.get(way) for way in ("lstrip", "rstrip", "single_word")):
+        if any(word.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
             raise ValueError(f"{word['content']!r} is a token only in some places")
         if word["content"] in special:
             words.append(word["content"])
@@ -102,7 +103,7 @@ def _encoding(name: str, content: bytes, end: str | None) -> tiktoken.Encoding:
 
 
 def _form(normalizer: Mapping[str, Any] | None) -> Form | None:
-    """Return the form that text is brought into before it is cut, if into any."""
+    """Return the Unicode form to which text is normalized, or None."""
     steps = [normalizer] if normalizer else []
     if normalizer and normalizer.get("type") == "Sequence":
         steps = normalizer["normalizers"]
@@ -123,23 +124,23 @@ def _token(name: str) -> bytes:
 
 
 def _check_merges(model: Mapping[str, Any], ranks: dict[bytes, int]) -> None:
-    """Check that merging by ids is merging by the list.
+    """Check that merging in the order of ids equals merging in the order of the list.
 
-    Of the pairs that make a token only one can ever lie side by side once all earlier
-    merges are done, inside of any text: that of the token's own bytes.
+    Several pairs may make the same token, but only one of them can be adjacent in text
+    after all earlier merges: the pair that remains of the token's own bytes.
     """
     pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
-    listed = [(_token(a), _token(b)) for a, b in pairs]
-    implied = merges_of(ranks)
-    tokens = {*implied}
-    if [pair for pair in listed if pair in tokens] != implied:
+    listed_merges = [(_token(a), _token(b)) for a, b in pairs]
+    implied_merges = merges_of(ranks)
+    implied_tokens = {*implied_merges}
+    if [pair for pair in listed_merges if pair in implied_tokens] != implied_merges:
         raise ValueError("its merges do not stand in the order of its ids")
-    if not model.get("ignore_merges") and len(implied) != len(ranks) - 256:
+    if not model.get("ignore_merges") and len(implied_merges) != len(ranks) - 256:
         raise ValueError("some tokens are made by no merge")
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
-    """Return the pattern by which text is cut."""
+    """Return the pattern by which text is split."""
     steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]

@@ -1,8 +1,8 @@
-"""Our tokenizers as tokenizer.json, which transformers and others load.
+"""Write our tokenizers as tokenizer.json, which transformers and others load.
 
-All of ours are byte-level BPE: a vocabulary of byte strings by rank, and a pattern that
-cuts text into pieces. The file names bytes by characters, as GPT-2's does, and lists
-merges, which ranks imply.
+All our tokenizers are byte-level BPE: a vocabulary of byte strings by rank, and a
+pattern that splits text into pieces. The file names bytes by characters, as GPT-2's
+does, and lists merges, which ranks imply.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import tiktoken
 from data.encoding import BYTES, END_OF_TEXT, FolderEncoding, encode, short_pieces
 from data.errors import DataError
 
-COUNTED = r"\{\d+(,\d*)?\}\+"  # a possessive count of a pattern
-# In as many scripts as fit in a few lines: what an export must encode as we do.
+COUNTED = r"\{\d+(,\d*)?\}\+"  # a possessive repetition such as {1,3}+
+# Text in many scripts, which an exported tokenizer must encode as ours does.
 SAMPLE = """The quick brown fox — it's 12,345.67 km away, isn't it?\tI'LL SAY\r\n\n\n
 Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία
 נקודה, العربية ١٢٣٤٥, हिन्दी में १२३, ภาษาไทย ๑๒๓, தமிழ்
@@ -24,18 +24,19 @@ Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξε�
 
 
 def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
-    """Return the content of tokenizer.json."""
+    """Return the content of tokenizer.json for a tokenizer."""
     ranks, names = encoding._mergeable_ranks, byte_names()
 
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
 
-    # Added tokens get the ids that follow the vocabulary, whatever the file says.
+    # `tokenizers` numbers added tokens from the vocabulary's end on, whatever the file
+    # says. Special tokens with other ids must therefore be in the vocabulary.
     pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
-    special, last = dict(pairs), max(ranks.values())
-    added = [rank for rank in special.values() if rank > last]
-    follow = added == [*range(last + 1, last + 1 + len(added))]
-    inside = {t: rank for t, rank in pairs if rank < last or not follow}
+    special, max_rank = dict(pairs), max(ranks.values())
+    added = [rank for rank in special.values() if rank > max_rank]
+    consecutive = added == [*range(max_rank + 1, max_rank + 1 + len(added))]
+    in_vocab = {t: rank for t, rank in pairs if rank < max_rank or not consecutive}
     pattern = {"Regex": for_oniguruma(encoding._pat_str)}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
     splits = [] if encoding.name == BYTES else [split | {"invert": False}]
@@ -71,16 +72,16 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            # A piece that is a token as a whole is that token, however ranks lie.
+            # A piece that equals a token becomes that token, whatever the ranks are.
             "ignore_merges": True,
-            "vocab": {name(token): rank for token, rank in ranks.items()} | inside,
+            "vocab": {name(token): rank for token, rank in ranks.items()} | in_vocab,
             "merges": [[name(a), name(b)] for a, b in merges_of(ranks)],
         },
     }
 
 
 def tokenizer_config(length: int) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json; `length` is a training row's."""
+    """Return the content of tokenizer_config.json; `length` is that of a row."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -91,7 +92,7 @@ def tokenizer_config(length: int) -> dict[str, Any]:
 
 
 def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) -> None:
-    """Check that a tokenizer.json of this content gives our ids for some texts.
+    """Check that a tokenizer.json with this content gives our ids for some texts.
 
     Raises DataError that names the first place where ids differ, and ImportError if
     `tokenizers` is not installed.
@@ -104,26 +105,26 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
             f"{reason}. Leave it out with tokenizer=false"
         )
 
-    theirs = tokenizers.Tokenizer.from_str(content)
+    exported = tokenizers.Tokenizer.from_str(content)
     for token, rank in encoding._special_tokens.items():
-        if (their_id := theirs.token_to_id(token)) not in (None, rank):
-            raise refused(f"{token} would be {their_id} instead of {rank}")
-    # Only ours is cut where it is long: across a cut, ids may differ and be right.
+        if (exported_id := exported.token_to_id(token)) not in (None, rank):
+            raise refused(f"{token} would be {exported_id} instead of {rank}")
+    # Our `encode` cuts long text, and ids may rightly differ there: compare the pieces.
     for piece in (piece for text in texts for piece in short_pieces(text)):
-        ours = encode(encoding, piece.encode()).tolist()
-        ids = theirs.encode(piece, add_special_tokens=False).ids
-        if ours != ids:
-            pairs = zip(ours, ids, strict=False)
-            first = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-            near = encoding.decode_bytes(ours[max(0, first - 3) : first + 5])
+        our_ids = encode(encoding, piece.encode()).tolist()
+        exported_ids = exported.encode(piece, add_special_tokens=False).ids
+        if our_ids != exported_ids:
+            pairs = zip(our_ids, exported_ids, strict=False)
+            index = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            near = encoding.decode_bytes(our_ids[max(0, index - 3) : index + 5])
             raise refused(
-                f"that gives other ids near {near!r}, {ids[first : first + 5]} instead "
-                f"of {ours[first : first + 5]}"
+                f"that gives other ids near {near!r}, {exported_ids[index : index + 5]}"
+                f" instead of {our_ids[index : index + 5]}"
             )
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pair that each token is made of by tokens of lower rank, by rank."""
+    """Return for each token, by rank, the pair of lower-ranked tokens that make it."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]
@@ -131,7 +132,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
             pairs = [a + b for a, b in itertools.pairwise(parts)]
             best = min(pairs, key=lambda pair: ranks.get(pair, rank))
             if ranks.get(best, rank) >= rank:
-                break  # only a piece as a whole is this token
+                break  # no merges make this token
             i = pairs.index(best)
             parts[i : i + 2] = [best]
         if len(parts) == 2:
@@ -140,12 +141,12 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def for_oniguruma(pattern: str) -> str:
-    """Return a pattern of tiktoken's for the engine of `tokenizers`.
+    """Convert a tiktoken pattern for Oniguruma, the engine of `tokenizers`.
 
     Oniguruma reads x{1,3}+ as (x{1,3})+, which would make one piece of any run of
-    digits; tiktoken's engine reads it as possessive, which means nothing at the end of
-    a branch. Its $ is the end of any line, but after \\s++ there is none except the
-    text's. Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in
+    digits. tiktoken's engine reads it as possessive, which has no effect at the end of
+    a branch. Oniguruma's $ matches at the end of any line, but after \\s++ only the end
+    of the text is left. Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in
     ONIG_SYNTAX_JAVA only".
     """
     return re.sub(COUNTED, lambda match: match[0][:-1], pattern)

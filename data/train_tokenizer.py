@@ -1,6 +1,6 @@
 """`python -m data.train_tokenizer input=... output=...`: learn a tokenizer.
 
-Writes a rank file and prints the two settings with which a run takes it.
+It writes a rank file, and prints the two settings with which a run uses that file.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
 from train.errors import Mistake
 
-MAX_VOCAB_SIZE = 2**20  # four times the largest published; memory is set aside for all
+MAX_VOCAB_SIZE = 2**20  # four times the largest published; all get memory
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class TrainTokenizerConfig:
 
 
 def train_tokenizer_mistakes(config: TrainTokenizerConfig) -> list[Mistake]:
-    """List every mistake."""
+    """List the mistakes of a config."""
     mistakes = []
     if not config.input:
         rule = "must name a text file or a folder of text files"
@@ -78,7 +78,7 @@ def main(config: TrainTokenizerConfig) -> int:
     assert config.input is not None
     assert config.output is not None
     output = Path(config.output).expanduser().absolute()
-    # Both are known before an hour's work, not after.
+    # Check before the work, which may take an hour.
     if not os.access(output.parent, os.W_OK):
         raise DataError(
             f"output={output}: {output.parent} is no folder that can be written to. "

@@ -20,7 +20,7 @@ from train.cli.flags import parse_flags
 from train.cli.quoting import hydra_text
 from train.cli.rules import config_mistakes
 from train.errors import FINISHED, ConfigError, Mistake
-from train.identity import of_training, run_dir
+from train.identity import run_dir, training_config
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def launch_mistakes(config: Any) -> list[Mistake]:
         typed = parse_flags(sys.argv[1:]).overrides
         typed = [word for word in typed if not word.startswith("cluster.environment")]
         mistakes_found += secret_mistakes(typed, backend.SECRETS_REMEDY)
-        directory = run_dir(of_training(config))
+        directory = run_dir(training_config(config))
         try:
             directory = run_directory(config)
         except ConfigError as error:

@@ -39,7 +39,7 @@ from train.cli.command import compose, config_yaml
 from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, Mistake
-from train.identity import of_training, run_dir, run_name
+from train.identity import run_dir, run_name, training_config
 from train.run.folder import run_folder
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _OF_RESUME = {"action", "force", "run.name", "run.dir"}  # keys that it heeds
 
 def run_directory(config: Any) -> str:
     """Return the run's directory, a local one from the root on."""
-    return os.fspath(run_folder(run_dir(of_training(config))))
+    return os.fspath(run_folder(run_dir(training_config(config))))
 
 
 def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
@@ -146,7 +146,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
         raise ConfigError(errors)
     directory = run_directory(config)
     return Job(
-        name=job_name(run_name(of_training(config)), directory),
+        name=job_name(run_name(training_config(config)), directory),
         run_dir=directory,
         folder="",
         overrides=_for_training(arguments, directory),

@@ -23,7 +23,7 @@ def partition_spec(
 ) -> PartitionSpec:
     """Return the PartitionSpec of an array with these logical axes.
 
-    Raises ValueError if a name is missing from the table, or if two dims would be
+    Raises ValueError if an axis is missing from the table, or if two dims would be
     sharded over one mesh axis.
     """
     missing = [axis for axis in axes if axis is not None and axis not in table]
@@ -33,8 +33,8 @@ def partition_spec(
             f"its kind in configs/mesh/rules.yaml, with null for replicated"
         )
     entries = tuple(None if axis is None else table[axis] for axis in axes)
-    used = [axis for entry in entries for axis in mesh_axes(entry)]
-    repeated = {m for m in used if used.count(m) > 1}
+    used_axes = [axis for entry in entries for axis in mesh_axes(entry)]
+    repeated = {axis for axis in used_axes if used_axes.count(axis) > 1}
     if repeated:
         raise ValueError(
             f"two of the dims {axes} would be sharded over mesh axis "
@@ -43,14 +43,14 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
-Pairs = tuple[tuple[str, MeshAxes], ...]
+RuleTable = tuple[tuple[str, MeshAxes], ...]
 
 
 class AxisRules(NamedTuple):
-    """The rules of activations, the batch included, and of parameters."""
+    """The rules for activations, including the batch, and for parameters."""
 
-    activations: Pairs = ()
-    params: Pairs = ()
+    activations: RuleTable = ()
+    params: RuleTable = ()
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Return an activation's PartitionSpec."""

@@ -23,35 +23,35 @@ from model.scopes import part_scope
 class Block(nnx.Module):
     """A residual block: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
 
-    The config says which of these norms there are.
+    `config.norm_placement` says which of these norms exist.
     """
 
     def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
-        """Make one layer, with experts if it is `routed`, otherwise with one MLP."""
+        """Make one layer, with experts if `routed`, otherwise with one MLP."""
         self.dropout = config.dropout.residual
         match config.norm_placement:
             case NormPlacement.before:
-                of_inputs, of_outputs = True, False
+                norm_inputs, norm_outputs = True, False
             case NormPlacement.after:
-                of_inputs, of_outputs = False, True
+                norm_inputs, norm_outputs = False, True
             case NormPlacement.both:
-                of_inputs, of_outputs = True, True
+                norm_inputs, norm_outputs = True, True
             case _:
                 assert_never(config.norm_placement)
 
-        def norm_if(wanted: bool) -> Normalize | None:
-            if not wanted:
+        def norm_if(exists: bool) -> Normalize | None:
+            if not exists:
                 return None
             return Normalize(config, config.norm, embed=config.embed_dim)
 
-        self.attention_norm = norm_if(of_inputs)
+        self.attention_norm = norm_if(norm_inputs)
         self.attention = SelfAttention(config, rngs)
-        self.attention_output_norm = norm_if(of_outputs)
-        self.mlp_norm = norm_if(of_inputs)
+        self.attention_output_norm = norm_if(norm_outputs)
+        self.mlp_norm = norm_if(norm_inputs)
         self.mlp = (
             Experts(config, rngs) if routed else MLP(config, config.mlp_size, rngs)
         )
-        self.mlp_output_norm = norm_if(of_outputs)
+        self.mlp_output_norm = norm_if(norm_outputs)
 
     def __call__(
         self,
@@ -61,7 +61,10 @@ class Block(nnx.Module):
         cache: KeysValues | None,
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
-        """Run one layer. A local one sees only the window of the model."""
+        """Return the layer's output, the longer cache, and the routing of experts.
+
+        A local layer sees only the window of the model.
+        """
         constrain = execution.placement.constrain
         call.note("residual", x_BTD)
         a_BTD = _normalize(self.attention_norm, x_BTD)

@@ -11,26 +11,26 @@ from typing_extensions import Doc
 _INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
 Count = Annotated[int, Ge(1), Le(_INT32_MAX)]
 Number = Annotated[int, Ge(0), Le(_INT32_MAX)]
-Size = Annotated[int, Ge(1), Le(2**24)]  # of one dim, so that products fit into int64
-Depth = Annotated[int, Ge(1), Le(2**14)]  # Python lists every layer
+Size = Annotated[int, Ge(1), Le(2**24)]  # products of two fit into int64
+Depth = Annotated[int, Ge(1), Le(2**14)]  # layers are listed in Python
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Rate = Annotated[float, Ge(0), Lt(1)]
 
-# Which keys the queries of a layer see: the last `model.window`, or all earlier ones.
+# The keys that a query of a layer sees: the last `model.window`, or all earlier keys.
 Reach = Literal["local", "global"]
-End = Literal["first", "last"]  # of the depth
+End = Literal["first", "last"]  # a layer
 
 # The results of a layer that its backward pass saves or recomputes. `attention` is the
 # kernel's output and its log-sum-exp: saving both runs the kernel's forward pass only
 # once (`xla` has no log-sum-exp). The others are results of products with a weight.
-# That of mlp_down is not among them, since nothing needs it.
+# The result of mlp_down is left out, because no gradient needs it.
 Intermediate = Literal[
     "query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
-# What can wait for the backward pass in host memory: a layer's input, and its results.
+# The arrays that can be offloaded to host memory: a layer's input, and its results.
 OffloadName = Literal["residual", Intermediate]
 
 
@@ -57,14 +57,14 @@ class NormSpan(StrEnum):
 
 
 class Position(StrEnum):
-    """How the model knows where a token stands."""
+    """How the model knows the position of a token."""
 
     learned = "learned"
     rotary = "rotary"
 
 
 class Scaling(StrEnum):
-    """How rotary positions are stretched: equally, or by how fast a pair turns."""
+    """The formula that slows down pairs: all equally, or depending on their speed."""
 
     none = "none"
     linear = "linear"
@@ -111,8 +111,8 @@ class RopeScaling:
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
     @property
-    def most_turns(self) -> float:
-        """Pairs that turn more often than this are not slowed."""
+    def fast_turns_or_default(self) -> float:
+        """`fast_turns`, or the default of this kind if it is null."""
         return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
 
 
@@ -130,7 +130,7 @@ class Dropout:
 
 
 class Activation(StrEnum):
-    """The non-linearity of the MLP; those that end in glu add a gate, `relu2` is relu².
+    """The non-linearity of the MLP. Names that end in glu add a gate; `relu2` is relu².
 
     `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), with both clamped.
     """
@@ -143,7 +143,7 @@ class Activation(StrEnum):
 
     @property
     def gated(self) -> bool:
-        """Whether it multiplies the MLP's values by a gate."""
+        """Whether the MLP's values are multiplied by a gate."""
         return self.endswith("glu")
 
 
@@ -161,7 +161,7 @@ class Init(StrEnum):
 
 
 class Dtype(StrEnum):
-    """`auto` is bfloat16, or float32 on a CPU that is no faster in bfloat16."""
+    """A dtype. `auto` is bfloat16, but float32 on CPUs that are no faster in it."""
 
     auto = "auto"
     float32 = "float32"
@@ -172,7 +172,7 @@ class ComputeDtype(StrEnum):
     """The dtype of the operands of matrix products; `auto` as in `Dtype`.
 
     `float8` and `int8` apply to the linear layers of attention and MLP. Embedding,
-    head, router and attention kernel are as with `auto`.
+    head, router and attention kernel then use the dtype of `auto`.
     """
 
     auto = "auto"
@@ -185,7 +185,7 @@ class ComputeDtype(StrEnum):
 class Attention(StrEnum):
     """The attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere.
 
-    `cudnn_packed` is cudnn that skips the masks of packed documents, from Hopper on.
+    `cudnn_packed` is cudnn that skips pairs of different documents (Hopper or later).
     """
 
     auto = "auto"
@@ -196,7 +196,7 @@ class Attention(StrEnum):
 
     @property
     def is_cudnn(self) -> bool:
-        """Whether cuDNN runs it."""
+        """Whether cuDNN provides the kernel."""
         return self in (Attention.cudnn, Attention.cudnn_packed)
 
 
@@ -205,7 +205,7 @@ class ContextAttention(StrEnum):
 
     `ring`: keys and values travel from device to device. `ulysses`: each device gets
     whole rows of some heads. `all_gather`: each device gathers all keys and values.
-    `auto` takes the first of these that is possible.
+    `auto` takes the first of these three that is possible.
     """
 
     auto = "auto"
@@ -218,7 +218,7 @@ class ExpertExchange(StrEnum):
     """How tokens reach experts on other devices (model/experts/experts.py).
 
     `all_gather`: each device gathers all tokens. `ragged`: only the rows that an expert
-    needs are sent. `auto`: on TPUs what sends fewer bytes, elsewhere all_gather.
+    needs are sent. `auto`: on TPUs, whichever sends fewer bytes; otherwise, all_gather.
     """
 
     auto = "auto"
@@ -227,9 +227,9 @@ class ExpertExchange(StrEnum):
 
 
 class Grouped(StrEnum):
-    """The kernel of products of rows grouped by expert; each platform has its own.
+    """The kernel that multiplies rows, grouped by expert, with their expert's matrix.
 
-    `ragged` is XLA's, for traces and comparisons; it is slow.
+    Each platform has its own. `ragged` is XLA's slow one, for traces and comparisons.
     """
 
     ragged = "ragged"
@@ -239,7 +239,7 @@ class Grouped(StrEnum):
 
 
 class Mlp(StrEnum):
-    """`moe`: each token uses a few of many experts, and each expert is an MLP."""
+    """The kind of MLP. `moe`: each token uses a few of many experts, which are MLPs."""
 
     dense = "dense"
     moe = "moe"

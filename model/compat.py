@@ -1,10 +1,10 @@
 """Private functions of JAX for attention, checked with jax 0.10.2 and 0.12.0.
 
-cuDNN's primitives are called below `jax.nn.dot_product_attention`, which rounds the
-log-sum-exp and whose derivative ignores the cotangent of it. Its form for packed
-documents multiplies the offsets of grouped keys by the number of query heads in jax
-0.10.2, and not in later versions. The public derivative of jax's TPU kernel ("splash")
-cannot take the log-sum-exp over other keys either.
+This module calls cuDNN's primitives without `jax.nn.dot_product_attention`: it rounds
+the log-sum-exp, and its derivative ignores the log-sum-exp's cotangent. For packed
+documents, that function of jax 0.10.2 (not of later versions) multiplies the offsets of
+grouped keys by the number of query heads. The public derivative of jax's TPU kernel
+("splash") cannot take the log-sum-exp over other keys either.
 
 Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands).
 """
@@ -19,12 +19,12 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from model.attention.inputs import Chunks, Inputs, Result
 
-# The primitive of jax.nn.dot_product_attention, which does not name its results.
+# The primitive by which policies recognise attention, whose results jax does not name.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:
-    """Compute one step of a ring; the log-sum-exp is float32."""
+    """Return the output and the float32 log-sum-exp of one step of a ring."""
     result: Any = fused.dot_product_attention(
         chunks.q_BNTH,
         chunks.k_BKSH,
@@ -41,13 +41,15 @@ def cudnn_step_backward(
     chunks: Chunks, causal: bool, result: Result, do_BNTH: jax.Array
 ) -> Sequence[jax.Array]:
     """Return the gradients of q, k and v from one step of a ring."""
-    none, mask = jnp.zeros(0, chunks.q_BNTH.dtype), _mask(chunks)
-    bias = none if mask is None else fused.combine_bias_and_mask(None, mask, none.dtype)
+    empty, mask = jnp.zeros(0, chunks.q_BNTH.dtype), _mask(chunks)
+    bias = empty
+    if mask is not None:
+        bias = fused.combine_bias_and_mask(None, mask, empty.dtype)
     return fused._dot_product_attention_bwd_p.bind(
-        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, bias, *[none] * 6),
+        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, bias, *[empty] * 6),
         *(result.lse_BNT, result.o_BNTH, do_BNTH),
         **_parameters(_mask_type(causal), fused.AttentionLayout.BNTH, 1.0),
-        variadic_args=(mask is not None, False),  # A bias, without its gradient.
+        variadic_args=(mask is not None, False),  # A bias, but not its gradient.
         sliding_window_length=None,
     )
 
@@ -64,7 +66,7 @@ def _mask_type(causal: bool) -> fused.MaskType:
 def _parameters(
     mask_type: fused.MaskType, layout: fused.AttentionLayout, scale: float
 ) -> dict[str, Any]:
-    """Return parameters of both primitives. Those of jax 0.12 can modify scores."""
+    """Return the parameters of both primitives. In jax 0.12, two more modify scores."""
     parameters = {"seed": 42, "dropout_rate": 0.0, "scale": scale}
     if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:
         parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
@@ -72,9 +74,10 @@ def _parameters(
 
 
 class PackedCall:
-    """Calls of cuDNN's kernel for packed documents, forward and backward.
+    """A call of cuDNN's kernel for packed documents, forward and backward.
 
-    Arrays are [B, T, heads, H]. `lengths_and_offsets` are those of queries and keys.
+    Arrays are [B, T, heads, H]. `lengths_and_offsets` are those of the documents of
+    queries and of keys.
     """
 
     def __init__(
@@ -83,15 +86,15 @@ class PackedCall:
         lengths_and_offsets: Sequence[jax.Array],
         window: int | None,
     ):
-        """Check the operands."""
+        """Check the layout, and collect the operands."""
         q, k, v = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
-        layout, none = fused.AttentionLayout.BTNH, jnp.zeros(0, q.dtype)
-        absent: list[Any] = [None] * 7  # No bias, lengths, offsets and pages.
+        layout, empty = fused.AttentionLayout.BTNH, jnp.zeros(0, q.dtype)
+        absent: list[Any] = [None] * 7  # No bias, lengths, offsets or pages.
         fused.check_layout(*[q, k, v, *absent, layout])
-        self._operands = [q, k, v, none, *lengths_and_offsets, none, none]
+        self._operands = [q, k, v, empty, *lengths_and_offsets, empty, empty]
         self._parameters = {
             **_parameters(fused.MaskType.PADDING_CAUSAL, layout, q.shape[-1] ** -0.5),
-            "variadic_args": (False, False),  # No bias and no gradient of one.
+            "variadic_args": (False, False),  # No bias, and no gradient of a bias.
             "sliding_window_length": window,
         }
 
@@ -110,7 +113,7 @@ class PackedCall:
 
 
 def splash_library() -> tuple[Any, Any]:
-    """Import jax's TPU kernel and its masks, but only where they are needed."""
+    """Return the modules of jax's TPU kernel and of its masks, imported on demand."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
@@ -128,7 +131,7 @@ def _splash_ids(chunks: Chunks) -> Any:
 
 
 def splash_step_forward(kernel: Any, chunks: Chunks) -> Result:
-    """Compute one step of a ring for one row, whose arrays have no batch dim."""
+    """Return the result of one step of a ring for one row, without a batch dim."""
     splash, _ = splash_library()
     o_NTH, (lse_NT,) = splash._splash_attention_forward(
         kernel.fwd_mask_info,

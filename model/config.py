@@ -31,8 +31,8 @@ from model.choices import (
     Size,
 )
 
-VOCAB_MULTIPLE = 128  # large vocabularies are padded to it
-_PADDED_FROM = 1024
+VOCAB_MULTIPLE = 128  # large vocabularies are padded to a multiple of it
+_MIN_PADDED_VOCAB = 1024
 
 # The logical axes; rule tables map them to mesh axes.
 LOGICAL_AXES = (
@@ -224,12 +224,12 @@ class ModelConfig:
     def vocab_rows(self) -> int:
         """Rows of the embedding table and columns of the head, padding included.
 
-        A large vocabulary is padded to a multiple of 128: matrix units are fast on it,
-        and tensor parallelism divides it. It does not depend on the mesh, so that a
-        checkpoint is restored on any.
+        A large vocabulary is padded to a multiple of 128: matrix units are fast on such
+        sizes, and tensor parallelism divides them. Padding does not depend on the mesh,
+        so that a checkpoint can be restored on any mesh.
         """
         assert self.vocab_size is not None, "settled by train/program.py"
-        if self.vocab_size < _PADDED_FROM:
+        if self.vocab_size < _MIN_PADDED_VOCAB:
             return self.vocab_size
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -261,27 +261,27 @@ class ModelConfig:
     @property
     def expert_layers(self) -> int:
         """How many layers have experts."""
-        rest = self.num_layers - self.dense_layers
-        return rest // self.experts_every if self.mlp is Mlp.moe else 0
+        later_layers = self.num_layers - self.dense_layers
+        return later_layers // self.experts_every if self.mlp is Mlp.moe else 0
 
     @property
     def layers_before_experts(self) -> int:
-        """How many layers come before those with experts and what is between them."""
+        """How many layers come before the groups of layers that end with experts."""
         return self.dense_layers if self.mlp is Mlp.moe else 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None where it sees all before a query."""
+        """The window of each layer. None means that a query sees all earlier keys."""
         pattern = self.layer_pattern or ("local",)
         repeated = itertools.islice(itertools.cycle(pattern), self.num_layers)
         return tuple(self.window if reach == "local" else None for reach in repeated)
 
     @property
     def precise(self) -> tuple[bool, ...]:
-        """Of each layer, whether it is one of `high_precision_layers`."""
+        """Whether each layer is one of `high_precision_layers`."""
         ends = {"first": 0, "last": self.num_layers - 1}
-        kept = {ends.get(str(layer), layer) for layer in self.high_precision_layers}
-        return tuple(layer in kept for layer in range(self.num_layers))
+        precise = {ends.get(str(layer), layer) for layer in self.high_precision_layers}
+        return tuple(layer in precise for layer in range(self.num_layers))
 
     @property
     def rotary_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""Which shapes and choices of a GPT go together."""
+"""The rules by which shapes and choices of a GPT can be combined."""
 
 from collections.abc import Iterator
 from operator import attrgetter
@@ -9,9 +9,9 @@ from model.config import ModelConfig
 
 
 class BrokenRule(NamedTuple):
-    """A setting, by its dotted name, that does not go together with others.
+    """A setting, by its dotted name, whose value conflicts with other settings.
 
-    The text states the rule, which also reads these other fields, and the remedy.
+    The text states the rule and the remedy. The rule also reads the fields `reads`.
     """
 
     field: str
@@ -25,7 +25,7 @@ _Rule = tuple[bool, str, tuple[str, ...], str]
 
 
 def broken_rules(model: ModelConfig) -> list[BrokenRule]:
-    """List the settings that do not go together."""
+    """Return the rules that a config breaks."""
     rules = *_shape_rules(model), *_choice_rules(model), *_expert_rules(model)
     return [
         BrokenRule(field, attrgetter(field)(model), text, reads)
@@ -66,19 +66,20 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
         "is for local layers, but there are none; set model.window",
     )
     scaling = model.rope_scaling
-    turns = scaling.kind in (Scaling.llama3, Scaling.yarn)
+    depends_on_turns = scaling.kind in (Scaling.llama3, Scaling.yarn)
     yield (
-        not turns or scaling.original_length is not None,
+        not depends_on_turns or scaling.original_length is not None,
         "rope_scaling.original_length",
         ("rope_scaling.kind",),
         f"must be set with model.rope_scaling.kind={scaling.kind}: how long rows "
         "were when the model was trained without it",
     )
+    fast_turns = scaling.fast_turns_or_default
     yield (
-        not turns or scaling.slow_turns < scaling.most_turns,
+        not depends_on_turns or scaling.slow_turns < fast_turns,
         "rope_scaling.slow_turns",
         ("rope_scaling.kind", "rope_scaling.fast_turns"),
-        f"must be below model.rope_scaling.fast_turns={scaling.most_turns:g}",
+        f"must be below model.rope_scaling.fast_turns={fast_turns:g}",
     )
     yield (
         model.layer_pattern is None or model.window is not None,
@@ -100,17 +101,17 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
         (),
         "must be float32 or bfloat16",
     )
-    kept, dtype = model.high_precision_layers, model.compute_dtype
+    precise_layers, dtype = model.high_precision_layers, model.compute_dtype
     yield (
-        not kept or dtype in ("float8", "int8"),
+        not precise_layers or dtype in ("float8", "int8"),
         "high_precision_layers",
         ("compute_dtype",),
         f"must be [] with model.compute_dtype={dtype}: it only leaves layers out of "
         "float8 or int8",
     )
-    numbers = [layer for layer in kept if isinstance(layer, int)]
+    layer_numbers = [layer for layer in precise_layers if isinstance(layer, int)]
     yield (
-        {*numbers} <= {*range(model.num_layers)} and not all(model.precise),
+        {*layer_numbers} <= {*range(model.num_layers)} and not all(model.precise),
         "high_precision_layers",
         ("num_layers",),
         f"must be first, last, or numbers below model.num_layers={model.num_layers},"

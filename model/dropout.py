@@ -20,7 +20,7 @@ from model.execution import CallContext
 def drop(
     x: Float[Array, "B T *dims"], rate: float, site: str, call: CallContext
 ) -> Float[Array, "B T *dims"]:
-    """Set a fraction of the elements to zero, and scale the others to the same mean.
+    """Return x with a fraction of zeros, and the rest scaled to keep the mean.
 
     Different sites, which are places in a layer, drop independently.
     """

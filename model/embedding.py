@@ -29,7 +29,7 @@ class Table(nnx.Module):
         rngs: nnx.Rngs,
         padding: int = 0,
     ):
-        """Draw rows of `size` ids from N(0, std²). The padding rows after are zero.
+        """Draw rows of `size` ids from N(0, std²). The last `padding` rows are zero.
 
         The logical axis of the ids is `axis`.
         """

@@ -1,6 +1,6 @@
 """How a model is run, as opposed to what it computes.
 
-`Execution` is settled once per program. `CallContext` belongs to one call of a layer.
+`Execution` is fixed once per program. `CallContext` belongs to one call of a layer.
 """
 
 from typing import NamedTuple
@@ -29,9 +29,9 @@ from model.taps import Taps
 class Numerics(NamedTuple):
     """The dtypes of a program.
 
-    activation_dtype: that of activations between layers.
-    compute_dtype: that of the operands of products, and of gathered weights.
-    reduce_dtype: that in which gradients of weights travel between devices.
+    activation_dtype: the dtype of activations between layers.
+    compute_dtype: the dtype of the operands of products, and of gathered weights.
+    reduce_dtype: the dtype in which gradients of weights travel between devices.
     quantization: how linear layers multiply in eight bits, or None.
     expert_quantization: the same for the matrices of experts, float8 or None.
     """
@@ -50,13 +50,13 @@ class Numerics(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """How a program runs the model. None of its choices is `auto`.
+    """How a program runs the model. Every `auto` is already resolved.
 
     context_attention: how devices that share rows attend to each other's keys.
     expert_exchange: how tokens reach experts on other devices.
     grouped: the kernel of products of rows that are grouped by expert.
-    remat: what the backward pass recomputes, or the names of what is saved for it.
-    offload: the names of what is saved in host memory.
+    remat: what the backward pass recomputes, or the names of the saved results.
+    offload: the names of the results that are saved in host memory.
     pipeline_microbatches: the number of microbatches that pass through the stages.
     pipeline_repeats: how often each microbatch passes through all stages.
     """
@@ -73,12 +73,12 @@ class Execution(NamedTuple):
     pipeline_repeats: int = 1
 
     def weight_placement(self, axes: tuple[str, ...]) -> WeightPlacement:
-        """Return where a weight with these logical axes lies, and its collectives."""
+        """Return the sharding and the collectives of a weight with these axes."""
         placement = self.placement
         sharded_dims = placement.sharded_dims(axes)
         automatic_spec = placement.param_spec(axes)
         if any(automatic_spec[dim] for dim, _ in sharded_dims):
-            # XLA decides the order of the parts of a dim with both kinds of axes.
+            # XLA decides the order of the shards of a dim with both kinds of axes.
             automatic_spec = PartitionSpec()
         return WeightPlacement(
             sharded_dims=sharded_dims,
@@ -96,7 +96,7 @@ class Execution(NamedTuple):
 class CallContext(NamedTuple):
     """Values of one call of the model that all of its layers read.
 
-    segment_ids_BT: int32 document of each position. None means one document in a row.
+    segment_ids_BT: int32 document id of each position. None: each row is one document.
     rotations: the rotations of queries and keys, if positions are rotary.
     keys_BT: a random key for each position, for dropout and stochastic rounding.
         Without keys nothing is dropped, and values are rounded to the nearest.
@@ -115,12 +115,12 @@ class CallContext(NamedTuple):
     high_precision: bool = False
 
     def note(self, name: str, x: jax.Array) -> None:
-        """Record how large a result of a layer is, if there are taps."""
+        """Record the largest absolute value of a result, if there are taps."""
         if self.taps is not None:
             self.taps.note(name, x)
 
     def fold_in(self, number: int | jax.Array) -> "CallContext":
-        """Return the context with the keys of a numbered part of the program."""
+        """Return the context with a number folded into its random keys."""
         if self.keys_BT is None:
             return self
         fold_in = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)), (0, None))

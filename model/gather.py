@@ -1,7 +1,7 @@
 """The collectives of weights: gather in the forward pass, reduce-scatter of gradients.
 
-Of a weight W[D_fsdp, F] a device holds W[D/fsdp, F]. The weight is gathered where it is
-used, once in each pass, in the compute dtype, and lives no longer than its products.
+A device holds the shard W[D/fsdp, F] of a weight W[D_fsdp, F]. Each pass gathers the
+weight once, in the compute dtype, and drops it after the products that use it.
 Each device has the gradient dW[D, F] of its local rows. A reduce-scatter sums it over
 devices, in the reduce dtype, to dW[D/fsdp, F]. If both were left to XLA's partitioner,
 their form, and with it the bytes sent, would depend on the number of devices
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 _SUBLANES, _LANES = 8, 128  # A TPU's vectors have this size, along the last two dims.
-_SMALL = 2**25  # Smaller weights, in bytes, are gathered in other steps (docs/log).
+_SMALL_BYTES = 2**25  # Smaller weights are gathered in other steps (docs/log).
 
 
 class AxisSteps(NamedTuple):
@@ -30,10 +30,10 @@ class AxisSteps(NamedTuple):
 
     A reduce-scatter over n devices in steps of (p, q) first sums over p devices that
     are far apart, then over q neighbours. A gather takes the steps in reverse. The last
-    number is the number of slices that the axis crosses, with neighbours in different
-    slices (train/mesh.py).
+    number of a tuple is the number of slices that the axis crosses; neighbours are in
+    different slices (train/mesh.py).
 
-    `small` are the steps of gathering a small weight.
+    `small` are the steps in which a small weight is gathered.
     """
 
     axis: str
@@ -43,7 +43,7 @@ class AxisSteps(NamedTuple):
 
 
 class CollectiveStep(NamedTuple):
-    """One collective: the dim, the mesh axis, and the groups along it (None: all)."""
+    """One collective along a mesh axis, in groups of its devices (None: one group)."""
 
     dim: int
     axis: str
@@ -55,11 +55,11 @@ class WeightPlacement(NamedTuple):
 
     sharded_dims: pairs (dim, manual mesh axes that shard it).
     replica_axes: the manual mesh axes over which the weight is replicated and
-        `reduce_scatter` sums its gradient too.
-    reduce_dtype: the dtype of the gradient between devices.
+        `reduce_scatter` also sums its gradient.
+    reduce_dtype: the dtype in which the gradient travels between devices.
     automatic_spec: the sharding over automatic mesh axes.
     gather_again: whether the backward pass gathers the weight again. Otherwise the
-        forward pass keeps what it gathered.
+        forward pass saves the gathered weight.
     platform: the platform that XLA compiles for.
     axis_steps: the mesh axes along which collectives take several steps.
     """
@@ -78,19 +78,19 @@ class WeightPlacement(NamedTuple):
         return tuple(axis for _, axes in self.sharded_dims for axis in axes)
 
     def without_dims(self, dims: Collection[int]) -> "WeightPlacement":
-        """Return a placement that leaves these dims sharded."""
-        gathered = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
-        return self._replace(sharded_dims=gathered)
+        """Return a placement whose `gather` leaves these dims sharded."""
+        gathered_dims = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
+        return self._replace(sharded_dims=gathered_dims)
 
     def gather(self, local: jax.Array) -> jax.Array:
-        """Return the whole weight, over the manual axes, from its local part."""
+        """Return the weight, gathered over the manual axes, from its local shard."""
         if not self.sharded_dims:
             return local
         return on_shards(self._gather, self.automatic_spec)(local)
 
     def _gather(self, local: jax.Array) -> jax.Array:
-        parts = math.prod(jax.lax.psum(1, axes) for _, axes in self.sharded_dims)
-        form = "small" if parts * local.nbytes < _SMALL else "gather"
+        num_shards = math.prod(jax.lax.psum(1, axes) for _, axes in self.sharded_dims)
+        form = "small" if num_shards * local.nbytes < _SMALL_BYTES else "gather"
         for dim, axis, groups in reversed([*self._steps(form)]):
             gather = partial(
                 jax.lax.all_gather, axis_name=axis, axis_index_groups=groups, tiled=True
@@ -98,11 +98,11 @@ class WeightPlacement(NamedTuple):
             if self.platform == "tpu":
                 local = weight_of_rows(gather(rows_of(local, dim)), local.shape, dim)
             else:
-                local = gather(self._in_order(local, dim), axis=dim)
+                local = gather(self._constrain_to_row_major(local, dim), axis=dim)
         return local
 
     def reduce_scatter(self, gradient: jax.Array) -> jax.Array:
-        """Return the local part of a gradient, summed over devices, in its dtype."""
+        """Return the local shard of a gradient summed over devices, in its dtype."""
         if not self.sharded_dims and not self.replica_axes:
             return gradient
         reduce = on_shards(self._reduce_scatter, self.automatic_spec)
@@ -116,11 +116,11 @@ class WeightPlacement(NamedTuple):
             for _, axis, groups in steps:
                 scatter = partial(jax.lax.psum_scatter, axis_index_groups=groups)
                 sums = scatter(sums, axis, scatter_dimension=dim, tiled=True)
-            sums = self._in_order(sums, dim)
+            sums = self._constrain_to_row_major(sums, dim)
         return jax.lax.psum(sums, self.replica_axes) if self.replica_axes else sums
 
-    def _in_order(self, x: jax.Array, dim: int) -> jax.Array:
-        """Constrain a weight on a GPU to the layout that has its dims in order.
+    def _constrain_to_row_major(self, x: jax.Array, dim: int) -> jax.Array:
+        """Constrain a weight on a GPU to the row-major layout.
 
         NCCL gathers and scatters along the outermost dim. To make another dim the
         outermost one, XLA:GPU would transpose the weights of all layers at once, before
@@ -134,10 +134,10 @@ class WeightPlacement(NamedTuple):
         self, form: Literal["gather", "small", "scatter"]
     ) -> Iterator[CollectiveStep]:
         """Yield the steps of a gather or a scatter, in the order of a scatter."""
-        sizes = {steps.axis: getattr(steps, form) for steps in self.axis_steps}
+        group_sizes = {steps.axis: getattr(steps, form) for steps in self.axis_steps}
         for dim, axes in self.sharded_dims:
             for axis in axes:
-                for groups in nested(sizes.get(axis, ())):
+                for groups in scatter_groups(group_sizes.get(axis, ())):
                     yield CollectiveStep(dim, axis, groups)
 
 
@@ -149,9 +149,9 @@ def on_shards(
 ) -> Callable[[jax.Array], jax.Array]:
     """Return a function that runs on each shard over the automatic axes.
 
-    Array and result are sharded over these axes by `automatic_spec`. Otherwise XLA's
-    partitioner gathers an array over its automatic axes before a collective over manual
-    ones.
+    `automatic_spec` is the sharding of the array and the result. Without `shard_map`,
+    XLA's partitioner would gather an array over its automatic axes before a collective
+    over manual axes.
     """
     if not any(automatic_spec):
         return function
@@ -165,21 +165,22 @@ def _scatter_rows(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
     dim = steps[0].dim
     shape, rows = sums.shape, rows_of(sums, dim)
     size = rows.shape[-1]
-    # Pad once for all steps: XLA would sum what is cut and padded between them.
-    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -size % multiple(size))])
+    padding = -size % padding_multiple(size)
+    # Pad once for all steps: XLA would also sum padding that is added between them.
+    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, padding)])
     for _, axis, groups in steps:
-        # Along lanes it would be an all-reduce.
+        # XLA would replace a scatter along lanes by an all-reduce.
         rows = with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
         rows = jax.lax.psum_scatter(rows, axis, tiled=True, axis_index_groups=groups)
     return weight_of_rows(rows[..., :size], shape, dim)
 
 
 def rows_of(x: jax.Array, dim: int) -> jax.Array:
-    """Return x with the dim first along which a TPU gathers or scatters.
+    """Return x with `dim` first, which is how a TPU gathers or scatters along it.
 
     Collectives should not divide the lanes, which are the last dim. If the last two
     dims fill vectors only in part (heads of 64 dims, or four heads), all dims but the
-    first become one. Otherwise the padding of vectors would travel too, and XLA would
+    first are merged. Otherwise the padding of vectors would travel too, and XLA would
     replace a scatter by an all-reduce.
     """
     x = jnp.moveaxis(x, dim, 0)
@@ -193,13 +194,13 @@ def weight_of_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Arr
     return jnp.moveaxis(rows.reshape(-1, *row_shape), 0, dim)
 
 
-def nested(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
+def scatter_groups(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
     """Return the groups of devices along an axis for each step of a scatter.
 
-    The first steps are between devices that are far apart, then between neighbours, and
-    device i ends with part i. Slices come last, when each chip has the least left.
-    The sizes are the numbers of devices in a group of each step. () means one step, and
-    groups of None mean one group of all devices.
+    The first steps are between devices that are far apart, the later steps between
+    neighbours, so that device i ends with shard i. Slices come last, when each chip has
+    the least to send. `sizes` are the numbers of devices in a group of each step; ()
+    means one step. Groups of None mean one group of all devices.
     """
     steps = [n for n in sizes if n > 1]
     if len(steps) < 2:
@@ -210,7 +211,7 @@ def nested(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
     ]
 
 
-def multiple(size: int) -> int:
+def padding_multiple(size: int) -> int:
     """Return the padding multiple for the last dim of a TPU reduce-scatter.
 
     XLA halves this dim until it has at most about 90 tiles of lanes, and replaces a

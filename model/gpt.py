@@ -1,7 +1,7 @@
 """A GPT, from tokens to logits.
 
-GPT-2, or Llama/Qwen-style, by config. Layers are stacked and run by one `lax.scan`, so
-compile time does not grow with depth.
+The config chooses the style of GPT-2 or of Llama and Qwen. Layers are stacked and run
+by one `lax.scan`, so compile time does not grow with depth.
 
 Shapes: B batch, T time, D embed, V vocab, L layers, P rotary pairs, K key/value heads,
 H head dim.
@@ -31,12 +31,12 @@ from model.rope import Rotations, rotations
 from model.stacks import LayerKinds, depth_of, groups_of, make_stack, run_stacks
 
 _HEAD = "btd,dv->btv"
-# Keys and values [L, B, S, K, H] for each place in a group of layers.
+# Keys and values [L, B, S, K, H] for each slot of a group of layers.
 Cache = tuple[KeysValues, ...]
 
 
 class GPT(nnx.Module):
-    """The model. `vocab_size` and, with learned positions, the length must be set."""
+    """The model. `vocab_size` and, with learned positions, the length are required."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Draw every parameter."""
@@ -50,17 +50,17 @@ class GPT(nnx.Module):
         assert length or not learned, "settled by train/config"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
-        # Layers with different parameters are different stacks. Groups of layers may
-        # end with a layer of experts, after layers without.
-        experts, first = config.expert_layers, config.layers_before_experts
-        in_groups = config.num_layers - first - experts if experts else 0
-        last = config.num_layers - first - in_groups
+        # Layers with different kinds of parameters form different stacks. A group of
+        # layers may have layers without experts before its layer with experts.
+        num_expert, num_dense = config.expert_layers, config.layers_before_experts
+        num_between = config.num_layers - num_dense - num_expert if num_expert else 0
+        num_last = config.num_layers - num_dense - num_between
 
         def stack(depth: int) -> Block | None:
             return make_stack(config, depth, False, rngs) if depth else None
 
-        self.dense_layers, self.layers_between = stack(first), stack(in_groups)
-        self.layers = make_stack(config, last, experts > 0, rngs)
+        self.dense_layers, self.layers_between = stack(num_dense), stack(num_between)
+        self.layers = make_stack(config, num_last, num_expert > 0, rngs)
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
 
@@ -73,10 +73,10 @@ class GPT(nnx.Module):
         cache: Cache | None = None,
         call: CallContext = NO_CONTEXT,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Routing | None]:
-        """Return the features, in the activation dtype, of all layers.
+        """Return the features after all layers and the norm, in the activation dtype.
 
-        Also return the longer cache if one is given, and the routing of the layers that
-        have experts. Positions count from 0 in each document.
+        Also return the longer cache if a cache is given, and the routing of the layers
+        that have experts. Positions count from 0 in each document.
         """
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
@@ -93,8 +93,8 @@ class GPT(nnx.Module):
             rotations=None if pipelined else self._rotations(positions_BT),
         )
         longer_caches, routing = list[KeysValues](), None
-        for number, (stacks, kinds) in enumerate(self._loops):
-            loop_call = call.fold_in(number)
+        for loop_number, (stacks, kinds) in enumerate(self._loops):
+            loop_call = call.fold_in(loop_number)
             if pipelined:
                 x_BTD, routing = self._run_stages(
                     stacks, x_BTD, positions_BT, execution, loop_call, kinds=kinds
@@ -113,7 +113,7 @@ class GPT(nnx.Module):
                 caches=caches,
             )
             longer_caches += caches or []
-        # Otherwise XLA may shard the result of the norm like its scale.
+        # Unconstrained, the result of the norm may be sharded like the scale.
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(longer_caches) or None, routing
 
@@ -153,7 +153,7 @@ class GPT(nnx.Module):
 
     @property
     def _loops(self) -> list[tuple[list[Block], LayerKinds]]:
-        """The stacks that each loop over layers runs, and the kinds of their layers."""
+        """The stacks of each loop over layers, and the kinds of their layers."""
         num_dense = self.config.layers_before_experts
         local = [window is not None for window in self.config.windows]
         precise, loops = self.config.precise, []
@@ -208,9 +208,9 @@ class GPT(nnx.Module):
             groups, sizes = groups_of(stacks)
             shape = (groups, batch, length, config.kv_heads, config.head_size)
             zeros = jnp.zeros(shape, execution.numerics.activation_dtype)
-            none = jnp.zeros((groups,), jnp.int32)
+            lengths = jnp.zeros((groups,), jnp.int32)
             first = None if first_B is None else jnp.tile(first_B, (groups, 1))
-            caches += [KeysValues(zeros, zeros, none, first)] * sum(sizes)
+            caches += [KeysValues(zeros, zeros, lengths, first)] * sum(sizes)
         return tuple(caches)
 
 
@@ -220,7 +220,7 @@ def project(
     config: ModelConfig,
     execution: Execution,
 ) -> Float[Array, "B T V"]:
-    """Return float32 logits [B, T, vocab_rows], those of padding included."""
+    """Return float32 logits [B, T, vocab_rows], including those of padding."""
     spec = "btd,vd->btv" if config.tied_head else _HEAD
     compute = execution.numerics.compute_dtype
     logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, compute)
@@ -269,15 +269,16 @@ def num_params(config: ModelConfig) -> int:
 
 
 def num_active_params(config: ModelConfig) -> int:
-    """Count the parameters that one token uses: of experts, those that it chooses."""
+    """Count the parameters that one token uses: only the experts that it chooses."""
     sizes = ((info, info.size(shape)) for info, shape in _shapes(config))
-    return sum(size * taken(info, config) // config.num_experts for info, size in sizes)
+    experts = config.num_experts
+    return sum(size * active_parts(info, config) // experts for info, size in sizes)
 
 
-def taken(info: ParamInfo, config: ModelConfig) -> int:
-    """Return how many of `num_experts` parts of a parameter a token uses."""
-    is_of_experts = info.stack > info.stacked
-    return config.experts_per_token if is_of_experts else config.num_experts
+def active_parts(info: ParamInfo, config: ModelConfig) -> int:
+    """Return how many of `num_experts` equal parts of a parameter a token uses."""
+    has_experts = info.stack_dims > info.stacked
+    return config.experts_per_token if has_experts else config.num_experts
 
 
 def _shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:

@@ -31,7 +31,7 @@ class Normalize(nnx.Module):
     """LayerNorm or RMSNorm over the last dims, in float32."""
 
     def __init__(self, config: ModelConfig, kind: Norm, **dims: int):
-        """Start as the identity, over dims that are named by their axes."""
+        """Make a norm of the last dims, whose sizes are given by logical axis."""
         dtype, shape = jnp.dtype(config.param_dtype), tuple(dims.values())
         info = ParamInfo(tuple(dims), Kind.vector)
         self.epsilon = config.norm_epsilon
@@ -44,7 +44,7 @@ class Normalize(nnx.Module):
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-        """Normalize x over its last dims; the dtype stays."""
+        """Return x, normalized over its last dims, in its dtype."""
         with part_scope("norm"):
             y = x.astype(jnp.float32)
             if self.centred:
@@ -59,7 +59,7 @@ class Normalize(nnx.Module):
 
 
 def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
-    """Return initial stds of a matrix: in general, and into the residual stream.
+    """Return the initial stds of a matrix: ordinary, and into the residual stream.
 
     Source: GPT-2 report, section 2.3, for the factor 1/sqrt(2 L).
     """
@@ -87,25 +87,25 @@ class SelfAttention(nnx.Module):
         dtype = jnp.dtype(config.param_dtype)
 
         bias = config.bias or config.qkv_bias
-        inward = partial(Linear, std=std, bias=bias, dtype=dtype, rngs=rngs)
-        axes, kv_axes = (
+        linear_in = partial(Linear, std=std, bias=bias, dtype=dtype, rngs=rngs)
+        query_axes, kv_axes = (
             ("embed", heads, "head_dim") for heads in ("heads", "kv_heads")
         )
-        self.query = inward("query", "btd,dnh->btnh", (D, N, H), axes)
-        self.key = inward("key", "btd,dkh->btkh", (D, K, H), kv_axes)
-        self.value = inward("value", "btd,dkh->btkh", (D, K, H), kv_axes)
-        outward = partial(Linear, std=residual_std, bias=config.bias, dtype=dtype)
+        self.query = linear_in("query", "btd,dnh->btnh", (D, N, H), query_axes)
+        self.key = linear_in("key", "btd,dkh->btkh", (D, K, H), kv_axes)
+        self.value = linear_in("value", "btd,dkh->btkh", (D, K, H), kv_axes)
+        linear_out = partial(Linear, std=residual_std, bias=config.bias, dtype=dtype)
         axes = ("heads", "head_dim", "embed")
-        self.output = outward("output", "btnh,nhd->btd", (N, H, D), axes, rngs=rngs)
+        self.output = linear_out("output", "btnh,nhd->btd", (N, H, D), axes, rngs=rngs)
 
-        def norm(**heads: int) -> Normalize | None:
+        def make_norm(**heads: int) -> Normalize | None:
             if not config.qk_norm:
                 return None
             over_head = config.qk_norm_over is NormSpan.head
             dims = {"head_dim": H} if over_head else heads | {"head_dim": H}
             return Normalize(config, Norm.rmsnorm, **dims)
 
-        self.query_norm, self.key_norm = norm(heads=N), norm(kv_heads=K)
+        self.query_norm, self.key_norm = make_norm(heads=N), make_norm(kv_heads=K)
         self.query_scale = (H / (config.query_scale_dim or H)) ** 0.5
         self.window, self.soft_cap = config.window, config.attention_soft_cap
         self.dropout = config.dropout.attention
@@ -121,7 +121,7 @@ class SelfAttention(nnx.Module):
         cache: KeysValues | None,
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Attend to x, and with a cache to earlier positions; return the longer cache.
+        """Return the attention over x and cached positions, and the longer cache.
 
         A local layer sees only the window.
         """
@@ -135,7 +135,7 @@ class SelfAttention(nnx.Module):
         if self.query_scale != 1:
             q_BTNH = q_BTNH * self.query_scale
         if call.rotations is not None:
-            rotation = call.rotations.of(local)
+            rotation = call.rotations.for_layer(local)
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
         options: dict[str, Any] = {
             "window": self.window if local is not False else None,
@@ -144,7 +144,7 @@ class SelfAttention(nnx.Module):
             "sinks_N": None if self.sinks is None else self.sinks[...],
         }
         if cache is None:
-            dropping = partial(drop, rate=self.dropout, site="weights", call=call)
+            drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)
             o_BTNH = attention(
                 q_BTNH,
                 k_BTKH,
@@ -154,7 +154,7 @@ class SelfAttention(nnx.Module):
                 compute=compute,
                 placement=placement,
                 context=execution.context_attention,
-                drop=dropping if self.dropout else None,
+                drop=drop_weights if self.dropout else None,
                 **options,
             )
         else:
@@ -171,7 +171,7 @@ def activate(
     h: Float[Array, "*dims F"],
     gate: Float[Array, "*dims F"] | None,
 ) -> Float[Array, "*dims F"]:
-    """Apply the non-linearity of an MLP: to the gate if there is one.
+    """Return the MLP's hidden values: activation(h), or activation(gate) h if gated.
 
     Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, for clamped_swiglu.
     """
@@ -206,16 +206,16 @@ class MLP(nnx.Module):
         dtype = jnp.dtype(config.param_dtype)
 
         linear = partial(Linear, bias=config.bias, dtype=dtype, rngs=rngs)
-        widening = partial(linear, spec="btd,df->btf", shape=(D, F), std=std)
-        self.up = widening("up", axes=("embed", "mlp"))
-        self.gate = widening("gate", axes=("embed", "mlp")) if config.gated else None
+        to_hidden = partial(linear, spec="btd,df->btf", shape=(D, F), std=std)
+        self.up = to_hidden("up", axes=("embed", "mlp"))
+        self.gate = to_hidden("gate", axes=("embed", "mlp")) if config.gated else None
         axes = ("mlp", "embed")
         self.down = linear("down", "btf,fd->btd", (F, D), axes, std=residual_std)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], execution: Execution, call: CallContext
     ) -> Float[Array, "B T D"]:
-        """Apply position by position."""
+        """Return the result of the MLP, which treats positions independently."""
         h_BTF = saveable(self.up(x_BTD, execution, call), "mlp_up")
         gate_BTF = None
         if self.gate is not None:

@@ -1,4 +1,4 @@
-"""The one way to multiply: every product with a weight, and the linear layer.
+"""The product with a weight that the whole model uses, and the linear layer.
 
 Operands are rounded to the compute dtype, and products accumulate in float32. The
 backward pass rounds the cotangent too, so that all three products of a linear layer run
@@ -43,16 +43,16 @@ def product(
     quantization: Quantization | None = None,
     keys_BT: Key[Array, "B T"] | None = None,
 ) -> Float[Array, "..."]:
-    """Contract two arrays by an einsum of the form "ab,bc->ac", differentiably.
+    """Return the einsum of two arrays, such as "ab,bc->ac". It is differentiable.
 
     Every letter of an operand must also be in the other operand or in the result. With
     quantization, no letter may be in all three.
 
     Operands are rounded to the dtype `compute`, or to eight bits with `quantization`.
     If b is a weight, `placement` says how it is sharded: the product gathers it, and
-    reduce-scatters its gradient. int8 rounds the cotangent stochastically with random
-    keys of the positions of a, and to the nearest without. The result has a's dtype,
-    and each gradient that of its operand.
+    reduce-scatters its gradient. int8 rounds the cotangent stochastically if there are
+    random keys for the positions of a, and to the nearest otherwise. The result has
+    a's dtype, and each gradient has its operand's dtype.
     """
     options = ProductOptions(spec, compute, placement)
     if quantization is None:
@@ -65,7 +65,7 @@ def product(
 
 
 def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
-    """Return a left operand as `product` quantizes it."""
+    """Return a left operand of an einsum, quantized as `product` does it."""
     if dtype is ComputeDtype.float8:
         return to_float8(a, FORWARD, float8_scale(a, FORWARD))
     assert dtype is ComputeDtype.int8
@@ -123,9 +123,9 @@ def gather_weight(
 ) -> jax.Array:
     """Gather a weight in the compute dtype or in float8; reduce-scatter its gradient.
 
-    `product` does so itself. This function is for a weight that is used several times.
-    The result has the dtype of the local part, so that gradients are summed in that
-    dtype. Rounding the result again to the same dtype changes nothing.
+    `product` gathers its weight itself. This function is for a weight that is used
+    several times. The result has the dtype of the local shard, so that gradients are
+    summed in that dtype. Rounding the result a second time changes nothing.
     """
     if float8 is None:
         return placement.gather(local.astype(compute)).astype(local.dtype)
@@ -171,19 +171,19 @@ class Linear(nnx.Module):
     ):
         """Draw the weight from N(0, std²). The bias starts at zero.
 
-        `name` is that of its scope in traced programs, and `spec` the einsum of
-        `product`. The weight has a shape, without padding, and logical axes. `padding`
-        zeros follow the last entry of the last dim.
+        `name` is the scope in traced programs, and `spec` the einsum of `product`.
+        `shape` and `axes` are the weight's shape, without padding, and logical axes.
+        `padding` zeros are appended to the last dim.
         """
         operands, result = spec.split("->")
-        inputs = sum(letter not in result for letter in operands.split(",")[1])
+        num_inputs = sum(letter not in result for letter in operands.split(",")[1])
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
         if padding:
             weight = jnp.pad(weight, [(0, 0)] * (len(shape) - 1) + [(0, padding)])
         self.name, self.spec, self.axes = name, spec, axes
-        self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, inputs, padding))
-        zeros = jnp.zeros(shape[inputs:], dtype)
-        info = ParamInfo(axes[inputs:], Kind.vector)
+        self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, num_inputs, padding))
+        zeros = jnp.zeros(shape[num_inputs:], dtype)
+        info = ParamInfo(axes[num_inputs:], Kind.vector)
         self.bias = nnx.Param(zeros, info=info) if bias else None
 
     def __call__(
@@ -192,7 +192,7 @@ class Linear(nnx.Module):
         execution: Execution,
         call: CallContext = NO_CONTEXT,
     ) -> Float[Array, "..."]:
-        """Apply to x [..., input dims]; the result has x's dtype."""
+        """Return the layer's output for x [..., input dims], in x's dtype."""
         numerics = execution.numerics
         quantization = None if call.high_precision else numerics.quantization
         with part_scope(self.name):
@@ -201,8 +201,7 @@ class Linear(nnx.Module):
                 x_rounded = x.astype(numerics.compute_dtype)
                 x_quantized = rounded(self.spec, x_rounded, quantization.dtype)
                 call.taps.note_rounding(count_rounding(x_rounded, x_quantized))
-            # The product gathers the weight over the devices that share it, and
-            # reduce-scatters its gradient, as this placement says.
+            # The product gathers the weight and reduce-scatters its gradient.
             y = product(
                 self.spec,
                 x,

@@ -1,8 +1,8 @@
 """Metadata of parameters, and the tree of parameters.
 
-After the model is built, parameters are nested dicts of arrays. Those of layers are
-stacked along a leading `layers` dim, whatever loop runs over them, so that checkpoints
-have one layout.
+After the model is built, parameters are nested dicts of arrays. The parameters of
+layers are stacked along a leading `layers` dim, whatever loop runs over them, so that
+checkpoints have one layout.
 """
 
 import math
@@ -39,8 +39,8 @@ class Kind(StrEnum):
 class ParamInfo(NamedTuple):
     """Metadata of a parameter.
 
-    inputs: the number of contracted dims of a matrix. They come first, after `stack`.
-    padding: the number of last entries along `vocab` that only pad the vocabulary.
+    inputs: the number of contracted dims of a matrix. They follow the stack dims.
+    padding: the number of entries at the end of `vocab` that only pad the vocabulary.
     """
 
     axes: tuple[str, ...]
@@ -50,19 +50,19 @@ class ParamInfo(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether the first dim counts layers."""
+        """Whether the first dim indexes layers."""
         return self.axes[0] == "layers"
 
     @property
-    def stack(self) -> int:
-        """The number of leading dims that count layers or experts."""
+    def stack_dims(self) -> int:
+        """The number of leading dims that index layers or experts."""
         axes = self.axes[self.stacked :]
         return self.stacked + (len(axes) > 1 and axes[0] == "experts")
 
     @property
     def split(self) -> int:
-        """The first output dim of a matrix, or the columns of a table."""
-        return self.stack + max(1, self.inputs)
+        """The index of a matrix's first output dim, or of the columns of a table."""
+        return self.stack_dims + max(1, self.inputs)
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Count the parameters in an array of this shape, without its padding."""
@@ -88,11 +88,11 @@ def param_infos(model: nnx.Module) -> dict[str, Any]:
 
 
 def in_layer_order(stacks: Mapping[str, Float[Array, "_"]]) -> Float[Array, "_"]:
-    """Return the values of all stacks' layers in the order of layers."""
-    dense, plain, last = (stacks.get(name) for name in STACKED)
+    """Return the values of all layers, given by stack, in the order of layers."""
+    dense, between, last = (stacks.get(name) for name in STACKED)
     assert last is not None
-    if plain is not None:
-        groups = plain.reshape(last.size, -1), last.reshape(-1, 1)
+    if between is not None:
+        groups = between.reshape(last.size, -1), last.reshape(-1, 1)
         last = jnp.concatenate(groups, axis=1).ravel()
     return last if dense is None else jnp.concatenate([dense, last])
 

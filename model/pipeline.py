@@ -9,10 +9,10 @@ microbatches pass through all stages R times. This takes R M + S - 1 iterations,
 R-th as long.
 
 A device starts with its local rows of the batch, which are M/S microbatches. In each
-iteration, one of them moves one stage towards the first stage, and the output of the
-last stage moves in after them. In the end, each device has the features of its local
-rows. In the bubble a stage computes on zeros, which add zeros to every gradient, and
-the output is not read.
+iteration, each device sends one of them to the previous stage, and the last stage keeps
+its output in the place that becomes free. In the end, each device has the features of
+its local rows. In the bubble a stage computes on zeros, which add zeros to every
+gradient, and the output is not read.
 
 Source: GPipe, arXiv:1811.06965; circular stages: arXiv:2104.04473, section 2.2.
 
@@ -32,7 +32,7 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.remat import rematerialized_stage
 from model.scopes import part_scope
-from model.taps import Noted, Taps
+from model.taps import Figures, Taps
 
 # (parameters, x, rows, group, call) -> (x, routing), for one microbatch.
 Run = Callable[
@@ -60,8 +60,8 @@ def run_pipeline(
     """Run layers that are sharded over the stages of a pipeline.
 
     `run` runs a group of layers on one microbatch; groups are numbered over all stages.
-    `params` is a tree of the local layers, [L/S, ...] each. x_BTD, `rows`, which is a
-    tree of int32 [B, T], and `call` are those of local rows.
+    `params` is a tree of local parameters [L/S, ...]. x_BTD, `rows` (a tree of int32
+    [B, T]) and `call` hold the local rows.
 
     Returns:
         The output of the last layer for local rows, and the routing of all L layers:
@@ -71,10 +71,10 @@ def run_pipeline(
     assert axis is not None
     S, M = jax.lax.psum(1, axis), execution.pipeline_microbatches
     R = execution.pipeline_repeats
-    turns, waits, stage = M // S, (M - S) * (R > 1), jax.lax.axis_index(axis)
+    num_local, num_waiting, stage = M // S, (M - S) * (R > 1), jax.lax.axis_index(axis)
     to_next = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
     to_previous = [(s, s - 1) for s in range(1, S)]
-    stream = x_BTD.reshape(turns, -1, *x_BTD.shape[1:])
+    stream = x_BTD.reshape(num_local, -1, *x_BTD.shape[1:])
 
     microbatches = _gather_microbatches(rows, call, axis, shape=(M, stream.shape[1]))
     if R > 1:
@@ -84,41 +84,41 @@ def run_pipeline(
 
     def iterate(carry, t: jax.Array):
         stream, arrived, waiting = carry
-        number = t - stage  # The stage's pass, counted over repeats: M in each.
+        number = t - stage  # The stage's pass, of which each repeat has M.
         is_busy = (number >= 0) & (number < R * M)
-        entering = first = _at(stream, t % turns)
+        entering = outgoing = _read(stream, t % num_local)
         if R > 1:
-            repeated = _at(waiting, t % waits) if waits else arrived
-            entering = jnp.where(t < M, first, repeated)
+            repeated = _read(waiting, t % num_waiting) if num_waiting else arrived
+            entering = jnp.where(t < M, outgoing, repeated)
         x = jnp.where(stage == 0, entering, arrived)
         x = jnp.where(is_busy, x, 0)
-        microbatch = jax.tree.map(lambda ids: _at(ids, number % M), microbatches)
+        microbatch = jax.tree.map(lambda ids: _read(ids, number % M), microbatches)
         repeat = jnp.clip(number // M, 0, R - 1)
-        y, routing, noted = run_stage(params, x, microbatch, repeat)
-        if waits:
-            waiting = _put(waiting, arrived, t % waits)
+        y, routing, figures = run_stage(params, x, microbatch, repeat)
+        if num_waiting:
+            waiting = _write(waiting, arrived, t % num_waiting)
         with part_scope("pipeline"):
             arrived = jax.lax.ppermute(y, axis, to_next)
-            following = jax.lax.ppermute(first, axis, to_previous)
-        stream = _put(stream, jnp.where(stage == S - 1, y, following), t % turns)
-        return (stream, arrived, waiting), (routing, noted)
+            incoming = jax.lax.ppermute(outgoing, axis, to_previous)
+        stream = _write(stream, jnp.where(stage == S - 1, y, incoming), t % num_local)
+        return (stream, arrived, waiting), (routing, figures)
 
     arrived = jnp.zeros_like(stream[0])
-    start = stream, arrived, jnp.zeros((waits, *arrived.shape), arrived.dtype)
+    start = stream, arrived, jnp.zeros((num_waiting, *arrived.shape), arrived.dtype)
     with jax.named_scope("stages"):
         iterations = jnp.arange(R * M + S - 1)
         (stream, _, _), outputs = jax.lax.scan(iterate, start, iterations)
     # The last stage began S - 1 iterations late, which shifted its outputs.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
-    routing, noted = outputs
+    routing, figures = outputs
     local_layers = partial(_local_layers, stage=stage, sizes=(R, S, M))
-    return x_BTD, _reduce_stages(routing, noted, local_layers, call.taps, axis)
+    return x_BTD, _reduce_stages(routing, figures, local_layers, call.taps, axis)
 
 
 def _gather_microbatches(
     rows: Any, call: CallContext, axis: str, *, shape: tuple[int, int]
 ) -> _Microbatch:
-    """Gather what layers read of all microbatches, each array as [M, rows, ...]."""
+    """Return what layers read of all microbatches, gathered to [M, rows, ...]."""
 
     def gather(ids_BT: jax.Array) -> jax.Array:
         gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
@@ -140,10 +140,10 @@ def _make_stage(
     def run_stage(
         params: Any, x: jax.Array, microbatch: _Microbatch, repeat: jax.Array
     ):
-        # A slice is taken even if there is only one group. Otherwise jax would compute
+        # Slice the layers even if there is only one group. Otherwise jax would compute
         # values that do not depend on the iteration, such as gathered weights, before
         # the loop, and keep them.
-        group = jax.tree.map(lambda layers: _group(layers, repeat, repeats), params)
+        group = jax.tree.map(lambda w: _slice_group(w, repeat, repeats), params)
         rows, segment_ids_BT, data_BT = microbatch
         stage_call = call._replace(
             segment_ids_BT=segment_ids_BT,
@@ -151,25 +151,25 @@ def _make_stage(
             taps=None if call.taps is None else Taps(),
         )
         y, routing = run(group, x, rows, repeat * stages + stage, stage_call)
-        return y, routing, stage_call.taps and stage_call.taps.of_stacks()
+        return y, routing, stage_call.taps and stage_call.taps.all_figures()
 
     return rematerialized_stage(run_stage, execution.remat)
 
 
 def _reduce_stages(
     routing: Routing | None,
-    noted: Noted | None,
+    figures: Figures | None,
     local_layers: Callable[..., Any],
     taps: Taps | None,
     axis: str,
 ) -> Routing | None:
-    """Record the figures of all layers, and return their load and the local loss."""
-    if taps is not None and noted is not None:
-        noted = noted.reduced(
+    """Record the figures of all layers. Return the load of all and the local loss."""
+    if taps is not None and figures is not None:
+        figures = figures.reduced(
             lambda values: jax.lax.pmax(local_layers(values, jnp.max), axis),
             lambda values: jax.lax.psum(local_layers(values, jnp.mean), axis),
         )
-        taps.put(noted)
+        taps.add_stack(figures)
     if routing is None:
         return None
     load, loss = jax.tree.map(local_layers, routing)
@@ -195,12 +195,12 @@ def _local_layers(
 
 
 def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
-    """Exchange groups of layers, so that each stage has every S-th group.
+    """Return parameters exchanged between stages, so that each has every S-th group.
 
     The state always holds neighbouring layers on a device, so that checkpoints have one
     layout for any number of repeats. The step converts W[L/S, ...] to the order in
-    which layers run, and its gradient back. The R groups of each device are exchanged
-    in R permutes, in each of which every device sends one group and receives one.
+    which layers run, and its gradient back. There are R permutes, and in each of them
+    every device sends one group and receives one.
     """
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)
@@ -208,27 +208,27 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
     def interleave(local: jax.Array) -> jax.Array:
         groups = local.reshape(repeats, -1, *local.shape[1:])
         result = jnp.zeros_like(groups)
-        for first in range(repeats):
-            sent = [(first + s // period) % repeats for s in range(S)]
+        for offset in range(repeats):
+            sent = [(offset + s // period) % repeats for s in range(S)]
             numbers = [s * repeats + i for s, i in enumerate(sent)]
             pairs = [(s, number % S) for s, number in enumerate(numbers)]
-            repeat = [number // S for number in sorted(numbers, key=lambda n: n % S)]
-            group = _at(groups, jnp.asarray(sent)[stage])
+            received = [number // S for number in sorted(numbers, key=lambda n: n % S)]
+            group = _read(groups, jnp.asarray(sent)[stage])
             group = jax.lax.ppermute(group, axis, pairs)
-            result = _put(result, group, jnp.asarray(repeat)[stage])
+            result = _write(result, group, jnp.asarray(received)[stage])
         return result.reshape(local.shape)
 
     return jax.tree.map(interleave, params)
 
 
-def _group(layers: jax.Array, repeat: jax.Array, repeats: int) -> jax.Array:
+def _slice_group(layers: jax.Array, repeat: jax.Array, repeats: int) -> jax.Array:
     size = layers.shape[0] // repeats
     return jax.lax.dynamic_slice_in_dim(layers, repeat * size, size)
 
 
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+def _read(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-def _put(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+def _write(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(x, part, index, 0)

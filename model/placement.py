@@ -1,4 +1,4 @@
-"""The placement of a program's arrays on the mesh, as far as the model must know it.
+"""The placement of a program's arrays on the mesh, as the model needs to know it.
 
 The mesh axes that shard the batch are manual: the program runs on each device's part of
 the batch (train/rows.py), and states each gather and each reduction over these axes.
@@ -37,27 +37,27 @@ class Placement:
     exchange_embedding_rows: bool = False
 
     @cached_property
-    def _wide_axes(self) -> tuple[str, ...]:
+    def _nontrivial_axes(self) -> tuple[str, ...]:
         """The mesh axes that have more than one device."""
         sizes = {} if self.mesh is None else self.mesh.shape
         return tuple(axis for axis, size in sizes.items() if size > 1)
 
-    def _wide(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
+    def _nontrivial_dims(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
         """Return the mesh axes of more than one device that shard each dim."""
-        wide = self._wide_axes
-        return [tuple(a for a in mesh_axes(entry) if a in wide) for entry in spec]
+        nontrivial = self._nontrivial_axes
+        return [tuple(a for a in mesh_axes(entry) if a in nontrivial) for entry in spec]
 
     @cached_property
     def _batch_dims(self) -> list[tuple[str, ...]]:
-        if not self._wide_axes or not self.rules.activations:
+        if not self._nontrivial_axes or not self.rules.activations:
             return [(), ()]
-        return self._wide(self.rules.spec("batch", "seq"))
+        return self._nontrivial_dims(self.rules.spec("batch", "seq"))
 
     @cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes along which devices have different parts of the batch."""
         rows, sequence = self._batch_dims
-        return tuple(a for a in self._wide_axes if a in rows or a in sequence)
+        return tuple(a for a in self._nontrivial_axes if a in rows or a in sequence)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
@@ -67,11 +67,11 @@ class Placement:
     @cached_property
     def automatic_axes(self) -> tuple[str, ...]:
         """The mesh axes of more than one device that XLA's partitioner handles."""
-        return tuple(a for a in self._wide_axes if a not in self.batch_axes)
+        return tuple(a for a in self._nontrivial_axes if a not in self.batch_axes)
 
     @property
     def manual_axes(self) -> set[str]:
-        """The axes of the per-device program: all but the automatic ones.
+        """The axes of the per-device program: all but the automatic axes.
 
         The set is empty if nothing shards the batch.
         """
@@ -94,10 +94,10 @@ class Placement:
     def sharded_dims(
         self, axes: tuple[str, ...]
     ) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return (dim, batch axes) for each dim of a parameter that they shard."""
+        """Return (dim, axes) for each dim of a parameter that batch axes shard."""
         if not self.batch_axes:
             return ()
-        dims = enumerate(self._wide(self.rules.param_spec(axes)))
+        dims = enumerate(self._nontrivial_dims(self.rules.param_spec(axes)))
         manual = ((i, tuple(a for a in dim if a in self.batch_axes)) for i, dim in dims)
         return tuple((i, dim) for i, dim in manual if dim)
 
@@ -110,17 +110,18 @@ class Placement:
         """Return an activation's PartitionSpec over the automatic axes."""
         if not self.automatic_axes:
             return PartitionSpec()
-        return self._automatic(self.rules.spec(*axes))
+        return self._automatic_spec(self.rules.spec(*axes))
 
     def param_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Return a parameter's PartitionSpec over the automatic axes."""
         if not self.automatic_axes:
             return PartitionSpec(*[None] * len(axes))
-        return self._automatic(self.rules.param_spec(axes))
+        return self._automatic_spec(self.rules.param_spec(axes))
 
-    def _automatic(self, spec: PartitionSpec) -> PartitionSpec:
+    def _automatic_spec(self, spec: PartitionSpec) -> PartitionSpec:
         dims = (
-            [a for a in dim if a in self.automatic_axes] for dim in self._wide(spec)
+            [a for a in dim if a in self.automatic_axes]
+            for dim in self._nontrivial_dims(spec)
         )
         return PartitionSpec(
             *(dim[0] if len(dim) == 1 else tuple(dim) or None for dim in dims)
@@ -140,11 +141,11 @@ class Placement:
     ) -> Callable[..., Any]:
         """Return a function that runs on each shard over the automatic axes.
 
-        XLA's partitioner does not look inside of it.
+        XLA's partitioner does not look inside of that function.
         """
         return jax.shard_map(
             function,
-            # Inside the per-device program, JAX only takes the mesh of that program.
+            # Inside the per-device program, JAX only accepts the mesh of that program.
             mesh=None if self.batch_axes else self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,

@@ -36,39 +36,40 @@ def rematerialized(
     looped: bool,
     branches: bool = False,
 ) -> Callable:
-    """Return a layer whose results are recomputed in the backward pass by a policy.
+    """Return the layer, with results recomputed in the backward pass by a policy.
 
     "none" saves all results, "dots" saves those of products with a weight, "full" saves
-    none. Names save the results with these names. Those of `offload` are saved in host
-    memory, whatever the policy. `looped` says whether a loop of more than one iteration
-    runs the layer, and `branches` whether the layer chooses between branches. Without a
-    policy, branches would save copies of their arguments, weights included.
+    none. A tuple saves the results with these names. Results named in `offload` are
+    saved in host memory under any policy. `looped` says whether a loop of more than one
+    iteration runs the layer, and `branches` whether the layer chooses between branches.
+    Without a policy, branches would save copies of their arguments, weights included.
     """
     # train/cli/rules.py refuses `offload` with this policy.
     if policy == "none" and not branches:
         return layer
-    keep = _offloading(offload, _keep(policy)) if offload else _keep(policy)
-    # A loop prevents XLA from undoing the recomputation. Without a loop, prevent_cse
-    # does.
-    return jax.checkpoint(layer, policy=keep, prevent_cse=not looped)
+    save_policy = _save_policy(policy)
+    if offload:
+        save_policy = _offload_policy(offload, save_policy)
+    # A loop prevents XLA from undoing the recomputation; otherwise prevent_cse does.
+    return jax.checkpoint(layer, policy=save_policy, prevent_cse=not looped)
 
 
 def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
     """Return a pipeline's stage that saves what its layers save, but no weights.
 
-    Otherwise it would save the slice of the parameters that each iteration takes.
+    Under the policy "none", only the slices of the parameters are not saved.
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
-    keep = _keep_all_but_slices if policy == "none" else _keep(policy)
-    keep = jax.checkpoint_policies.save_from_both_policies(inputs, keep)
-    return jax.checkpoint(stage, policy=keep, prevent_cse=False)
+    save_policy = _save_all_but_slices if policy == "none" else _save_policy(policy)
+    save_policy = jax.checkpoint_policies.save_from_both_policies(inputs, save_policy)
+    return jax.checkpoint(stage, policy=save_policy, prevent_cse=False)
 
 
-def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "dynamic_slice"
 
 
-def _keep(policy: Policy) -> Callable[..., Any]:
+def _save_policy(policy: Policy) -> Callable[..., Any]:
     save = jax.checkpoint_policies
     if policy == "none":
         return save.everything_saveable
@@ -83,14 +84,14 @@ def _keep(policy: Policy) -> Callable[..., Any]:
     return save.save_from_both_policies(names, _is_cudnn_forward)
 
 
-def _offloading(names: Sequence[OffloadName], keep: Callable) -> Callable[..., Any]:
-    """Return a policy that offloads named results and treats others as `keep` does."""
+def _offload_policy(names: Sequence[OffloadName], base: Callable) -> Callable[..., Any]:
+    """Return a policy that offloads named results and treats others as `base` does."""
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         kernel = "attention" in names and _is_cudnn_forward(primitive)
         if kernel or (primitive.name == "name" and params["name"] in names):
             return Offloadable(src="device", dst="pinned_host")
-        return keep(primitive, *avals, **params)
+        return base(primitive, *avals, **params)
 
     return policy
 

@@ -26,28 +26,29 @@ class Rotation(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """The rotation of global layers, and of local layers if it is another one."""
+    """The rotation of global layers, and that of local layers if it differs."""
 
-    usual: Rotation
-    local: Rotation | None
+    global_layers: Rotation
+    local_layers: Rotation | None
 
-    def of(self, local: Local | bool) -> Rotation:
-        """Return the rotation of a layer."""
-        if self.local is None or local is False:
-            return self.usual
+    def for_layer(self, local: Local | bool) -> Rotation:
+        """Return the rotation of a layer, which may be decided at run time."""
+        if self.local_layers is None or local is False:
+            return self.global_layers
         if local is True:
-            return self.local
-        pairs = zip(self.local, self.usual, strict=True)
+            return self.local_layers
+        pairs = zip(self.local_layers, self.global_layers, strict=True)
         return Rotation(*(jnp.where(local.flag, a, b) for a, b in pairs))
 
 
 def rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations:
-    """Return the rotations of positions. Source: RoFormer, arXiv:2104.09864."""
-    R, local = config.rotary_dim, None
-    if config.rope_theta_local is not None:
-        local = _rotation(positions_BT, R, config.rope_theta_local, RopeScaling())
-    usual = _rotation(positions_BT, R, config.rope_theta, config.rope_scaling)
-    return Rotations(usual, local)
+    """Return the rotations at these positions. Source: RoFormer, arXiv:2104.09864."""
+    R, theta_local = config.rotary_dim, config.rope_theta_local
+    local_layers = None
+    if theta_local is not None:
+        local_layers = _rotation(positions_BT, R, theta_local, RopeScaling())
+    global_layers = _rotation(positions_BT, R, config.rope_theta, config.rope_scaling)
+    return Rotations(global_layers, local_layers)
 
 
 def _rotation(
@@ -66,34 +67,34 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
     """Return the frequencies of R/2 pairs.
 
     Sources: arXiv:2306.15595 (linear), the code of Llama 3.1 (llama3), YaRN,
-    arXiv:2309.00071, section 3.2. With `truncate`, the bounds of the last are integers.
+    arXiv:2309.00071, section 3.2. With `truncate`, the bounds of YaRN are integers.
     """
-    pairs = R // 2
-    usual = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    slowed, length = usual / scaling.factor, scaling.original_length or 0
-    slow, fast = scaling.slow_turns, scaling.most_turns
+    num_pairs = R // 2
+    unscaled = theta ** (-jnp.arange(num_pairs, dtype=jnp.float32) / num_pairs)
+    slowed, length = unscaled / scaling.factor, scaling.original_length or 0
+    slow, fast = scaling.slow_turns, scaling.fast_turns_or_default
     match scaling.kind:
         case Scaling.none:
-            return usual
+            return unscaled
         case Scaling.linear:
             return slowed
         case Scaling.llama3:
-            turns = usual * (length / (2 * math.pi))
+            turns = unscaled * (length / (2 * math.pi))
             kept_share = jnp.clip((turns - slow) / (fast - slow), 0, 1)
         case Scaling.yarn:
             # The pairs that turn this often in a row of the earlier training.
-            first, last = (
+            low, high = (
                 R * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
                 for turns in (fast, slow)
             )
             if scaling.truncate:
-                first, last = math.floor(first), math.ceil(last)
-            first, last = max(first, 0), min(last, R - 1)
-            distance = jnp.arange(pairs, dtype=jnp.float32) - first
-            kept_share = 1 - jnp.clip(distance / (last - first or 0.001), 0, 1)
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, R - 1)
+            distance = jnp.arange(num_pairs, dtype=jnp.float32) - low
+            kept_share = 1 - jnp.clip(distance / (high - low or 0.001), 0, 1)
         case _:
             assert_never(scaling.kind)
-    return kept_share * usual + (1 - kept_share) * slowed
+    return kept_share * unscaled + (1 - kept_share) * slowed
 
 
 def rotate(
@@ -101,7 +102,7 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotate the first 2P head dims, in pairs (i, i + P); keep the others."""
     cos, sin = rotation
-    pairs, x = cos.shape[-1], x_BTNH.astype(jnp.float32)
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    num_pairs, x = cos.shape[-1], x_BTNH.astype(jnp.float32)
+    first, second = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs]
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], -1).astype(x_BTNH.dtype)
+    return jnp.concatenate([*rotated, x[..., 2 * num_pairs :]], -1).astype(x_BTNH.dtype)

@@ -10,7 +10,7 @@ def row_max(x: Float[Array, "... S"]) -> Float[Array, "... 1"]:
     """Return the maximum over the last dim. If a row has a NaN, its maximum is NaN.
 
     The function compares halves of rows, many values at once, until rows are narrow.
-    XLA's CPU backend alone compares the values of a row one by one, which took longer
+    XLA's CPU backend alone compares the values of a row one by one, which takes longer
     than the exponentials of a softmax (docs/log).
     """
     while x.shape[-1] > _NARROW and x.shape[-1] % 2 == 0:

@@ -1,7 +1,7 @@
 """Named scopes, by which a plan or a profile recognises the parts of a program.
 
 A scope such as `part.mlp.up` is in the name of each operation inside of it, and of the
-operations of its gradient. Compilers keep these names. The innermost part counts.
+operations of its gradient. Compilers keep these names. The innermost scope counts.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ def part_scope(name: str) -> AbstractContextManager:
     return jax.named_scope(f"part.{name}")
 
 
-def expected(rows: int, total: int) -> AbstractContextManager:
+def expected_scope(rows: int, total: int) -> AbstractContextManager:
     """Return a scope for arrays of which only some rows are in use on average."""
     return jax.named_scope(f"expected.{rows}.{total}")
 
 
-def computed(blocks: int, total: int) -> AbstractContextManager:
+def computed_scope(blocks: int, total: int) -> AbstractContextManager:
     """Return a scope for an attention kernel that computes only some blocks."""
     return jax.named_scope(f"computed.{blocks}.{total}")
 
 
 def in_branch(run: Callable[..., Any], times: int, total: int) -> Callable[..., Any]:
-    """Return a branch whose scope states how often it is taken."""
+    """Return `run` in a scope that states how often a branch is taken."""
 
     def branch(*arguments: Any) -> Any:
         with jax.named_scope(f"taken.{times}.{total}"):

@@ -21,11 +21,11 @@ from model.execution import CallContext, Execution
 from model.experts.router import Routing
 from model.remat import layer_input, rematerialized
 from model.scopes import in_branch
-from model.taps import Noted, Taps
+from model.taps import Figures, Taps
 
 
 class LayerKinds(NamedTuple):
-    """The kinds of layers with the same parameters, in the order in which layers run.
+    """The kinds of the layers of one loop, in the order in which layers run.
 
     A local layer sees only the window. A precise one multiplies in high precision. In a
     pipeline, `precise` lists the layers of all stages.
@@ -38,8 +38,8 @@ class LayerKinds(NamedTuple):
 class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
-    The number is for random keys. The kind is given if only the running program knows
-    it.
+    The number is folded into random keys. `is_local` and `is_precise` are None if they
+    are known when the program is traced.
     """
 
     number: jax.Array | None
@@ -52,7 +52,7 @@ class _Layer(NamedTuple):
 class _Outputs(NamedTuple):
     cache: KeysValues | None
     routing: Routing | None
-    noted: Noted | None
+    figures: Figures | None
 
 
 def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) -> Block:
@@ -94,9 +94,9 @@ def run_stacks(
     """Run stacked layers by one scan over groups of layers.
 
     Each group has layers of all stacks. If the layers in one slot of all groups have
-    the same kind, it is static. `unroll` is the number of layers in each iteration,
-    rounded to whole groups; -1 means all of them, without a loop. There is a cache for
-    the layers in each slot of a group. The layers are numbered from `first`.
+    the same kind, that kind is static. `unroll` is the number of layers in each
+    iteration, rounded to whole groups; -1 means all of them, without a loop. `caches`
+    has one cache for each slot of a group. The layers are numbered from `first`.
 
     Returns:
         x_BTD, the longer caches if there were any, and the routing of the last stack.
@@ -116,7 +116,7 @@ def run_stacks(
         # The backward pass recomputes one layer at a time, even if a group has several.
         looped=unroll < groups and size == 1,
     )
-    numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
+    layer_numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
     stacked = [
         tree if n == 1 else jax.tree.map(partial(_split_groups, n), tree)
         for tree, n in zip(params, sizes, strict=True)
@@ -126,7 +126,7 @@ def run_stacks(
             group,
             x_BTD,
             (
-                [None] * size if call.keys_BT is None else numbers,
+                [None] * size if call.keys_BT is None else layer_numbers,
                 stacked,
                 caches or [None] * size,
                 _flags(kinds.local, size, groups, 0),
@@ -134,18 +134,20 @@ def run_stacks(
             ),
             unroll=True if unroll == groups else unroll,
         )
-    longer_caches, routings, noted = zip(*outputs, strict=True)
+    longer_caches, routings, figures = zip(*outputs, strict=True)
     if call.taps is not None:
-        call.taps.put(jax.tree.map(lambda *slots: jnp.stack(slots, 1).ravel(), *noted))
+        call.taps.add_stack(
+            jax.tree.map(lambda *slots: jnp.stack(slots, 1).ravel(), *figures)
+        )
     return x_BTD, longer_caches if caches else None, routings[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The body of the scan: one layer, a block without parameters, in each slot.
+    """The body of the scan, which runs one layer in each slot of a group.
 
-    `sizes` are the numbers of layers of each stack in a group. `looped` says whether an
-    iteration is one layer.
+    `blocks` are the layers without parameters, and `sizes` the numbers of layers that
+    each stack has in a group. `looped` says whether a loop runs groups of one layer.
     """
 
     blocks: Sequence[Any]
@@ -189,7 +191,7 @@ class _Group:
                 cache=cache,
                 local=is_local,
             )
-            return x_BTD, _Outputs(cache, routing, taps and taps.of_layer())
+            return x_BTD, _Outputs(cache, routing, taps and taps.layer_figures())
 
         arguments = layer_input(x_BTD), layer.params, layer.cache
         if layer.is_precise is None:
@@ -208,14 +210,15 @@ def _flags(
 ) -> list[Any]:
     """Return the kinds [groups] of the layers in each slot, or None if all are equal.
 
-    Of a pipeline's kinds, the groups of this stage begin at `start`.
+    In a pipeline, the groups of this stage begin at `start`.
     """
-    orders = [kinds[slot::size] for slot in range(size)]
-    flags = [jnp.asarray(order) if len({*order}) > 1 else None for order in orders]
-    if len(orders[0]) == groups:
+    by_slot = [kinds[slot::size] for slot in range(size)]
+    flags = [jnp.asarray(k) if len({*k}) > 1 else None for k in by_slot]
+    if len(by_slot[0]) == groups:
         return flags
-    cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=groups)
-    return jax.tree.map(cut, flags)
+    return jax.tree.map(
+        lambda flag: jax.lax.dynamic_slice_in_dim(flag, start, groups), flags
+    )
 
 
 def _split_groups(size: int, stacked: jax.Array) -> jax.Array:

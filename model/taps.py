@@ -16,23 +16,23 @@ from jaxtyping import Array, Bool, Float
 
 from model.eight_bits.quantization import Quantized, largest_value
 
-Named = dict[str, Float[Array, "*L"]]
+ValuesByName = dict[str, Float[Array, "*L"]]
 Reduce = Callable[[jax.Array], jax.Array]
 
 
-class Noted(NamedTuple):
+class Figures(NamedTuple):
     """Float32 figures of a layer, or of L layers, by name.
 
     largest: the largest absolute value; infinite if a value is not finite.
     shares: the fraction of values with a property.
     """
 
-    largest: Named
-    shares: Named
+    largest: ValuesByName
+    shares: ValuesByName
 
-    def reduced(self, largest: Reduce, share: Reduce) -> "Noted":
+    def reduced(self, largest: Reduce, share: Reduce) -> "Figures":
         """Apply a reduction to each figure, by its kind."""
-        return Noted(
+        return Figures(
             {name: largest(values) for name, values in self.largest.items()},
             {name: share(values) for name, values in self.shares.items()},
         )
@@ -42,24 +42,25 @@ def count_rounding(
     x: Float[Array, "..."], rounded: Quantized, used: Bool[Array, "..."] | None = None
 ) -> Float[Array, "3"]:
     """Return three counts of an operand: flushed to zero, saturated, and all values.
+
     `used` says whether each value takes part in a product. None means that all do.
     """
     x, values = jax.lax.stop_gradient((x, rounded.values))
     flushed = (values == 0) & (x != 0)
     saturated = jnp.abs(values.astype(jnp.float32)) == largest_value(values.dtype)
     used = jnp.ones(x.shape, bool) if used is None else used
-    hits = flushed & used, saturated & used, jnp.broadcast_to(used, x.shape)
-    return jnp.stack([jnp.sum(hit, dtype=jnp.float32) for hit in hits])
+    masks = flushed & used, saturated & used, jnp.broadcast_to(used, x.shape)
+    return jnp.stack([jnp.sum(mask, dtype=jnp.float32) for mask in masks])
 
 
 class Taps:
     """Collects the figures of one layer, or of stacks of layers, during tracing."""
 
     def __init__(self, exact: bool = False) -> None:
-        """Begin a layer; `exact` means that it rounds nothing, but other layers do."""
-        self._largest: Named = {}
+        """Start empty; `exact` means that this layer rounds nothing, but others do."""
+        self._largest: ValuesByName = {}
         self._rounded = jnp.array([0.0, 0.0, 1.0]) if exact else None
-        self._stacks: list[Noted] = []
+        self._stacks: list[Figures] = []
 
     def note(self, name: str, x: Float[Array, "..."]) -> None:
         """Record the largest absolute value of a result of the layer."""
@@ -71,18 +72,18 @@ class Taps:
         """Add the counts of an operand's rounding, from `count_rounding`."""
         self._rounded = counts if self._rounded is None else self._rounded + counts
 
-    def of_layer(self) -> Noted:
+    def layer_figures(self) -> Figures:
         """Return the figures of the layer as scalars."""
         if self._rounded is None:
-            return Noted(self._largest, {})
+            return Figures(self._largest, {})
         flushed, saturated, size = self._rounded
         shares = {"flushed": flushed / size, "saturated": saturated / size}
-        return Noted(self._largest, shares)
+        return Figures(self._largest, shares)
 
-    def put(self, stack: Noted) -> None:
+    def add_stack(self, stack: Figures) -> None:
         """Append the figures [L] of a stack of layers."""
         self._stacks.append(stack)
 
-    def of_stacks(self) -> Noted:
+    def all_figures(self) -> Figures:
         """Return the figures of all layers."""
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self._stacks)

@@ -1,4 +1,4 @@
-"""`python -m train`: train, or continue the run of that name."""
+"""`python -m train`: start a run, or continue the run that has its name."""
 
 import os
 import shlex
@@ -10,14 +10,14 @@ from train.cli.leaving import leave
 from train.config import Config
 from train.errors import PREEMPTED
 
-_TYPED = shlex.join(["python", "-m", "train", *sys.argv[1:]])
+_COMMAND_LINE = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 
 def main(config: Config) -> int:
-    """Train."""
+    """Train, and return the exit code."""
     from train.start import start_run  # slow: --help does not need JAX
 
-    return start_run(config, _TYPED)
+    return start_run(config, _COMMAND_LINE)
 
 
 def outcome(config: Config) -> tuple[str, float | None]:
@@ -30,18 +30,18 @@ def outcome(config: Config) -> tuple[str, float | None]:
     return directory, read_results(run_folder(directory)).get("eval/loss")
 
 
-def leave_when_told() -> None:
-    """Let a preemption notice end this process at once, until training begins.
+def exit_on_preemption() -> None:
+    """Exit with PREEMPTED at once if a preemption notice comes before training begins.
 
-    The trainer handles signals itself once JAX is imported. Without this, a notice
-    during the import would count as a crash.
+    After the import of JAX the trainer handles signals itself. Without these handlers,
+    a notice during the import would count as a crash.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: os._exit(PREEMPTED))
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signal_number, lambda *_: os._exit(PREEMPTED))
 
 
 if __name__ == "__main__":
-    leave_when_told()
+    exit_on_preemption()
     try:
         run_command(main, outcome=outcome)
     except SystemExit as end:

@@ -26,7 +26,7 @@ class CheckpointsConfig:
 
 
 def main(config: CheckpointsConfig) -> int:
-    """Print step, size, age and verdict of each; return 65 if one cannot be used.
+    """Print each checkpoint's step, size, age and verdict; return 65 if one is bad.
 
     Raises:
         ConfigError: if there is no such run.
@@ -38,20 +38,19 @@ def main(config: CheckpointsConfig) -> int:
 
     run = existing_run(run_dir(Config(run=config.run)))
     folder, run_id = run / "checkpoints", known_run_id(run)
-    steps = [folder / str(step) for step in saved_steps(folder)]
-    rows = [row for step in steps if (row := _row(step, config.verify, run_id))]
+    paths = [folder / str(step) for step in saved_steps(folder)]
+    rows = [row for path in paths if (row := _row(path, config.verify, run_id))]
     all_good = not any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)
     headers = ["step", "size", "minutes ago", "files"]
     print_table(rows, headers, f"checkpoints of {folder}")
     quarantine = folder / "quarantine"
-    aside = sorted(p.name for p in quarantine.iterdir()) if quarantine.exists() else []
-    if aside:
-        print(f"set aside in {quarantine}: {', '.join(aside)}")
+    if quarantine.exists() and (names := sorted(p.name for p in quarantine.iterdir())):
+        print(f"set aside in {quarantine}: {', '.join(names)}")
     return 0 if all_good else WRONG_DATA
 
 
 def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None:
-    """Return the row of a step, or None if it was deleted in the meantime."""
+    """Return a checkpoint's table row, or None if it was deleted in the meantime."""
     from data.storage import modified_at
     from train.run.digests import damage, is_sealed, misplaced, size
     from train.units import format_bytes

@@ -24,7 +24,7 @@ class Progress:
     """Shows how far training is and how fast it goes.
 
     start_step: the number of updates that were completed before this start.
-    peak_known: whether the peak of the device is known, so that MFU can be shown.
+    peak_known: whether the peak FLOP/s are known, so that MFU can be shown.
     show: whether anything is shown; False on every process except the first.
     """
 
@@ -33,8 +33,8 @@ class Progress:
     ):
         self._num_steps, self._peak_known = num_steps, peak_known
         self._show = show
-        self._first: tuple[int, float] | None = None
-        self._printed_s, self._held = float("-inf"), ""
+        self._first_update: tuple[int, float] | None = None
+        self._printed_s, self._unprinted_line = float("-inf"), ""
         self._bar = None
         console = Console(stderr=True)
         if show and console.is_terminal:
@@ -76,10 +76,10 @@ class Progress:
         line = f"step {step:,}/{self._num_steps:,}  " + "  ".join(figures)
         now = time.monotonic()
         if step >= self._num_steps or now - self._printed_s >= _PLAIN_INTERVAL_S:
-            self._printed_s, self._held = now, ""
+            self._printed_s, self._unprinted_line = now, ""
             print(line, file=sys.stderr, flush=True)
         else:
-            self._held = line
+            self._unprinted_line = line
 
     def note(self, text: str) -> None:
         """Print a separate line, above the bar if there is one."""
@@ -94,16 +94,17 @@ class Progress:
         """Stop drawing; the last figures stay on the screen."""
         if self._bar:
             self._bar.stop()
-        elif self._held:
-            print(self._held, file=sys.stderr, flush=True)
-            self._held = ""
+        elif self._unprinted_line:
+            print(self._unprinted_line, file=sys.stderr, flush=True)
+            self._unprinted_line = ""
 
     def _seconds_left(self, step: int) -> float | None:
         # Time is counted from the first update, so that compilation does not count.
         now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
-        done, spent_s = step - self._first[0], now - self._first[1]
+        if self._first_update is None:
+            self._first_update = (step, now)
+        first_step, first_s = self._first_update
+        done, spent_s = step - first_step, now - first_s
         return (self._num_steps - step) * spent_s / done if done > 0 else None
 
 
@@ -117,15 +118,15 @@ def print_table(
 ) -> None:
     """Print a table to stdout; columns of numbers (`1.5 GiB`, `12 %`) align right."""
     cells = [[str(cell) for cell in row] for row in rows]
-    right = [
+    is_numeric = [
         bool(cells) and all(row[i][:1] in "0123456789-+.~" for row in cells)
         for i in range(len(headers))
     ]
     console = Console()
     if console.is_terminal:
         table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
-        for header, is_right in zip(headers, right, strict=True):
-            justify = "right" if is_right else "left"
+        for header, is_number in zip(headers, is_numeric, strict=True):
+            justify = "right" if is_number else "left"
             table.add_column(Text(header), justify=justify, overflow="fold")
         for row in cells:
             table.add_row(*map(Text, row))
@@ -137,7 +138,7 @@ def print_table(
     print(title)
     for line in lines:
         aligned = (
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(line, widths, right, strict=True)
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(line, widths, is_numeric, strict=True)
         )
         print("  ".join(aligned).rstrip())

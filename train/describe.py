@@ -1,4 +1,4 @@
-"""Print the devices, the layout and the cost of a step, before it is taken."""
+"""Print what a program and its data consist of, before training begins."""
 
 import jax
 
@@ -15,14 +15,14 @@ _NO_PEAK = "unknown peak, so MFU is not shown"
 
 
 def describe_program(program: Program) -> None:
-    """Print devices, mesh, the size of the state, tokens and FLOPs per step."""
+    """Print the devices, mesh and state, and the tokens and FLOPs of a step."""
     config = program.config
     devices = program.mesh.devices
     sizes = " x ".join(f"{k} {v}" for k, v in program.mesh.shape.items() if v > 1)
-    first = devices.flat[0]
-    peak = peak_flops(first.device_kind)
+    device = devices.flat[0]
+    peak = peak_flops(device.device_kind)
     speed = f"peak {format_flops(peak, 'FLOP/s')} each" if peak else _NO_PEAK
-    kind = f"{first.device_kind} ({first.platform})"
+    kind = f"{device.device_kind} ({device.platform})"
     print(f"devices     {devices.size} x {kind}, {speed}")
     print(f"mesh        {sizes or 'one device'}")
     if (pipeline := program.pipeline).stages > 1:
@@ -50,13 +50,13 @@ def describe_program(program: Program) -> None:
 
 
 def _describe_layers(program: Program) -> None:
-    """Print how attention, experts and products in eight bits are executed."""
+    """Print how attention, experts and 8-bit products are executed."""
     model, execution = program.config.model, program.execution
     numerics, rules = execution.numerics, execution.placement.rules
     dtype, kernel = numerics.compute_dtype, str(execution.attention)
-    if (sharing := program.batch_shards.sequence) > 1:
+    if (devices_per_row := program.batch_shards.sequence) > 1:
         method = execution.context_attention
-        kernel += f", {method} over {sharing} devices that share rows"
+        kernel += f", {method} over {devices_per_row} devices that share rows"
     print(f"attention   {kernel}, products in {dtype}")
     groups = num_shards(program.mesh.shape, dict(rules.params)["experts"])
     if model.expert_layers and groups > 1:
@@ -66,18 +66,18 @@ def _describe_layers(program: Program) -> None:
         eight_bits, emulated = numerics.quantization
         note = ", rounded to it but multiplied in float32, slowly: a CPU has no other"
         print(f"{eight_bits:<11} linear layers{note if emulated else ''}")
-        precise = [str(n) for n, is_precise in enumerate(model.precise) if is_precise]
-        if precise:
-            print(f"            those of layer {', '.join(precise)} in {dtype}")
+        layers = [str(n) for n, is_precise in enumerate(model.precise) if is_precise]
+        if layers:
+            print(f"            those of layer {', '.join(layers)} in {dtype}")
 
 
 def describe_data(order: Order, num_steps: int) -> None:
-    """Print how often each source is used in the whole run."""
-    used = order.epochs(num_steps)
+    """Print how many times the whole run uses each source."""
+    epochs = order.epochs(num_steps)
     for number, (name, rows) in enumerate(order.rows.items()):
         title = "" if number else "data"
-        times = f"{used[name]:.2f}" if used[name] >= 0.005 else "less than 0.01"
-        use = f"used {times} times" if used[name] else "never used"
+        times = f"{epochs[name]:.2f}" if epochs[name] >= 0.005 else "less than 0.01"
+        use = f"used {times} times" if epochs[name] else "never used"
         print(f"{title:<11} {name}: {len(rows):,} rows, {use}")
 
 

@@ -9,8 +9,10 @@ from train.distributed.preemption import SAVE
 class Due(NamedTuple):
     """The actions that are due right after a step.
 
+    judge: score the state on eval.tasks.
+    check: compare the replicas of the state.
     last: this process trains no further step.
-    stop: the exit code to end with, if a stop was requested.
+    stop: the exit code, if a stop was requested.
     """
 
     log: bool
@@ -27,26 +29,23 @@ def due_after(
 ) -> Due:
     """Return what to do right after a step.
 
-    Args:
-        step: the number of completed updates.
-        config: gives the intervals.
-        request: what all processes agreed to do after this step: SAVE, or an exit
-            code. The last step ends the run, whatever was requested.
-        save_due: whether checkpoint.save_interval_steps requires a save.
+    `request` is SAVE or an exit code, if all processes agreed on one for this step. The
+    last step ends the run, whatever was requested. `save_due` tells whether
+    `checkpoint.save_interval_steps` requires a save.
     """
-    end = step == config.train.num_steps
-    stop = None if request == SAVE or end or request is None else int(request)
-    last = end or stop is not None
+    run_ends = step == config.train.num_steps
+    stop = None if request == SAVE or run_ends or request is None else int(request)
+    last = run_ends or stop is not None
     save = last or request == SAVE or save_due
     check_interval = config.train.replica_check_interval_steps or 0
     return Due(
-        log=end or step % config.log.interval_steps == 0,
-        # The final evaluation scores the last step, unless it may be the best one.
+        log=run_ends or step % config.log.interval_steps == 0,
+        # The final evaluation follows the last save, too late to find the best step.
         evaluate=config.checkpoint.keep_best
-        if end
+        if run_ends
         else step % config.eval.interval_steps == 0,
         judge=bool(config.eval.tasks)
-        and not end
+        and not run_ends
         and step % config.eval.task_interval_steps == 0,
         check=check_interval > 0 and (save or step % check_interval == 0),
         save=save,

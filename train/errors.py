@@ -1,8 +1,8 @@
 """Exit codes, and errors that list all mistakes of a config.
 
-An exit code tells a launcher whether to start the run again. It does so after
-PREEMPTED, OWNED (once the owner is gone), ABORTED and, up to a limit, any code that is
-not listed here. It does not do so after the others.
+An exit code tells a launcher whether to start the run again. Launchers do so after
+PREEMPTED, OWNED (once the owner is gone), ABORTED and, up to a limit, CRASHED and codes
+that are not listed here. They do not start the run again after the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ _MEANINGS = {
 
 
 def meaning(code: int | None) -> str:
-    """Return in words how a start ended; None: it was killed, or still runs."""
+    """Describe how a start ended. None means that it was killed, or still runs."""
     return _MEANINGS.get(code, f"crashed, exit code {code}")
 
 
@@ -58,7 +58,7 @@ class Mistake(NamedTuple):
     key: the full key.
     value: its value; "" shows the key alone.
     rule: what is wrong, the rule and the remedy.
-    related: further keys, whose values the rule reads or which may be meant.
+    related: other keys that the rule reads, or that may be meant instead.
     """
 
     key: str
@@ -68,7 +68,7 @@ class Mistake(NamedTuple):
 
 
 class ConfigError(Exception):
-    """The config is wrong. `mistakes` lists everything; the exit code is 78."""
+    """The config is wrong. `mistakes` lists every mistake; the exit code is 78."""
 
     def __init__(self, mistakes: Sequence[Mistake]):
         self.mistakes = list(mistakes)
@@ -85,7 +85,7 @@ class ConfigError(Exception):
 
 
 def as_typed(value: object) -> str:
-    """Return a value as one types it on a command line: null, true, [1,2], {a: 1}."""
+    """Return a value in command-line syntax: null, true, [1,2], {a: 1}."""
     if isinstance(value, dict):
         entries = (f"{as_typed(k)}: {as_typed(v)}" for k, v in value.items())
         return f"{{{', '.join(entries)}}}"
@@ -113,7 +113,7 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code that an error ends the program with."""
+    """Return the exit code of a program that an error ends."""
     if isinstance(error, Exit):
         return error.code
     if isinstance(error, ConfigError):
@@ -122,7 +122,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def nearest(value: int, step: int) -> str:
-    """Name the multiples of `step` next to a value, which a user may type instead."""
+    """Return a remedy that names the multiples of `step` next to a value."""
     below = value - value % step
     multiples = [below, below + step] if below else [step]
     return f"nearest: {' or '.join(map(str, multiples))}"

@@ -36,7 +36,7 @@ from train.mesh_sizes import num_shards, pipeline_of
 from train.runtime import cpu_prefers_bfloat16
 from train.sharding import axis_rules
 
-_CUDNN_HEAD = 128  # The largest head dim that cuDNN supports before Hopper.
+_CUDNN_HEAD_DIM = 128  # The largest head dim that cuDNN supports before Hopper.
 
 
 class BatchShards(NamedTuple):
@@ -66,7 +66,7 @@ def choose_placement(
         rules=rules,
         platform=mesh.devices.flat[0].platform,
         axis_steps=axis_steps,
-        # A layer has one backward pass in each step.
+        # Only then does each layer have a single backward pass in a step.
         reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
         exchange_embedding_rows=local_tokens < config.model.vocab_rows,
     )
@@ -75,16 +75,16 @@ def choose_placement(
 def choose_execution(
     config: Config, device: Device, sizes: Mapping[str, int]
 ) -> Execution:
-    """Choose dtypes and kernels. The placement is left open.
+    """Return the execution, with dtypes and kernels but without its placement.
 
     On a CPU, only the operands of products are rounded to bfloat16, and activations
     between layers stay float32: XLA's CPU backend is slow at other operations in
     bfloat16.
 
     Raises:
-        ConfigError: if the platform cannot run the attention kernel or the products,
-            cannot hold the moments where the config wants them, or if devices cannot
-            share rows as the config wants.
+        ConfigError: if the platform cannot run the attention kernel or the products, or
+            cannot hold the moments in the configured memory, or if devices cannot share
+            rows by the configured method.
     """
     model, train = config.model, config.train
     platform, rules = device.platform, axis_rules(config.mesh)
@@ -93,22 +93,23 @@ def choose_execution(
         lambda: _quantization(config, device),
         lambda: _check_host_memory(config, platform),
     )
-    compute = Dtype.auto if quantization else Dtype(model.compute_dtype)
-    if compute is Dtype.auto:
-        plain_cpu = platform == "cpu" and not cpu_prefers_bfloat16()
-        compute = Dtype.float32 if plain_cpu else Dtype.bfloat16
-    grouped, float8 = choose_grouped(platform), None
+    compute_dtype = Dtype.auto if quantization else Dtype(model.compute_dtype)
+    if compute_dtype is Dtype.auto:
+        use_float32 = platform == "cpu" and not cpu_prefers_bfloat16()
+        compute_dtype = Dtype.float32 if use_float32 else Dtype.bfloat16
+    grouped, expert_quantization = choose_grouped(platform), None
     if quantization and grouped is not Grouped.megablox:
-        float8 = quantization if quantization.dtype is ComputeDtype.float8 else None
-    reduce = train.reduce_dtype
-    if reduce is Dtype.auto:
-        reduce = Dtype.float32 if platform == "cpu" else compute
+        is_float8 = quantization.dtype is ComputeDtype.float8
+        expert_quantization = quantization if is_float8 else None
+    reduce_dtype = train.reduce_dtype
+    if reduce_dtype is Dtype.auto:
+        reduce_dtype = Dtype.float32 if platform == "cpu" else compute_dtype
     numerics = Numerics(
-        activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute),
-        compute_dtype=jnp.dtype(compute),
-        reduce_dtype=jnp.dtype(reduce),
+        activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute_dtype),
+        compute_dtype=jnp.dtype(compute_dtype),
+        reduce_dtype=jnp.dtype(reduce_dtype),
         quantization=quantization,
-        expert_quantization=float8,
+        expert_quantization=expert_quantization,
     )
     pipeline = pipeline_of(config, sizes["pipeline"])
     return Execution(
@@ -135,7 +136,7 @@ def _context_attention(
     model = config.model
     head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
     kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
-    if head_axes != kv_axes:  # Then each query has a key of its own.
+    if head_axes != kv_axes:  # Each query head then has its own key head.
         kv_heads = model.num_heads // num_shards(sizes, head_axes)
     if rate := model.dropout.attention:
         rule = (
@@ -159,8 +160,8 @@ def _expert_exchange(
     A device has n tokens with k rows each, and S devices share the experts. A gather
     and a reduce-scatter send 2 n (S - 1) rows. Sending rows to their experts and back
     takes 2 n k (S - 1) / S rows, which pass through main memory once instead of once in
-    each chunk. On GPUs it must be chosen explicitly: wrong gradients were reported
-    there (marin-community/marin#8077), and ours have not been checked.
+    each chunk. On GPUs sending rows must be chosen explicitly: wrong gradients were
+    reported there (marin-community/marin#8077), and this code has not been checked.
     """
     setting = config.mesh.expert_exchange
     if setting is not ExpertExchange.auto:
@@ -192,17 +193,17 @@ def _kernel(config: Config, device: Device) -> Attention:
 
 def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> str:
     """Return why NVIDIA's kernel cannot run on this GPU, or an empty string."""
-    name, slower = device.device_kind, "or model.attention=xla (slower)"
+    name, or_xla = device.device_kind, "or model.attention=xla (slower)"
     chip, version = chip_of(name), getattr(device, "compute_capability", None)
     hopper = chip is None or chip.gains_by("float8")
     if version is not None:
         hopper = float(version) >= 9
     if model.compute_dtype is ComputeDtype.float32:
-        return f"does not multiply float32; set model.compute_dtype=auto {slower}"
+        return f"does not multiply float32; set model.compute_dtype=auto {or_xla}"
     if kernel is Attention.cudnn_packed and not hopper:
-        return f"needs Hopper or later, not {name}; set model.attention=cudnn {slower}"
-    if model.head_size > _CUDNN_HEAD and not hopper:
-        rule = f"needs heads of at most {_CUDNN_HEAD} dims on {name}, not "
+        return f"needs Hopper or later, not {name}; set model.attention=cudnn {or_xla}"
+    if model.head_size > _CUDNN_HEAD_DIM and not hopper:
+        rule = f"needs heads of at most {_CUDNN_HEAD_DIM} dims on {name}, not "
         rule += f"{model.head_size}; set model.attention=xla (slower)"
         return f"{rule}, or use Hopper or later"
     return ""
@@ -211,7 +212,7 @@ def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> s
 def _quantization(config: Config, device: Device) -> Quantization | None:
     """Return how linear layers are quantized, or None if they are not.
 
-    A CPU emulates the products of other machines, so that these can be tried.
+    A CPU emulates 8-bit products, so that users can try them there.
     """
     dtype = config.model.compute_dtype
     if dtype not in (ComputeDtype.float8, ComputeDtype.int8):
@@ -228,10 +229,10 @@ def _quantization(config: Config, device: Device) -> Quantization | None:
 
 
 def _check_host_memory(config: Config, platform: str) -> None:
-    """Refuse a program that libtpu 0.0.42 (jax 0.10) cannot compile; 0.0.44 can."""
-    optimizer, old = config.optimizer, jax.__version_info__ < (0, 11)
+    """Refuse int8 moments in a TPU's host memory before libtpu 0.0.44 (jax 0.11)."""
+    optimizer, is_old = config.optimizer, jax.__version_info__ < (0, 11)
     int8 = optimizer.moment_dtype is MomentDtype.int8
-    if old and platform == "tpu" and optimizer.offload and int8:
+    if is_old and platform == "tpu" and optimizer.offload and int8:
         rule = (
             f"cannot be in a TPU's host memory with jax {jax.__version__}; install jax "
             "0.11 or later (Python 3.12), or set bfloat16"

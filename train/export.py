@@ -41,19 +41,19 @@ class ExportConfig:
 
 
 def export_mistakes(config: ExportConfig) -> list[Mistake]:
-    """Check that a run and a folder to write are named."""
+    """Return a mistake for each missing name: of the run, or of the folder to write."""
     rule = "must name the folder to write; set output=<folder>"
-    missing = [] if config.output else [Mistake("output", None, rule)]
-    return must_name_run(config) + missing
+    mistakes = [] if config.output else [Mistake("output", None, rule)]
+    return must_name_run(config) + mistakes
 
 
 def main(config: ExportConfig) -> int:
     """Write the weights, settings and tokenizer of a checkpoint for transformers.
 
     Raises:
-        ConfigError: if no family of models has these settings, the folder is not empty,
-            or `tokenizers` is not installed.
-        DataError: if a written tokenizer would not return the same ids.
+        ConfigError: if no model family of transformers has the run's settings, the
+            folder is not empty, or `tokenizers` is not installed.
+        DataError: if the written tokenizer would return other ids than the run's.
     """
     from train.distributed.processes import join
     from train.load_run import load_run
@@ -71,7 +71,7 @@ def main(config: ExportConfig) -> int:
     is_leader = join(config.distributed, lambda: None).is_leader
     program, sources, step, params = load_run(config.run, config.runtime, config.step)
     # Several processes gather the weights, and process 0 writes them.
-    written = write_folder(
+    summary = write_folder(
         folder,
         program,
         params,
@@ -81,7 +81,7 @@ def main(config: ExportConfig) -> int:
         with_tokenizer=config.tokenizer,
     )
     if is_leader:
-        print(f"exported    {folder}, step {step:,}: {written}")
+        print(f"exported    {folder}, step {step:,}: {summary}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Batches from the host to the devices, each process reading just its rows."""
+"""Transfer batches from the host to the devices; each process reads only its rows."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,39 +21,40 @@ def place(batch: Batch, like: Batch) -> Batch:
     """Put this process' rows of a global batch on its devices.
 
     Args:
-        batch: int32 [local rows, T] fields, the rows of `local_rows` end to end.
+        batch: int32 [local rows, T] fields, the concatenated rows of `local_rows`.
         like: `jax.ShapeDtypeStruct` fields [B, T] with their sharding; a field that is
             None is left out.
     """
-    starts, num_rows = {}, 0
+    local_starts, num_rows = {}, 0
     for rows in local_rows(like):
-        starts[rows.start] = num_rows
+        local_starts[rows.start] = num_rows
         num_rows += rows.stop - rows.start
 
-    def array(shape: jax.ShapeDtypeStruct | None, field: np.ndarray):
-        if shape is None or shape.sharding.is_fully_addressable:
-            return None if shape is None else jax.device_put(field, shape.sharding)
+    def place_field(struct: jax.ShapeDtypeStruct | None, field: np.ndarray):
+        if struct is None or struct.sharding.is_fully_addressable:
+            return None if struct is None else jax.device_put(field, struct.sharding)
 
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        def local_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            start, stop, _ = index[0].indices(shape.shape[0])
-            return field[starts[start] : starts[start] + stop - start, index[1]]
+            start, stop, _ = index[0].indices(struct.shape[0])
+            local_start = local_starts[start]
+            return field[local_start : local_start + stop - start, index[1]]
 
-        return jax.make_array_from_callback(shape.shape, shape.sharding, part)
+        return jax.make_array_from_callback(struct.shape, struct.sharding, local_shard)
 
-    return Batch(*map(array, like, batch))
+    return Batch(*map(place_field, like, batch))
 
 
 class Feed:
-    """Device batches in their order.
+    """An iterator over device batches.
 
-    A step is dispatched, not awaited, so the transfer of the batch after it overlaps
-    the computation. No batch waits for the one after it: a source that stalls costs no
-    step that could be taken.
+    Steps are dispatched but not awaited, so the transfer of a batch overlaps the step
+    before it. A batch is returned before the next one is read, so that a stalled source
+    delays no step whose batch has arrived.
 
     batches: the host's batches, which are read ahead (`data.prefetch`).
     like: `jax.ShapeDtypeStruct` fields with their sharding.
-    phase: is told "data" before each wait for a batch, and "step" after it.
+    phase: is called with "data" before each wait for a batch, and "step" after it.
     seconds_waited: the time spent waiting for the host's batches.
     """
 

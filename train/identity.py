@@ -1,7 +1,7 @@
 """The identity of a run: its name, and the keys that it may not change.
 
-A change of a key is harmless, allowed (and recorded), or refused, because it would
-make another run. The default name hashes only keys of the last kind, so that the same
+A changed key is harmless, allowed (and recorded), or refused because it would make
+another run. The default name hashes only keys whose change is refused, so that the same
 command always means the same run.
 """
 
@@ -18,7 +18,7 @@ from train.masking import mask_values
 
 
 class ChangeKind(StrEnum):
-    """The consequence of a changed key for a run that exists."""
+    """The consequence of a changed key for an existing run."""
 
     harmless = "harmless"  # logging, paths, machine
     allowed = "allowed"  # recorded
@@ -54,7 +54,7 @@ class Difference(NamedTuple):
 def config_differences(old: Config, new: Config) -> list[Difference]:
     """List the keys whose values differ, in the order of the dataclasses.
 
-    Secrets are masked first, because another password makes no other run.
+    Secrets are masked first, because a new password does not make another run.
     """
     old_values, new_values = (
         {key: mask_values(value) for key, value in flatten(config).items()}
@@ -68,9 +68,9 @@ def config_differences(old: Config, new: Config) -> list[Difference]:
 
 
 def _kind_of_change(key: str) -> ChangeKind:
-    if covered(key, HARMLESS):
+    if is_covered(key, HARMLESS):
         return ChangeKind.harmless
-    return ChangeKind.allowed if covered(key, ALLOWED) else ChangeKind.refused
+    return ChangeKind.allowed if is_covered(key, ALLOWED) else ChangeKind.refused
 
 
 def refused(
@@ -78,11 +78,11 @@ def refused(
 ) -> list[Difference]:
     """Return the refused differences, except the keys or sections in `allow_change`."""
     permitted, kind = tuple(allow_change), ChangeKind.refused
-    return [d for d in diffs if d.kind is kind and not covered(d.key, permitted)]
+    return [d for d in diffs if d.kind is kind and not is_covered(d.key, permitted)]
 
 
-def of_training(config: Config) -> Config:
-    """Return the keys of training of a config that has further keys."""
+def training_config(config: Config) -> Config:
+    """Return the training keys of a config whose subclass has further keys."""
     return Config(**{key.name: getattr(config, key.name) for key in fields(Config)})
 
 
@@ -90,8 +90,8 @@ def run_name(config: Config) -> str:
     """Return run.name, or `<model>-<data>-<8 hex digits>`.
 
     The digits hash every key that a run may not change and that differs from its
-    default. So a key that is added to the program later, at its default, renames no
-    run.
+    default. A key that is added to the program later therefore renames no run, as long
+    as it has its default.
     """
     if config.run.name:
         return config.run.name
@@ -107,13 +107,13 @@ def run_dir(config: Config) -> str:
 
 
 def flatten(config: object) -> dict[str, object]:
-    """Return every value under its full dotted key, also those in tables."""
+    """Return every value under its full dotted key, including the values of tables."""
     tree = asdict(config)  # pyright: ignore[reportArgumentType]
     return {".".join(path): value for path, value in leaves(tree)}
 
 
 def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value that is no mapping, with the path of names to it."""
+    """Yield (path of names, value) for every value that is not a mapping."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from (((name, *path), leaf) for path, leaf in leaves(value))
@@ -121,6 +121,6 @@ def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield (name,), value
 
 
-def covered(key: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a key is among these keys, or in one of these sections."""
+def is_covered(key: str, prefixes: Iterable[str]) -> bool:
+    """Return whether a key equals a prefix or lies in the section that it names."""
     return any(key == p or key.startswith(p + ".") for p in prefixes)

@@ -1,4 +1,4 @@
-"""Rebuild the model of a run from its checkpoints, for commands on a run."""
+"""Rebuild a run's program and weights, for the commands that use a trained model."""
 
 import logging
 import math
@@ -32,19 +32,19 @@ def load_run(
 
     Args:
         run: names the run.
-        runtime: this machine.
+        runtime: the settings of this machine.
         step: the step of the checkpoint; `best` has the lowest validation loss; None is
             the newest.
-        batch_size: the batch size. By default it is that of the run, in its
-            microbatches.
+        batch_size: the rows of a batch of one microbatch. None: the run's batch size
+            and microbatches.
 
     Returns:
-        The program, the data, the step, and the sharded parameters. If the run keeps an
-        average of its weights, these are the average.
+        The program, the data, the step, and the sharded parameters, which are averaged
+        weights if the run keeps an average.
 
     Raises:
         ConfigError: if there is no such run.
-        DataError: if the text is not the run's, or the checkpoint cannot be read.
+        DataError: if the data is not the run's, or the checkpoint cannot be read.
     """
     directory = run_dir(Config(run=run)) if run.name or run.dir else None
     config = read_run(directory)
@@ -59,36 +59,37 @@ def load_run(
     num_tokens = sources.encoding.n_vocab
     program = in_microbatches(make_program_here(config, num_tokens), microbatches)
     saved = SavedSteps(path / "checkpoints", run_id=known_run_id(path))
-    number = saved.best() if step == "best" else step
-    step, params = saved.restore_params(program.state, number)
+    saved_step = saved.best() if step == "best" else step
+    step, params = saved.restore_params(program.state, saved_step)
     return program, sources, step, params
 
 
-def in_microbatches(program: Program, wanted: int) -> Program:
-    """Split a program's batch into up to `wanted` microbatches.
+def in_microbatches(program: Program, limit: int) -> Program:
+    """Return a program that splits its batch into at most `limit` microbatches.
 
-    Each device needs rows of each of them, so on another mesh there may be fewer.
+    Each device needs rows of every microbatch, so another mesh may allow fewer.
     """
     local_rows = program.config.data.batch_size // program.batch_shards.rows
-    parts, train = math.gcd(local_rows, wanted), program.config.train
-    return program.with_train_config(replace(train, accumulation_steps=parts))
+    count, train = math.gcd(local_rows, limit), program.config.train
+    return program.with_train_config(replace(train, accumulation_steps=count))
 
 
 def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
     """Make a run's program for the devices of this machine.
 
-    It uses the mesh of the run if that fits. Otherwise, or if that is a pipeline, which
-    can only train, parameters are sharded over as many devices as divide the batch. A
-    kernel or a dtype that these devices lack is replaced, with a warning.
+    The program uses the run's mesh if it fits these devices and is not a pipeline,
+    which can only train. Otherwise parameters are sharded over the largest number of
+    devices that divides the batch. A kernel or a dtype that these devices lack is
+    replaced, with a warning.
 
     Raises:
-        ConfigError: if it fits on no number of devices.
+        ConfigError: if the program fits on no number of devices.
     """
     try:
-        return _on_a_mesh(config, num_tokens)
+        return _make_on_fitting_mesh(config, num_tokens)
     except ConfigError as error:
-        refused = {mistake.key for mistake in error.mistakes}
-        if not (replacements := _replacements(config.model, refused)):
+        refused_keys = {mistake.key for mistake in error.mistakes}
+        if not (replacements := _replacements(config.model, refused_keys)):
             raise
     for key, value in replacements.items():
         message = "model.%s=%s is not possible on these devices; using %s instead"
@@ -97,21 +98,21 @@ def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
     return make_program_here(config, num_tokens)
 
 
-def _replacements(model: ModelConfig, refused: set[str]) -> dict[str, Any]:
-    """Return other values for refused ones: auto, or the kernel that runs anywhere."""
-    is_named = model.attention is not Attention.auto
+def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
+    """Replace refused values by auto, or by the kernel that runs anywhere."""
+    is_explicit = model.attention is not Attention.auto
     replacements = {
-        "attention": Attention.auto if is_named else Attention.xla,
+        "attention": Attention.auto if is_explicit else Attention.xla,
         "compute_dtype": ComputeDtype.auto,
     }
     return {
         key: value
         for key, value in replacements.items()
-        if f"model.{key}" in refused and getattr(model, key) not in (value, "xla")
+        if f"model.{key}" in refused_keys and getattr(model, key) not in (value, "xla")
     }
 
 
-def _on_a_mesh(config: Config, num_tokens: int | None) -> Program:
+def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> Program:
     """Return the program on the run's mesh, or on one that fits these devices."""
     devices, batch_size = jax.devices(), config.data.batch_size
     refusal = ConfigError([])

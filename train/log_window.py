@@ -22,13 +22,13 @@ from train.units import few
 
 # Warn about slow data if waiting takes this fraction of at least this training time.
 _MUCH_WAITING, _WARNING_AFTER_S = 0.02, 30.0
-_NAMED = 8  # skipped updates that one note names; events.jsonl names all
+_MAX_NAMED = 8  # skipped updates that one note names; events.jsonl names all
 
 log = logging.getLogger(__name__)
 
 
 class LogWindow:
-    """Collects device metrics unread, and reads them all at once when it closes."""
+    """Keeps the metrics of steps on the devices, and reads them all when it closes."""
 
     def __init__(self, program: Program, run: RunDir, order: Order, feed: Feed):
         """Open the first window."""
@@ -37,27 +37,27 @@ class LogWindow:
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
         self.culprit: Culprit | None = None  # the layer to blame, if one was watched
-        self._accepted: Metrics | None = None  # the last watched step not skipped
+        self._last_accepted: Metrics | None = None  # the last watched step not skipped
         # Training and waiting time, without the first window, which fills the buffer.
         self._trained_s: float | None = None
-        self._waited_s = self._lapped_wait = 0.0
+        self._waited_s = self._lapped_wait_s = 0.0
         self._warned = False
         self._tokens: int | None = None  # targets of all steps so far, once known
         self._open()
 
     def _open(self) -> None:
         self._metrics: list[Metrics] = []
-        self._read = self._lapped_steps = self._targets = 0
+        self._num_read = self._lapped_steps = self._targets = 0
         self._began, self._paused = time.monotonic(), 0.0
-        self._waited = self._feed.seconds_waited
+        self._waited_before_s = self._feed.seconds_waited
 
-    def is_to_watch(self, step: int) -> bool:
-        """Return whether a step shall return statistics of its layers."""
+    def should_watch(self, step: int) -> bool:
+        """Return whether to take the watched step, which returns layer statistics."""
         interval = self._program.config.log.numerics_interval_steps
         if interval is None:
             return False
-        # The cause of a skipped step often shows in the next one.
-        all_read = self._read == len(self._metrics)
+        # The cause of a skipped step often shows in the next step.
+        all_read = self._num_read == len(self._metrics)
         return step % interval == 0 or (self.skipped_in_a_row > 0 and all_read)
 
     def add(self, metrics: Metrics) -> None:
@@ -68,10 +68,10 @@ class LogWindow:
     def pause(self, event: str) -> Iterator[None]:
         """Exclude the body from the step time, and record it as an event.
 
-        It first waits for the devices. Otherwise a body that waits for them would be
-        charged for the steps in flight.
+        The devices finish their steps first. Otherwise a body that waits for the
+        devices would be charged for the steps in flight.
         """
-        jax.block_until_ready(self._metrics[self._read :])
+        jax.block_until_ready(self._metrics[self._num_read :])
         if len(self._metrics) > self._lapped_steps:
             self._lap()
         began = time.monotonic()
@@ -86,31 +86,31 @@ class LogWindow:
         waited = self._feed.seconds_waited
         self._run.events.lap(
             "step",
-            {"data_wait": waited - self._lapped_wait},
+            {"data_wait": waited - self._lapped_wait_s},
             steps=len(self._metrics) - self._lapped_steps,
             **fields,
         )
-        self._lapped_steps, self._lapped_wait = len(self._metrics), waited
+        self._lapped_steps, self._lapped_wait_s = len(self._metrics), waited
 
     def read(self, step: int, progress: Progress) -> None:
         """Wait for the devices, and record everything except the log line.
 
-        Call it before a save. No later start repeats the steps that the save holds, so
-        the number of tokens so far is recorded too.
+        Call this before a save. No later start repeats the saved steps, so the number
+        of tokens so far is recorded too.
         """
         self._run.log(step, {"tokens": self._read_all(step, progress)})
 
     def _read_all(self, step: int, progress: Progress) -> int:
         """Read and record the unread steps; return the number of tokens so far."""
-        steps = jax.device_get(self._metrics[self._read :])
-        self._metrics[self._read :] = steps
-        self._read, first = len(self._metrics), step - len(steps)
+        unread = jax.device_get(self._metrics[self._num_read :])
+        self._metrics[self._num_read :] = unread
+        self._num_read, start_step = len(self._metrics), step - len(unread)
         if self._tokens is None:
             run, per_step = self._run, self._program.tokens_per_step
-            self._tokens = tokens_at(run.path, first, per_step) if run.write else 0
-        targets = sum(int(metrics["targets"]) for metrics in steps)
+            self._tokens = tokens_at(run.path, start_step, per_step) if run.write else 0
+        targets = sum(int(metrics["targets"]) for metrics in unread)
         self._targets, self._tokens = self._targets + targets, self._tokens + targets
-        self.record(first, steps, progress)
+        self.record(start_step, unread, progress)
         return self._tokens
 
     def close(self, step: int, progress: Progress, write: bool) -> float:
@@ -120,44 +120,42 @@ class LogWindow:
         window's steps, in seconds.
         """
         tokens = self._read_all(step, progress)
-        steps = self._metrics
+        num_steps = len(self._metrics)
         seconds = time.monotonic() - self._began - self._paused
-        waited = self._feed.seconds_waited - self._waited
-        program, last = self._program, steps[-1]
+        waited = self._feed.seconds_waited - self._waited_before_s
+        program, last_metrics = self._program, self._metrics[-1]
         flops_per_token = program.flops_per_step / program.tokens_per_step
         speed = self._targets / seconds
         mfu = flops_per_token * speed / self.peak if self.peak else None
         self._lap(step=step)
         if warning := self._data_warning(seconds, waited):
             progress.note(warning)
-        progress.update(step, float(last["loss"]), speed, mfu)
+        progress.update(step, float(last_metrics["loss"]), speed, mfu)
         if write:
             values = {
                 "tokens": tokens,
                 "flops": tokens * flops_per_token,
                 "tokens_per_second": speed,
-                "step_seconds": seconds / len(steps),
+                "step_seconds": seconds / num_steps,
                 "mfu": math.nan if mfu is None else mfu,
             }
-            self._run.log(step, _as_line(last) | values)
+            self._run.log(step, _as_line(last_metrics) | values)
         self._open()
         return seconds
 
-    def record(self, first: int, steps: list[Metrics], progress: Progress) -> None:
+    def record(self, start_step: int, steps: list[Metrics], progress: Progress) -> None:
         """Record statistics of layers, and name the updates that were skipped.
 
-        Args:
-            first: the number of updates that were completed before these steps.
-            steps: the metrics of the steps, on the host.
-            progress: the display.
+        `start_step` is the number of updates that were completed before `steps`, whose
+        metrics are on the host.
         """
         skipped = []
-        for step, metrics in enumerate(steps, first + 1):
+        for step, metrics in enumerate(steps, start_step + 1):
             if statistics := by_layer(metrics):
                 self._run.log(step, statistics)
             if not metrics["skipped"]:
                 self.skipped_in_a_row, self.culprit = 0, None
-                self._accepted = metrics if statistics else self._accepted
+                self._last_accepted = metrics if statistics else self._last_accepted
                 continue
             self.skipped_in_a_row += 1
             values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
@@ -166,16 +164,16 @@ class LogWindow:
                 reason = "not finite"
             batch = self._order.batch_number(step - 1)
             event = {"step": step, "batch": batch, **values, "reason": reason}
-            if statistics and (layer := culprit(metrics, self._accepted)):
+            if statistics and (layer := culprit(metrics, self._last_accepted)):
                 self.culprit, reason = layer, f"{reason}, {layer}"
                 event |= layer._asdict()
             self._run.events.record("skipped", **event)
             skipped.append(f"step {step:,} (batch {batch:,}, {reason})")
         if skipped:
-            progress.note(f"updates skipped: {few(skipped, _NAMED)}")
+            progress.note(f"updates skipped: {few(skipped, _MAX_NAMED)}")
 
     def _data_warning(self, seconds: float, waited: float) -> str | None:
-        """Return a warning once, after the window that shows that data is slow."""
+        """Return a warning, once, if training has waited too long for data."""
         if self._trained_s is None:
             self._trained_s = 0.0
             return None
@@ -199,9 +197,9 @@ def _as_line(metrics: Metrics) -> dict[str, float]:
     A metric with a value for each layer gets a key for each value, and its largest
     value under its own name.
     """
-    shown = {k: v for k, v in metrics.items() if not k.startswith(PREFIX)}
-    values = {name: float(np.max(value)) for name, value in shown.items()}
-    for name, value in shown.items():
+    metrics = {k: v for k, v in metrics.items() if not k.startswith(PREFIX)}
+    values = {name: float(np.max(value)) for name, value in metrics.items()}
+    for name, value in metrics.items():
         if np.ndim(value):
             values |= {f"{name}/{i}": float(x) for i, x in enumerate(value)}
     return values

@@ -78,23 +78,23 @@ class Trainer:
     tasks: Tasks | None
 
     def train(self, state: TrainState) -> tuple[int, TrainState]:
-        """Step until the end, a request to stop, or divergence.
+        """Train until the last step, a request to stop, or divergence.
 
         Returns:
-            The exit code (0 at the end) and the state.
+            The exit code (0 after the last step) and the state.
         """
         config, watchdog = self.program.config, self.watchdog
-        first, end = int(state.step), config.train.num_steps
-        if first >= end:
+        start_step, num_steps = int(state.step), config.train.num_steps
+        if start_step >= num_steps:
             return 0, state
         steps = self._compiled_steps()
-        with self._instruments(first, steps) as instruments:
+        with self._instruments(start_step, steps) as instruments:
             window, progress = instruments.window, instruments.progress
-            for step in range(first + 1, end + 1):
+            for step in range(start_step + 1, num_steps + 1):
                 # Dispatch the step; its metrics stay on the devices.
                 state = self._take_step(step, state, instruments)
 
-                # Agree with the other processes on what follows it, and log.
+                # Agree with the other processes on what is due, and log.
                 request = self.preemption.step_done(step)
                 due = due_after(step, config, request, self.checkpoints.due(step))
                 if due.log or due.stop:
@@ -102,7 +102,7 @@ class Trainer:
                 elif due.evaluate or due.judge or due.save:
                     window.read(step, progress)
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
-                    return DIVERGED, self._diverged(step, state, instruments)
+                    return DIVERGED, self._report_divergence(step, state, instruments)
 
                 # Evaluate, compare replicas and save.
                 if due.evaluate or due.judge:
@@ -134,12 +134,14 @@ class Trainer:
         return steps
 
     @contextmanager
-    def _instruments(self, first: int, steps: CompiledSteps) -> Iterator[_Instruments]:
-        """Open the instruments of a loop that begins after `first` completed steps."""
+    def _instruments(
+        self, start_step: int, steps: CompiledSteps
+    ) -> Iterator[_Instruments]:
+        """Open the instruments of a loop that begins after `start_step` updates."""
         program, run, config = self.program, self.run, self.program.config
-        # Batches end with the run: a source with a limit may have no further ones.
-        end, rows = config.train.num_steps, local_rows(program.batch)
-        batches = self.order.batches(first, rows, end)
+        # Batches end with the run: a source with a limit may have no further batches.
+        num_steps, rows = config.train.num_steps, local_rows(program.batch)
+        batches = self.order.batches(start_step, rows, num_steps)
         feed = Feed(batches, program.batch, self.watchdog.phase)
         window = LogWindow(program, run, self.order, feed)
         profiler = Profiler(
@@ -149,20 +151,21 @@ class Trainer:
             text=steps.plain.as_text,
             pause=window.pause,
         )
-        allowed = config.runtime.allow_fault_injection
-        faults = FaultInjection(self.cluster.process, allowed)
-        self.preemption.step_done(first)
-        progress = Progress(end, first, window.peak is not None, show=run.write)
+        is_allowed = config.runtime.allow_fault_injection
+        faults = FaultInjection(self.cluster.process, is_allowed)
+        self.preemption.step_done(start_step)
+        peak_known = window.peak is not None
+        progress = Progress(num_steps, start_step, peak_known, show=run.write)
         with closing(progress), closing(profiler):
             yield _Instruments(steps, feed, window, profiler, faults, progress)
 
     def _take_step(
         self, step: int, state: TrainState, instruments: _Instruments
     ) -> TrainState:
-        """Dispatch one step, and return the state that it will have made."""
+        """Dispatch one step, and return its state, which may still be in flight."""
         steps, window = instruments.steps, instruments.window
         instruments.profiler.before(step)
-        watched = steps.watched if window.is_to_watch(step) else None
+        watched = steps.watched if window.should_watch(step) else None
         state, metrics = (watched or steps.plain)(state, next(instruments.feed))
         window.add(metrics)
         if jax.default_backend() == "cpu":  # its virtual devices deadlock otherwise
@@ -171,14 +174,14 @@ class Trainer:
         self.watchdog.phase("log", step)
         return instruments.faults.after(step, state, self.program)
 
-    def _diverged(
+    def _report_divergence(
         self, step: int, state: TrainState, instruments: _Instruments
     ) -> TrainState:
         """Report divergence; take a watched step, which may show the layer to blame."""
         steps, window = instruments.steps, instruments.window
         log.error(_DIVERGED, step, window.skipped_in_a_row)
-        last = step == self.program.config.train.num_steps
-        if steps.watched and not window.culprit and not last:
+        is_last = step == self.program.config.train.num_steps
+        if steps.watched and not window.culprit and not is_last:
             state, metrics = steps.watched(state, next(instruments.feed))
             window.add(metrics)
             window.read(step + 1, instruments.progress)
@@ -186,7 +189,7 @@ class Trainer:
 
     @contextmanager
     def phase(self, name: str, event: str | None = None) -> Iterator[None]:
-        """Set the watchdog's phase for the block, and record how long it took."""
+        """Set the watchdog's phase for a block, and record the block's duration."""
         self.watchdog.phase(name)
         yield
         self.run.events.lap(event or name)
@@ -197,16 +200,16 @@ class Trainer:
         return evaluate_all(self.program, params, self.sources, num_batches, beat)
 
     def judge(self, state: TrainState) -> dict[str, float]:
-        """Score the state on the tasks, if there are any."""
+        """Score the state on `eval.tasks`; return {} if there are none."""
         params, beat = best_params(state), self.watchdog.beat
         return self.tasks.scores(params, beat) if self.tasks else {}
 
     def _evaluate(
         self, step: int, state: TrainState, due: Due, progress: Progress
     ) -> Due:
-        """Score the state, show and log the scores, and return what is due after that.
+        """Score the state, show and log the scores, and return the updated `due`.
 
-        A state with the best loss so far is due to be saved.
+        A save becomes due if the state has the best loss so far.
         """
         config = self.program.config
         metrics = self.judge(state) if due.judge else {}
@@ -225,7 +228,7 @@ class Trainer:
     def _save(
         self, step: int, state: TrainState, last: bool, progress: Progress
     ) -> None:
-        """Begin to save the state of `step`, and report a save that failed.
+        """Begin to save the state of `step`, and report a failed save.
 
         Raises:
             Exit: if a value of the state is not finite.
@@ -261,7 +264,7 @@ class Trainer:
 
     @functools.cached_property
     def not_finite(self) -> Callable[[TrainState], list[str]]:
-        """List the arrays of a state with values that are not finite."""
+        """A function that lists a state's arrays with values that are not finite."""
         return make_finite_check(self.program.state, self.program.mesh)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy in float32. Large logits exist one tile at a time.
+"""Next-token cross-entropy in float32. Only one tile of large logits exists at once.
 
 Shapes: B batch, T time, C positions of a tile, D embed, V vocab.
 """
@@ -36,18 +36,18 @@ def loss_sum(
     num_tokens: int | None = None,
     call: CallContext = NO_CONTEXT,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Routing | None]:
-    """Sum the loss over a batch's targets; those that are negative do not count.
+    """Sum the loss over a batch's targets; negative targets are ignored.
 
     Args:
-        model: with its parameters bound.
+        model: the model with bound parameters.
         batch: int32 [B, T] fields.
         execution: how the program runs the model.
         z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
         chunk: the largest number of positions of a row whose logits exist at once.
-            None: all positions with a small vocabulary, otherwise at most 128.
+            None: all positions for a small vocabulary, otherwise at most 128.
         num_tokens: the number of ids that the tokenizer has. Larger ids only pad the
             vocabulary and have no probability. None: the whole vocabulary.
-        call: random keys and taps of this call.
+        call: the random keys and taps of this call.
 
     Returns:
         The loss to minimize and the cross-entropy in nats, which has no gradient, as
@@ -71,10 +71,10 @@ def row_sums(
     num_tokens: int | None,
     chunk: int | None,
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
-    """Sum the cross-entropy of each row's targets, and count those a model misses.
+    """Sum the cross-entropy of each row's targets, and count the missed targets.
 
-    A target is missed if it is not the likeliest token; of several likeliest tokens the
-    first counts. The arguments are those of `loss_sum`.
+    A target is missed if it is not the likeliest token, or in a tie not the first. The
+    arguments are those of `loss_sum`.
     """
     x_BTD, _, _ = model.features(
         batch.inputs, batch.positions, batch.segment_ids, execution
@@ -93,13 +93,13 @@ def _tiled(
     num_tokens: int | None,
 ) -> "_Tiled":
     """Return the tiled loss for features of this shape."""
-    size = model.config.vocab_size or 0
+    vocab_size = model.config.vocab_size or 0
     return _Tiled(
-        tile(x_BTD.shape[1], size, chunk),
+        tile(x_BTD.shape[1], vocab_size, chunk),
         model.config,
         execution=execution,
         axes=model.head_axes,
-        num_tokens=num_tokens or size,
+        num_tokens=num_tokens or vocab_size,
     )
 
 
@@ -113,8 +113,8 @@ class _Tiled(NamedTuple):
     """The loss in tiles of C positions of a row, with a manual gradient.
 
     The head's weight W[D_fsdp, V_tensor], rounded to the compute dtype, is gathered
-    over fsdp once for all tiles: each device holds W[D, V_tensor]. Each multiplies its
-    own rows x[B_(data, fsdp), C, D] tile by tile, and adds up the float32 gradient
+    over fsdp once for all tiles: each device holds W[D, V_tensor]. It multiplies its
+    local rows x[B_(data, fsdp), C, D] tile by tile, and adds up the float32 gradient
     dW[D, V_tensor] of its rows over all tiles. That sum is then reduce-scattered over
     fsdp back to dW[D_fsdp, V_tensor]. The softmax over V_tensor costs an all-reduce
     over tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one
@@ -139,20 +139,21 @@ class _Tiled(NamedTuple):
         targets_BT: Int[Array, "B T"],
         gradients: bool,
     ):
-        """Return the sums over rows, and the gradients of x and the weight or None."""
+        """Return the sums, and the gradients of x and the weight if `gradients`."""
         numerics, placement = self.execution.numerics, self.execution.placement
         head_placement = self.execution.weight_placement(self.axes)
-        # The step sums the gradient over replicas, once.
+        # train/rows.py sums the gradient over replicas, once in a step.
         head_placement = head_placement._replace(replica_axes=())
         weight = head_placement.gather(local_weight.astype(numerics.compute_dtype))
         if placement.automatic_axes:
-            spec, rows = placement.param_spec(self.axes), placement.spec("batch")
+            weight_spec = placement.param_spec(self.axes)
+            row_spec = placement.spec("batch")
             sums, grads = placement.map_shards(
-                partial(self._scan_shared, gradients=gradients),
-                in_specs=(rows, spec, rows),
+                partial(self._scan_sharded_head, gradients=gradients),
+                in_specs=(row_spec, weight_spec, row_spec),
                 out_specs=(
-                    rows if self.by_row else PartitionSpec(),
-                    (rows, spec) if gradients else None,
+                    row_spec if self.by_row else PartitionSpec(),
+                    (row_spec, weight_spec) if gradients else None,
                 ),
             )(x_BTD, weight, targets_BT)
         else:
@@ -164,8 +165,8 @@ class _Tiled(NamedTuple):
         # Otherwise XLA keeps the float32 dweight until all layers' gradients are known.
         return sums, jax.lax.optimization_barrier((dx_BTD, dlocal))
 
-    def _scan_shared(self, x_BTD, part, targets_BT, gradients: bool):
-        """Share the vocabulary over axes along which devices have the same rows."""
+    def _scan_sharded_head(self, x_BTD, weight_shard, targets_BT, gradients: bool):
+        """Run `_scan` with the vocabulary sharded over axes that replicate the rows."""
         spec = self.execution.placement.param_spec(self.axes)
         dim_axes = [mesh_axes(entry) for entry in spec]
         vocab_dim = 0 if self.config.tied_head else 1
@@ -173,7 +174,7 @@ class _Tiled(NamedTuple):
         placement = WeightPlacement(
             tuple((dim, axes) for dim, axes in enumerate(dim_axes) if axes)
         )
-        weight = placement.gather(part)
+        weight = placement.gather(weight_shard)
         sums, grads = self._scan(x_BTD, weight, targets_BT, vocab_axes, gradients)
         if grads is None:
             return sums, None
@@ -186,7 +187,7 @@ class _Tiled(NamedTuple):
             shape = x.shape[0], x.shape[1] // self.C, self.C, *x.shape[2:]
             return jnp.moveaxis(x.reshape(shape), 1, 0)
 
-        def add(total, inputs):
+        def add_tile(total, inputs):
             x, targets = inputs
             sums, dx_BCD = self._tile(x, weight, targets, vocab_axes, gradients)
             return jax.tree.map(jnp.add, total, sums), dx_BCD
@@ -195,7 +196,7 @@ class _Tiled(NamedTuple):
         dweight = jnp.zeros(weight.shape, jnp.float32) if gradients else None
         start = (zero, zero), dweight
         (sums, dweight), dx = jax.lax.scan(
-            add, start, (tiles(x_BTD), tiles(targets_BT))
+            add_tile, start, (tiles(x_BTD), tiles(targets_BT))
         )
         if dx is None:
             return sums, None
@@ -209,13 +210,13 @@ class _Tiled(NamedTuple):
         vocab_axes: tuple[str, ...],
         gradients: bool,
     ):
-        """Return (sums, dweight) and dx of one tile."""
+        """Return ((sums, dweight), dx) of one tile. Gradients may be None."""
         on_cpu = self.execution.placement.platform == "cpu"
         execution = self.execution._replace(placement=ONE_DEVICE)
         logits_BCV, transpose = jax.vjp(
             lambda x, weight: project(x, weight, self.config, execution),
             x_BCD,
-            weight.astype(jnp.float32),  # so that its gradient is, too
+            weight.astype(jnp.float32),  # so that its gradient is float32 too
         )
         V = logits_BCV.shape[-1]
         first_id = V * jax.lax.axis_index(vocab_axes) if vocab_axes else 0
@@ -239,8 +240,8 @@ class _Tiled(NamedTuple):
             missed_BC = jnp.where(counted_BC & (best_BC != targets_BC), 1.0, 0.0)
             return ((nats_BC.sum(axis=-1), missed_BC.sum(axis=-1)), None), None
         nats = jnp.sum(jnp.where(counted_BC, log_z_BC - target_BC, 0.0))
-        z = jnp.sum(jnp.where(counted_BC, jnp.square(log_z_BC), 0.0))
-        sums = nats + self.z_loss * z, nats
+        squares = jnp.sum(jnp.where(counted_BC, jnp.square(log_z_BC), 0.0))
+        sums = nats + self.z_loss * squares, nats
         if not gradients:
             return (sums, None), None
         probabilities_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
@@ -256,8 +257,8 @@ def _sums(tiled: _Tiled, x_BTD, weight, targets_BT):
 
 
 def _forward(tiled: _Tiled, x_BTD, weight, targets_BT):
-    # The loss is a sum, so its gradient is known here except for one factor, and no
-    # tile's logits are computed twice.
+    # The loss is a sum, so its gradient is known here up to the cotangent's factor, and
+    # no tile's logits are computed twice.
     return tiled(x_BTD, weight, targets_BT, gradients=True)
 
 

@@ -20,23 +20,22 @@ Device = Any  # The stubs of JAX declare jax.Device as a variable.
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """Return the mesh, laid out so that fast networks carry as many axes as possible.
 
-    Axes with `mesh.dcn` factors cross slices. Without slices they cross processes, and
-    otherwise equal blocks of devices, so that a layout can be tried on one machine. On
+    Axes with `mesh.dcn` factors cross slices. Without slices they cross processes, or
+    with one process equal blocks of devices, so that one machine can try a layout. On
     TPUs, neighbours along fsdp are in different slices: gradients are first scattered
-    within each slice, so that the least is left to send between slices
-    (model/gather.py).
+    within each slice, which minimises the bytes sent between slices (model/gather.py).
 
     Raises:
-        ConfigError: if sizes and devices do not fit together. It lists all mistakes.
+        ConfigError: if sizes and devices do not fit together; lists all mistakes.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes, granules = check_all(
         lambda: axis_sizes(config, len(devices)), lambda: _dcn_granules(config, devices)
     )
     dcn = [getattr(config.dcn, axis) for axis in MESH_AXES]
-    inner = [sizes[axis] // dcn[i] for i, axis in enumerate(MESH_AXES)]
-    blocks = [_lay(inner, granule) for granule in granules]
-    grid = np.array(blocks).reshape(*dcn, *inner)
+    slice_sizes = [sizes[axis] // dcn[i] for i, axis in enumerate(MESH_AXES)]
+    blocks = [_device_grid(slice_sizes, granule) for granule in granules]
+    grid = np.array(blocks).reshape(*dcn, *slice_sizes)
     rank = len(MESH_AXES)
     # The dims of `grid` for each axis: between slices, and within a slice.
     order = np.arange(2 * rank).reshape(2, rank).T
@@ -49,7 +48,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def _dcn_granules(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
-    """Return the devices of each slice or host, or raise ConfigError."""
+    """Return the devices of each slice, host or block, or raise ConfigError."""
     sizes = least_sizes(config, len(devices))
     sizes_fit = math.prod(sizes.values()) == len(devices)
     dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
@@ -71,7 +70,7 @@ def _dcn_granules(config: MeshConfig, devices: list[Device]) -> list[list[Device
     return granules
 
 
-def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
+def _device_grid(sizes: list[int], devices: list[Device]) -> np.ndarray:
     """Return a slice's devices as a grid, along whole dims of a torus if possible."""
     create = mesh_utils.create_device_mesh
     try:
@@ -80,20 +79,20 @@ def _lay(sizes: list[int], devices: list[Device]) -> np.ndarray:
         return create(sizes, devices, allow_split_physical_axes=True)
 
 
-def _granules(devices: list[Device], wanted: int) -> list[list[Device]]:
-    """Group devices by slice or by host, or otherwise into `wanted` equal blocks."""
+def _granules(devices: list[Device], num_blocks: int) -> list[list[Device]]:
+    """Group devices by slice, by process, or into `num_blocks` equal blocks."""
 
-    def groups_by(key: Callable[[Device], int]) -> list[list[Device]]:
+    def group_by(key: Callable[[Device], int]) -> list[list[Device]]:
         return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
 
-    slices = groups_by(lambda device: getattr(device, "slice_index", 0))
+    slices = group_by(lambda device: getattr(device, "slice_index", 0))
     # An axis that crosses TPU slices must be one with a `mesh.dcn` factor.
-    if wanted == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
+    if num_blocks == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
         return [devices]
-    for groups in (slices, groups_by(lambda device: device.process_index)):
+    for groups in (slices, group_by(lambda device: device.process_index)):
         if len(groups) > 1:
             return groups
-    size, remainder = divmod(len(devices), wanted)
+    size, remainder = divmod(len(devices), num_blocks)
     if remainder:
         return [devices]
-    return [devices[i * size : (i + 1) * size] for i in range(wanted)]
+    return [devices[i * size : (i + 1) * size] for i in range(num_blocks)]

@@ -1,4 +1,4 @@
-"""The sizes of the mesh axes, and the dims that they must divide, without JAX."""
+"""Compute the sizes of mesh axes, and check that they divide dims, without JAX."""
 
 import math
 import os
@@ -10,8 +10,8 @@ from model.choices import Mlp
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
-# These variables announce more processes than this one, or other devices.
-_ANNOUNCING = (
+# Each of these variables, if set, announces more processes or other devices.
+_CLUSTER_VARIABLES = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
     *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS"),
 )
@@ -28,9 +28,9 @@ def listed(entry: Any) -> list[Any]:
 def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     """Return the size of every axis, with -1 replaced by the remaining devices.
 
-    If these are no whole number, -1 becomes 1. A dim that these sizes do not divide is
-    divided by no mesh of this config, so that rules can be checked even if the sizes do
-    not multiply to the number of devices.
+    If the fixed sizes do not divide the number of devices, -1 becomes 1. A dim that
+    these sizes do not divide cannot be divided by any mesh of this config, so rules can
+    be checked in any case.
     """
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -56,7 +56,7 @@ def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> int:
-    """Return the number of shards of a dim on these mesh axes."""
+    """Return the number of shards of a dim that is sharded over these mesh axes."""
     return math.prod(sizes[axis] for axis in listed(axes))
 
 
@@ -82,7 +82,7 @@ class Pipeline(NamedTuple):
         return (self.stages - 1) / self.iterations
 
     @property
-    def own(self) -> int:
+    def local_microbatches(self) -> int:
         """The number of microbatches of each device's local rows."""
         return max(1, self.microbatches // self.stages)
 
@@ -131,28 +131,26 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
 
 
 def check_batch(
-    batch_size: int, accumulation: int, shards: int, passes: int = 1
+    batch_size: int, accumulation: int, shards: int, local_microbatches: int = 1
 ) -> None:
-    """Raise ConfigError if a device would get a part of a row of a microbatch.
+    """Raise ConfigError if devices cannot get equal numbers of a microbatch's rows.
 
-    Args:
-        batch_size: the number of rows in the global batch.
-        accumulation: the number of microbatches in a step.
-        shards: the number of devices that share the rows of a microbatch.
-        passes: the number of pipeline microbatches for each stage.
+    `shards` is the number of devices that share the rows of a microbatch, and
+    `local_microbatches` the number of pipeline microbatches of each device's rows.
     """
-    if batch_size % (divisor := shards * accumulation * passes):
+    if batch_size % (divisor := shards * accumulation * local_microbatches):
         rule = f"must be divisible by {shards} (devices that share the batch) x "
         rule += f"{accumulation} (train.accumulation_steps)"
-        if passes > 1:
-            rule += f" x {passes} (train.pipeline_microbatches / mesh.pipeline)"
+        if local_microbatches > 1:
+            rule += f" x {local_microbatches} "
+            rule += "(train.pipeline_microbatches / mesh.pipeline)"
         rule += f"; {nearest(batch_size, divisor)}"
         related = ("train.accumulation_steps", "train.pipeline_microbatches")
         raise ConfigError([Mistake("data.batch_size", batch_size, rule, related)])
 
 
 def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError if mesh axes do not divide dims that the model's config names.
+    """Raise ConfigError if mesh axes do not divide the dims of the model's config.
 
     The dims of each parameter are checked when it is sharded (train/sharding.py).
     """
@@ -168,7 +166,7 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
     else:
         dims.append(("mlp", "mlp_dim", model.mlp_size))
     for axis, field, size in dims:
-        # Of the heads, each device also computes some.
+        # The heads of activations are sharded too.
         tables = ["params", "activations"] if "heads" in axis else ["params"]
         for table in tables:
             entry = getattr(config.mesh, table).get(axis)
@@ -189,7 +187,7 @@ def dim_mistake(
     description: str,
     table: str = "params",
 ) -> Mistake | None:
-    """Return a mistake if the mesh axes of a table's entry do not divide a dim.
+    """Return a mistake if the mesh axes of a rule table's entry do not divide a dim.
 
     `description` names the dim and its size in the message.
     """
@@ -202,25 +200,29 @@ def dim_mistake(
 
 
 def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
-    """List what the mesh does not divide, as far as that is known without JAX.
+    """List the mistakes of a mesh that are known without JAX.
 
     Every other check of the config must have passed. By default the number of devices
     is `runtime.cpu_devices` if there can be no others; otherwise it is not checked.
     """
-    count = num_devices or _cpu_devices(config)
+    known_devices = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")
     rules = (*config.mesh.params.values(), *config.mesh.activations.values())
     axes_exist = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
     if config.mesh.planned or not axes_exist:
         return []
-    sizes = least_sizes(config.mesh, count or 1)
-    passes = pipeline_of(config, sizes["pipeline"]).own
-    rows, parts = config.data.batch_size, config.train.accumulation_steps
+    sizes = least_sizes(config.mesh, known_devices or 1)
+    local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
     try:
         check_all(
-            lambda: count and axis_sizes(config.mesh, count),
+            lambda: known_devices and axis_sizes(config.mesh, known_devices),
             lambda: check_pipeline(config, sizes),
-            lambda: check_batch(rows, parts, num_shards(sizes, batch), passes),
+            lambda: check_batch(
+                config.data.batch_size,
+                config.train.accumulation_steps,
+                num_shards(sizes, batch),
+                local_microbatches,
+            ),
             lambda: check_dims(config, sizes),
         )
     except ConfigError as error:
@@ -231,11 +233,11 @@ def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistak
 def _cpu_devices(config: Config) -> int | None:
     """Return the number of virtual devices, or None if there may be other devices."""
     is_distributed = config.distributed.num_processes not in (None, 1)
-    if is_distributed or any(os.environ.get(name) for name in _ANNOUNCING):
+    if is_distributed or any(os.environ.get(name) for name in _CLUSTER_VARIABLES):
         return None
     platform = config.runtime.platform
     is_cpu = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
-    nothing_else = platform is Platform.auto and not any(
+    auto_is_cpu = platform is Platform.auto and not any(
         Path(device).exists() for device in _ACCELERATORS
     )
-    return config.runtime.cpu_devices if is_cpu or nothing_else else None
+    return config.runtime.cpu_devices if is_cpu or auto_is_cpu else None

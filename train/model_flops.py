@@ -1,15 +1,15 @@
-"""Model FLOPs: what a token needs by convention, however a step computes it.
+"""Model FLOPs: the conventional cost of a token, however a step computes it.
 
-A token costs 6 N + 12 L C T, N being the parameters that multiply (matrices and the
-head, tied or not; no embedding look-ups, no vectors; of experts those that a token
-takes) and C = heads x head dim; causal attention is not halved. Of a layer with a
-window T is min(T, window). Source: PaLM, arXiv:2204.02311, appendix B.
+A token costs 6 N + 12 L C T. N counts the parameters that multiply: the matrices and
+the head, tied or not, but no embedding look-ups or vectors, and only the experts that a
+token takes. C is heads x head dim, and T is at most the window of a layer. Causal
+attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
 from typing import Any
 
 from model.config import ModelConfig
-from model.gpt import taken
+from model.gpt import active_parts
 from model.params import Kind, is_info, named
 
 
@@ -17,14 +17,14 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
     """Return 6 N: the FLOPs of a token's products with weights.
 
     Args:
-        model: with its vocabulary settled.
-        params: of the model, arrays or their shapes.
-        infos: what each parameter is, in a tree like `params`.
+        model: the config, with its vocabulary settled.
+        params: tree of the model's parameters, as arrays or shapes.
+        infos: tree of `ParamInfo`, shaped like `params`.
     """
     by_name = dict(named(infos, is_info))
     head = "embedding.weight" if model.tied_head else "head.weight"
     multiplying = sum(
-        by_name[name].size(param.shape) * taken(by_name[name], model)
+        by_name[name].size(param.shape) * active_parts(by_name[name], model)
         for name, param in named(params)
         if by_name[name].kind is Kind.matrix or name == head
     )
@@ -32,6 +32,6 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
 
 
 def attention_flops(model: ModelConfig, length: int) -> int:
-    """Return 12 L C T: the FLOPs of a token's attention in rows of a length."""
+    """Return 12 L C T: the FLOPs of a token's attention in rows of `length` tokens."""
     keys = sum(min(length, window or length) for window in model.windows)
     return 12 * model.num_heads * model.head_size * keys

@@ -11,10 +11,10 @@ float32 [L], reduced over all devices and microbatches:
     numerics/update_ratio   the RMS of the update over the RMS of the weights
     numerics/flushed        the share of operands of linear layers and experts that
                             eight bits flush to zero
-    numerics/saturated      ... and that eight bits round to the largest value
+    numerics/saturated      ... that eight bits round to the largest value
 
 The last two exist if `model.compute_dtype` has eight bits. Values that are not finite
-count as infinite. Other steps run another program, without any of these figures.
+count as infinite. Other steps run a program that does not compute these figures.
 """
 
 import functools
@@ -27,12 +27,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.params import STACKED, in_layer_order
-from model.taps import Noted
+from model.taps import Figures
 
 Reduce = Callable[[jax.Array], jax.Array]
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
 PREFIX = "numerics/"
-_WORDS = {
+_DESCRIPTIONS = {
     "residual": "its input",
     "attention": "its attention",
     "mlp": "its MLP",
@@ -48,9 +48,9 @@ _GROWTH = 4.0  # A quantity that has grown by more than this factor is suspiciou
 
 
 def layer_figures(
-    noted: Noted, grads: Any, params: Any, new_params: Any
+    noted: Figures, grads: Any, params: Any, new_params: Any
 ) -> dict[str, Float[Array, "L"]]:
-    """Return the figures of a watched step; gradients are those before clipping."""
+    """Return the figures of a watched step; `grads` are not clipped yet."""
     updates = jax.tree.map(
         lambda new, old: new.astype(jnp.float32) - old, new_params, params
     )
@@ -67,7 +67,7 @@ def layer_figures(
 
 
 def by_layer(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a watched step in the form of metrics.jsonl."""
+    """Return a watched step's figures under the keys of metrics.jsonl."""
     figures = {name: v for name, v in metrics.items() if name.startswith(PREFIX)}
     return {
         f"{name}/{layer}": float(f"{value:.4g}")
@@ -85,18 +85,18 @@ class Culprit(NamedTuple):
 
     def __str__(self) -> str:
         value = f"{self.value:.3g}" if math.isfinite(self.value) else "not finite"
-        return f"layer {self.layer}: {_WORDS[self.quantity]} is {value}"
+        return f"layer {self.layer}: {_DESCRIPTIONS[self.quantity]} is {value}"
 
 
 def culprit(
     metrics: Mapping[str, Any], earlier: Mapping[str, Any] | None
 ) -> Culprit | None:
-    """Return what is to blame for a skipped step, or None if nothing shows.
+    """Return the quantity to blame for a skipped step, or None if none stands out.
 
-    This is the first result of the forward pass whose square is not finite. Otherwise,
-    it is the last layer whose gradients are not, because gradients travel backwards.
-    Otherwise, it is the quantity that has grown most since an earlier step. Both steps
-    are watched, and the earlier one was not skipped.
+    It is the first result of the forward pass whose square is not finite. Otherwise, it
+    is a gradient whose square is not finite, in the last such layer, because gradients
+    travel backwards. Otherwise, it is the quantity that has grown most since an earlier
+    step. Both steps must be watched, and the earlier step must not be skipped.
     """
     forward = [*_values(metrics, _ACTIVATIONS)]
     backward = [*_values(metrics, _GRADIENTS)]

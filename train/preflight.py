@@ -1,6 +1,6 @@
-"""Check, before anything is written, that all processes can run the same thing.
+"""Check that all processes can run the same program, before anything is written.
 
-Config, code, library versions, kinds of devices and data must be the same on all.
+Config, code, library versions, device kinds and data must be the same on all processes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from data.sources import Sources, encoding_of, open_sets, open_sources
 from train.config import Config, DistributedConfig
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
-from train.evaluate.tasks import Asked, Tasks, load_tasks
+from train.evaluate.tasks import TaskRequest, Tasks, load_tasks
 from train.identity import run_dir
 from train.plan.search.candidates import Layout
 from train.plan.search.search import choose
@@ -33,7 +33,7 @@ from train.run.versions import code_version, versions
 def settled_run_dir(config: Config) -> str:
     """Return the run's directory, whose default name depends on the vocabulary too.
 
-    If the vocabulary is not available, the start will soon say why.
+    If the vocabulary is not available, a later step of the start reports why.
     """
     try:
         encoding = encoding_of(config.data)
@@ -43,10 +43,10 @@ def settled_run_dir(config: Config) -> str:
 
 
 class Prepared:
-    """The program and the data of a config, once all processes can run them.
+    """A config's program and data, after all processes have agreed on them.
 
     config: the config, with the vocabulary and the layout settled.
-    devices_s: when the devices were asked for, and when they answered.
+    devices_s: the monotonic times before and after JAX found the devices.
     """
 
     config: Config
@@ -62,7 +62,7 @@ class Prepared:
         cluster: Cluster,
         beat: Callable[[], object] = lambda: None,
     ):
-        """Prepare program and data, and compare them with those of other processes.
+        """Prepare the program and the data, and compare them across processes.
 
         `beat` is called for each piece of text that is encoded, and on all processes
         while process 0 searches for a layout.
@@ -70,7 +70,7 @@ class Prepared:
         Raises:
             ConfigError: if the config does not fit the devices or the data.
             DataError: if the data is missing or damaged.
-            Exit: if the processes are not equal.
+            Exit: if processes differ.
         """
         self.config, self.cluster, self._beat = config, cluster, beat
         cluster.agree(self._settle)
@@ -86,7 +86,7 @@ class Prepared:
         self._loaded_tasks = None
         if names := self.config.eval.tasks:
             section = self.config.eval
-            self._asked = Asked(
+            self._asked = TaskRequest(
                 names,
                 path=section.task_path,
                 limit=section.task_limit,
@@ -100,7 +100,7 @@ class Prepared:
         if self.config.mesh.planned:
             self._check_vocab()  # before the search, which takes minutes
         self.config = settle(self.config, vocab_size)
-        return _about_program(self.config)
+        return _program_versions(self.config)
 
     def _find_devices(self) -> Mapping[str, str]:
         began = time.monotonic()
@@ -114,28 +114,29 @@ class Prepared:
             lambda: make_program(self.config, num_tokens=self._num_tokens),
             self._check_vocab,
         )
-        data, sets = self.config.data, self.config.eval.paths
+        data, paths = self.config.data, self.config.eval.paths
         sources = open_sources(data, self._beat)
-        self.sources = open_sets(sources, data, sets, self._beat)
-        tasks = {}
+        self.sources = open_sets(sources, data, paths, self._beat)
+        task_prints = {}
         if self._loaded_tasks:
             self.tasks = Tasks(
                 self._loaded_tasks, self._asked, self.program, self.sources.encoding
             )
-            tasks = {"eval.tasks": self.tasks.fingerprint[:12]}
+            task_prints = {"eval.tasks": self.tasks.fingerprint[:12]}
         order = Order(self.sources, data, self.config.seed)
         if mistakes := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in mistakes])
         sets = {name: store.fingerprint for name, store in self.sources.sets.items()}
         fingerprints = {**self.sources.fingerprints, **sets}
-        return {f"data {name}": str(x) for name, x in fingerprints.items()} | tasks
+        data_prints = {f"data {name}": str(x) for name, x in fingerprints.items()}
+        return data_prints | task_prints
 
     def check_initial_weights(self, folder: epath.Path) -> None:
-        """Check the weights of `init_from` before the run in a folder begins with them.
+        """Check the weights of `init_from` if the run in a folder has yet to begin.
 
         Raises:
-            ConfigError: if they differ from the model, with every difference.
-            DataError: if they are damaged.
+            ConfigError: if the weights do not fit the model; lists every difference.
+            DataError: if the weights are damaged.
             Exit: if processes see different weights.
         """
         path = self.config.init_from
@@ -145,7 +146,7 @@ class Prepared:
             self.cluster.agree(lambda: check_weights(path, self.program))
 
 
-def _about_program(config: Config) -> dict[str, str]:
+def _program_versions(config: Config) -> dict[str, str]:
     """Return the hashes of config and code, and the versions of libraries."""
     shared = replace(config, distributed=DistributedConfig())  # process_id differs
     text = json.dumps(asdict(shared), sort_keys=True, default=str)

@@ -54,7 +54,7 @@ class Program:
 
     model: the abstract model.
     infos: tree of `ParamInfo`, shaped like the parameters.
-    state, batch: the shapes, dtypes and shardings of both.
+    state, batch: trees of `jax.ShapeDtypeStruct` with shardings.
     num_tokens: the number of ids that the tokenizer has. None means that it has all ids
         of the vocabulary.
     """
@@ -76,10 +76,10 @@ class Program:
 
     @functools.cached_property
     def init(self):
-        """Jitted: () -> the state of step 0, which is sharded from the start."""
+        """Jitted: () -> the state of step 0, which is sharded as it is made."""
         model, train, seed = self.config.model, self.config.train, self.config.seed
-        start = functools.partial(initial_state, model, self.optimizer, train, seed)
-        return jax.jit(start, out_shardings=self.shardings)
+        init_fn = functools.partial(initial_state, model, self.optimizer, train, seed)
+        return jax.jit(init_fn, out_shardings=self.shardings)
 
     @functools.cached_property
     def train_step(self):
@@ -137,7 +137,7 @@ class Program:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of arrays that every device holds whole."""
+        """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -152,7 +152,7 @@ class Program:
 
     @functools.cached_property
     def num_params(self) -> int:
-        """The number of parameters, without those that only pad the vocabulary."""
+        """The number of parameters, excluding the rows that only pad the vocabulary."""
         return num_params(self.config.model)
 
     @functools.cached_property
@@ -173,7 +173,7 @@ class Program:
         return batch_shards(self.execution.placement.rules, self.mesh.shape)
 
     def with_train_config(self, train: TrainConfig) -> "Program":
-        """Return the same program with other microbatches or recomputation."""
+        """Return this program with other microbatches, remat or offload settings."""
         config = replace(self.config, train=train)
         axis_steps = self.execution.placement.axis_steps
         execution = self.execution._replace(
@@ -185,7 +185,7 @@ class Program:
 
 
 def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
-    """Return a config whose model has the vocabulary and the longest row of the data.
+    """Return a config whose model has the data's vocabulary and row length, if unset.
 
     Args:
         config: the composed config.
@@ -224,8 +224,7 @@ def make_program(
             probability. None means that all ids of the vocabulary have one.
 
     Raises:
-        ConfigError: if mesh, batch, model and devices do not fit together. It lists all
-            mistakes.
+        ConfigError: if mesh, batch, model and devices do not fit; lists all mistakes.
     """
     devices = jax.devices() if devices is None else devices
     sizes = least_sizes(config.mesh, len(devices))
@@ -233,13 +232,13 @@ def make_program(
     shards = batch_shards(axis_rules(config.mesh), sizes)
     model = abstract_gpt(config.model)
     infos = param_infos(model)
-    pipeline = pipeline_of(config, sizes["pipeline"])
+    local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
     mesh, execution, _, _, specs = check_all(
         lambda: make_mesh(config.mesh, devices),
         lambda: choose_execution(config, devices[0], sizes),
         lambda: check_pipeline(config, sizes),
         lambda: check_batch(
-            data.batch_size, train.accumulation_steps, shards.rows, pipeline.own
+            data.batch_size, train.accumulation_steps, shards.rows, local_microbatches
         ),
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
@@ -259,7 +258,7 @@ def make_program(
     state = abstract_state(config.model, optimizer, train)
     table, offload = config.mesh.params, config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, table, offload)
-    rows = jax.ShapeDtypeStruct(
+    x_BT = jax.ShapeDtypeStruct(
         (data.batch_size, data.sequence_length),
         jnp.int32,
         sharding=NamedSharding(mesh, placement.rules.spec("batch", "seq")),
@@ -274,6 +273,6 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=Batch(rows, rows, rows if data.document_mask else None, positions=rows),
+        batch=Batch(x_BT, x_BT, x_BT if data.document_mask else None, positions=x_BT),
         num_tokens=num_tokens,
     )

@@ -1,4 +1,4 @@
-"""`python -m train.report runs=[runs/a,runs/b]`: compare runs, or redraw one."""
+"""`python -m train.report runs=[runs/a,runs/b]`: compare runs, or redraw a report."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ class ReportConfig:
 
 
 def report_mistakes(config: ReportConfig) -> list[Mistake]:
-    """Check that a run is named."""
+    """Return a mistake if no run is named."""
     rule = "must name directories of runs: runs=[runs/a,runs/b]"
     return [] if config.runs else [Mistake("runs", config.runs, rule)]
 
@@ -32,8 +32,7 @@ def main(config: ReportConfig) -> int:
     """Write the page and print its tables.
 
     Raises:
-        ConfigError: with each directory that holds no run, or with a file that cannot
-            be written.
+        ConfigError: if directories hold no run, or if the page cannot be written.
     """
     from train.console import print_table
     from train.run.comparison import compare_runs
@@ -52,12 +51,12 @@ def main(config: ReportConfig) -> int:
             rule += "name a copy of the run where you may write"
             raise ConfigError([Mistake("runs", str(folders[0]), rule)]) from None
         return 0
-    output, data = run_folder(config.output, "output"), compare_runs(folders)
-    for title, headers, rows in data["tables"]:
+    output, comparison = run_folder(config.output, "output"), compare_runs(folders)
+    for title, headers, rows in comparison["tables"]:
         print_table(rows, headers, title)
         print()
     try:
-        write_page(output, TEMPLATE, data)
+        write_page(output, TEMPLATE, comparison)
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}; name another file"
         raise ConfigError([Mistake("output", str(output), rule)]) from None

@@ -2,9 +2,8 @@
 
 Over the mesh axes that shard the batch's rows (data, fsdp) or positions (context),
 nothing is left to XLA's partitioner. The program states what is gathered and reduced,
-and when, and this is the same for any number of devices. Of a parameter
-W[D_fsdp, F_tensor] the program sees the local part W[D/fsdp, F]. XLA's partitioner
-handles `tensor`.
+and when, in the same way for any number of devices. Of a parameter W[D_fsdp, F_tensor]
+the program sees the local part W[D/fsdp, F]: XLA's partitioner handles `tensor`.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
 from model.placement import Placement
-from model.taps import Noted
+from model.taps import Figures
 
 REPLICATED = PartitionSpec()
 
@@ -35,10 +34,10 @@ def run_per_device(
 ) -> Callable[[Any, Any], Any]:
     """Return a function that runs `function(params, batch)` on each device.
 
-    If devices that share a row attend in a ring, its positions are first brought into
-    the order of the ring. Everything but attention is the same in any order. Vectors
-    are whole on each device, except for their `layers` dim. Matrices and tables are
-    sharded. `result_specs` maps the PartitionSpecs of parameters to those of results.
+    If devices that share a row attend in a ring, the row's positions are first permuted
+    into ring order, which only attention depends on. Matrices and tables are sharded.
+    Vectors are replicated, except along their `layers` dim. `result_specs` maps the
+    PartitionSpecs of parameters to those of results.
     """
     placement = execution.placement
     if not placement.manual_axes:
@@ -65,12 +64,12 @@ def run_per_device(
 
 
 def sum_over_rows(sums: Any, placement: Placement) -> Any:
-    """Sum what each device has computed from its part of the batch."""
+    """Sum values of local rows over all devices that share the batch."""
     return jax.tree.map(lambda x: jax.lax.psum(x, placement.batch_axes), sums)
 
 
-def reduce_over_rows(noted: Noted, placement: Placement) -> Noted:
-    """Reduce the figures of layers that each device has of its part of the batch."""
+def reduce_over_rows(noted: Figures, placement: Placement) -> Figures:
+    """Reduce the layer figures of local rows over all devices that share the batch."""
     return noted.reduced(
         lambda largest: jax.lax.pmax(largest, placement.batch_axes),
         lambda share: jax.lax.pmean(share, placement.batch_axes),
@@ -80,7 +79,7 @@ def reduce_over_rows(noted: Noted, placement: Placement) -> Noted:
 def reduce_over_replicas(grads: Any, infos: Any, execution: Execution) -> Any:
     """Sum the gradients of replicated parameters over replicas, in the reduce dtype.
 
-    Gradients of matrices are left out if the layers sum them (`reduce_in_layers`).
+    Gradients of matrices are unchanged if the layers sum them (`reduce_in_layers`).
     """
     placement = execution.placement
 
@@ -89,8 +88,8 @@ def reduce_over_replicas(grads: Any, infos: Any, execution: Execution) -> Any:
             replicas = placement.replica_axes(info.axes[: info.stacked])
             return jax.lax.psum(grad.astype(jnp.float32), replicas)
         replicas = placement.replica_axes(info.axes)
-        in_layers = info.kind is Kind.matrix and placement.reduce_in_layers
-        if not replicas or in_layers:
+        summed_in_layer = info.kind is Kind.matrix and placement.reduce_in_layers
+        if not replicas or summed_in_layer:
             return grad
         all_reduce = on_shards(
             partial(jax.lax.psum, axis_name=replicas), placement.param_spec(info.axes)
@@ -113,8 +112,8 @@ def _manual_spec(info: ParamInfo, placement: Placement) -> PartitionSpec:
 def split(rows: Any, count: int) -> Any:
     """Split arrays [B, ...] into microbatches [count, B / count, ...].
 
-    Microbatch i has every count-th row from row i, so that no row changes its device
-    and each device has the same number of rows of each microbatch.
+    Microbatch i has the rows i, i + count, i + 2 count, ..., so that no row changes its
+    device and each device has the same number of rows of each microbatch.
     """
     return jax.tree.map(
         lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1),
@@ -127,8 +126,8 @@ def sum_over_microbatches(
     params: Any,
     microbatches: Any,
     load_shape: tuple[int, int] | None,
-) -> tuple[Any, tuple[jax.Array, jax.Array | None, Noted | None]]:
-    """Sum float32 gradients, losses and loads over microbatches, by one scan.
+) -> tuple[Any, tuple[jax.Array, jax.Array | None, Figures | None]]:
+    """Sum gradients (in float32), losses and loads over microbatches in one scan.
 
     Args:
         value_and_grad: (params, rows) -> (gradients, (loss, load, figures of layers)).
@@ -137,8 +136,8 @@ def sum_over_microbatches(
         load_shape: the shape [layers, experts] of the load. None without experts.
 
     Returns:
-        The same values as `value_and_grad`. Of the figures of layers, largest values
-        are maxima over microbatches, and shares are means.
+        The sums, in the form that `value_and_grad` returns. Figures of layers are not
+        sums: largest values are maxima over microbatches, and shares are means.
     """
 
     def add(total, rows: Any):

@@ -1,4 +1,4 @@
-"""Set up JAX for this machine, before it first touches a device."""
+"""Set up JAX for this machine. This must precede the first use of a device."""
 
 import ctypes
 import logging
@@ -30,7 +30,7 @@ def set_up(config: RuntimeConfig) -> None:
     """
     if config.platform is not Platform.auto:
         jax.config.update("jax_platforms", config.platform.value)
-    elif not (_platforms() or _accelerators(Path("/dev"))):
+    elif not (_platforms() or _may_have_accelerator(Path("/dev"))):
         # Otherwise an installed libtpu looks for a TPU for ten seconds, and complains.
         # JAX itself sets the platform if it sees the chips of a TPU.
         jax.config.update("jax_platforms", "cpu")
@@ -41,8 +41,8 @@ def set_up(config: RuntimeConfig) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices or cores())
     if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
-    named = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    cache = epath.Path(named or cache_folder() / "xla").expanduser()
+    cache_dir = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    cache = epath.Path(cache_dir or cache_folder() / "xla").expanduser()
     jax.config.update("jax_compilation_cache_dir", os.fspath(cache))
 
 
@@ -51,8 +51,8 @@ def keep_freed_memory() -> None:
 
     XLA:CPU allocates the intermediate arrays of each step again. By default glibc
     returns such large blocks to Linux at once, which hands them out again as zeroed
-    pages of 4 KiB. This takes half of the time of a small model's step (docs/log).
-    It does nothing if malloc is not glibc's.
+    pages of 4 KiB. The zeroing takes half of a small model's step (docs/log).
+    Nothing happens if malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform.startswith("linux") and mallopt is not None:
@@ -64,8 +64,8 @@ def _platforms() -> str | None:
     return jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _accelerators(devices: Path) -> bool:
-    """Return whether there may be an accelerator; on systems other than Linux, True."""
+def _may_have_accelerator(devices: Path) -> bool:
+    """Return whether there may be an accelerator: True on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return True
     return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
@@ -98,8 +98,8 @@ def compiler_options(
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
-    On a TPU with SparseCores these run the collectives, if `sparse_cores` allows it. By
-    default XLA overlaps no collective of an FSDP step with products (docs/log).
+    A TPU's SparseCores, if it has any, run the collectives if `sparse_cores` allows it.
+    By default XLA overlaps no collective of an FSDP step with products (docs/log).
 
     On a CPU the default analysis of live ranges copies every optimizer moment at the
     start of each step. The finer analysis sees that the old moment is last read when
@@ -120,7 +120,7 @@ def compiler_options(
 def cpu_prefers_bfloat16(info: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32.
 
-    It does with AMX, and with AVX-512 BF16 of AMD. Intel's AVX-512 BF16 without AMX,
+    It does with AMX, and on AMD with AVX-512 BF16. On Intel, AVX-512 BF16 without AMX,
     which a virtual machine may hide, has half of float32's rate (docs/log).
     """
     try:

@@ -1,8 +1,8 @@
-"""Decide where every array lies. Nothing else decides this.
+"""Decide the sharding of every array. No other module does.
 
 A rule table maps the logical axes of a parameter to mesh axes. `state_shardings` turns
-it into one `NamedSharding` per leaf of the train state, which initialisation, the step,
-checkpoint restore and the plan all use.
+the table into one `NamedSharding` per leaf of the train state. Initialisation, the
+step, checkpoint restore and the plan all use these shardings.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from train.mesh_sizes import dim_mistake, num_shards
 
 
 def _rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
-    """Return a rule table whose lists of mesh axes are tuples."""
+    """Return a configured rule table with tuples of mesh axes instead of lists."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
 
 
 def axis_rules(config: MeshConfig) -> AxisRules:
-    """Return both rule tables of a mesh."""
+    """Return the rule tables of activations and parameters."""
     activations, params = _rule_table(config.activations), _rule_table(config.params)
     return AxisRules(tuple(activations.items()), tuple(params.items()))
 
@@ -38,7 +38,7 @@ def param_specs(
 
     Raises:
         ConfigError: if mesh axes do not divide a dim, if a logical axis has no rule, or
-            if two dims of a parameter are on one mesh axis. It lists all mistakes.
+            if two dims of a parameter are on one mesh axis; lists all mistakes.
     """
     rules, mistakes = _rule_table(table), dict[str, Mistake]()
 
@@ -49,7 +49,7 @@ def param_specs(
         except ValueError as error:
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
-        result = PartitionSpec(*(_plain(entry, sizes) for entry in entries))
+        result = PartitionSpec(*(_simplified(entry, sizes) for entry in entries))
         for dim, axis, entry in zip(param.shape, info.axes, result, strict=True):
             dim_name = f"the {axis} dim {dim} of {name}"
             if mistake := dim_mistake(sizes, str(axis), entry, dim, dim_name):
@@ -62,12 +62,12 @@ def param_specs(
     return specs
 
 
-def _plain(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
-    """Remove mesh axes of one device from a dim on several axes; keep at least one."""
+def _simplified(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
+    """Remove mesh axes of size 1 from an entry with several axes; keep at least one."""
     if not isinstance(entry, tuple):
         return entry
-    wide = tuple(axis for axis in entry if sizes[axis] > 1) or entry[:1]
-    return wide[0] if len(wide) == 1 else wide
+    kept_axes = tuple(axis for axis in entry if sizes[axis] > 1) or entry[:1]
+    return kept_axes[0] if len(kept_axes) == 1 else kept_axes
 
 
 def state_shardings(
@@ -79,10 +79,10 @@ def state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every leaf of a train state.
 
-    A leaf of the optimizer belongs to a parameter if its path ends in the parameter's
-    path, or in one more name (`codes`, `rows`), and if it has the same shape, apart
-    from dims of size 1. It is sharded like the parameter. All other leaves (step,
-    counts) are replicated. `tx.init` under `jit` alone would replicate the moments.
+    An optimizer's leaf belongs to a parameter if its path ends in the parameter's path,
+    perhaps followed by one name (`codes`, `rows`), and if it has the same shape, apart
+    from dims of size 1. Such a leaf is sharded like the parameter. All other leaves
+    (step, counts) are replicated. `jit` alone would replicate the moments.
     With `offload`, the leaves that `moments_of` lists are in host memory.
     """
     specs = param_specs(abstract_state.params, infos, mesh.shape, table)
@@ -107,7 +107,7 @@ def state_shardings(
         return NamedSharding(mesh, PartitionSpec())
 
     shardings = jax.tree_util.tree_map_with_path(sharding, abstract_state)
-    # The stand-ins for devices of a plan have no client.
+    # A plan's stand-ins for devices have no client, and no memory kinds.
     if not (offload and hasattr(mesh.devices.flat[0], "client")):
         return shardings
     names = {name for name, _ in moments_of(abstract_state)}
@@ -119,15 +119,15 @@ def state_shardings(
 
 
 def moments_of(state: Any) -> list[tuple[str, Any]]:
-    """Return (name, leaf) of the moments of matrices and tables.
+    """Return the (name, leaf) pairs of the moments of matrices and tables.
 
-    The moments of vectors, such as the scales of norms, are too small to be moved.
+    The moments of vectors, such as the scales of norms, are too small to be offloaded.
     """
-    start = "optimizer.transform."
+    prefix = "optimizer.transform."
     return [
         (name, leaf)
         for name, leaf in named(state)
-        if name.startswith(start) and leaf.ndim > 1 + is_of_layers(name)
+        if name.startswith(prefix) and leaf.ndim > 1 + is_of_layers(name)
     ]
 
 
@@ -136,5 +136,6 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)
-    parts = math.prod(num_shards(sharding.mesh.shape, entry) for entry in sharding.spec)
-    return leaf.size * leaf.dtype.itemsize // parts
+    sizes = sharding.mesh.shape
+    shards = math.prod(num_shards(sizes, entry) for entry in sharding.spec)
+    return leaf.size * leaf.dtype.itemsize // shards

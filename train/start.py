@@ -1,13 +1,13 @@
-"""One start of a run: join, prepare, open, find the state, train, leave results.
+"""One start of a run: join the cluster, prepare, find the state, train, write results.
 
 A start takes its state from the first of these (`_find_state`):
 
 1. the newest checkpoint that verifies, up to `run.rewind_to` if that is set;
-2. the next older one, the bad one being moved to `checkpoints/quarantine/`;
+2. the next older checkpoint; bad ones are moved to `checkpoints/quarantine/`;
 3. the weights that `init_from` names;
 4. a fresh initialisation.
 
-3 and 4 apply only if there is no checkpoint. If none can be read, the run stops.
+3 and 4 apply only if there are no checkpoints. If none verifies, the run stops.
 """
 
 import logging
@@ -40,11 +40,9 @@ log = logging.getLogger(__name__)
 
 
 def start_run(config: Config, command: str) -> int:
-    """Train, or continue the run of that name.
+    """Start a run, or continue the run of the same name.
 
-    Args:
-        config: the composed config.
-        command: the command line, for the line that says how to continue.
+    `command` is the command line, which the results show as the way to continue.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.
@@ -52,7 +50,7 @@ def start_run(config: Config, command: str) -> int:
     Raises:
         ConfigError: if the config does not fit the devices, the data or the run.
         DataError: if the data or every checkpoint is damaged.
-        Exit: if anything else ends it for a known reason.
+        Exit: if the run ends for another known reason.
     """
     with closing(Preemption()) as preemption:
         cluster = join(config.distributed, preemption.hold)
@@ -86,7 +84,7 @@ def _start(
         try:
             code = _train(trainer)
         except Exception:
-            if cluster.processes == 1:  # several processes end each other at once
+            if cluster.processes == 1:  # otherwise all processes end at once
                 with watchdog.during("save"):
                     limit_s = run.config.watchdog.save_timeout_s / 2
                     trainer.checkpoints.finish(limit_s)
@@ -138,16 +136,16 @@ def _make_trainer(
 def _compile(program: Program) -> Future[CompiledSteps]:
     """Begin to compile the training steps, overlapped with the rest of the start.
 
-    XLA needs neither the state nor the interpreter's lock, and takes longest of all.
+    Compilation needs neither the state nor Python's global lock, and takes longest.
     """
 
     def compile_step(step: Any) -> Any:
         return step.lower(program.state, program.batch).compile()
 
     def compile_steps() -> CompiledSteps:
-        watches = program.config.log.numerics_interval_steps is not None
+        is_watched = program.config.log.numerics_interval_steps is not None
         plain = compile_step(program.train_step)
-        watched = compile_step(program.watched_step) if watches else None
+        watched = compile_step(program.watched_step) if is_watched else None
         return CompiledSteps(plain, watched)
 
     thread = ThreadPoolExecutor(1, "compile")
@@ -183,9 +181,9 @@ def _find_state(trainer: Trainer) -> TrainState:
     program, run = trainer.program, trainer.run
     saved, rewind_to = trainer.checkpoints.saved, run.continuation.rewind_to
     trainer.watchdog.phase("restore")
-    if rewind_to is not None:  # the restore sets later steps aside
-        newest = max((s for s in saved.steps() if s <= rewind_to), default=0)
-        _check_skips(trainer, newest)
+    if rewind_to is not None:  # check before the restore sets later steps aside
+        newest_step = max((s for s in saved.steps() if s <= rewind_to), default=0)
+        _check_skips(trainer, newest_step)
 
     # 1 and 2: the newest checkpoint that verifies.
     state = saved.restore(
@@ -200,19 +198,19 @@ def _find_state(trainer: Trainer) -> TrainState:
     with trainer.phase("compile", "prepare"):
         if state is None:
             # 3: the weights of init_from. 4: a fresh initialisation.
-            path = program.config.init_from
-            state = _start_from(path, trainer) if path else program.init()
+            init_from = program.config.init_from
+            state = _start_from(init_from, trainer) if init_from else program.init()
         run.start_at(step, trainer.sources)
     return state
 
 
-def _start_from(path: str, trainer: Trainer) -> TrainState:
+def _start_from(init_from: str, trainer: Trainer) -> TrainState:
     """Return the state of step 0 with the weights of `init_from`."""
     from train.pretrained.begin import hold_to_first, start_from  # few runs need it
 
-    print(mask(f"weights     {path}"), flush=True)
-    hold_to_first(path, trainer.run.path, trainer.cluster)
-    return start_from(path, trainer.program)
+    print(mask(f"weights     {init_from}"), flush=True)
+    hold_to_first(init_from, trainer.run.path, trainer.cluster)
+    return start_from(init_from, trainer.program)
 
 
 def _check_skips(trainer: Trainer, step: int) -> None:
@@ -231,7 +229,7 @@ def _check_skips(trainer: Trainer, step: int) -> None:
 def report_crash(
     error: Exception, run: RunDir, cluster: Cluster, preemption: Preemption
 ) -> None:
-    """End the other processes too.
+    """Report the crash of this process, so that the other processes end too.
 
     Raises:
         Exit: if another start would crash the same way.
@@ -252,10 +250,10 @@ def report_crash(
         preemption.crashed(crash)
     if run.judge_crash(crash) == CRASHES_AGAIN:
         log.error("", exc_info=error)
-        moment, remedy = "before its first step", ""
+        when, remedy = "before its first step", ""
         if crash.step >= 0:
-            moment = f"after step {crash.step}"
+            when = f"after step {crash.step}"
             remedy = ". To see the batch that it was trained on, run python -m "
             remedy += f"data.inspect run.dir={run.path} step={crash.step}"
-        text = f"crashed {moment} for the third time, always with this code: another "
+        text = f"crashed {when} for the third time, always with this code: another "
         raise Exit(CRASHES_AGAIN, f"{text}start would crash too{remedy}") from None

@@ -1,6 +1,6 @@
-"""What training carries from step to step, and what a checkpoint holds.
+"""The state that training carries from step to step, and that a checkpoint holds.
 
-No random key and no data position: both are functions of the seed and the step.
+It has no random key and no data position: both are functions of the seed and the step.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class TrainState(NamedTuple):
     """Everything that a training step carries and a checkpoint saves.
 
     step: int32 scalar, the number of completed updates.
-    params: nested dicts of arrays; those of layers are stacked along a leading dim.
-    recent: what spikes are measured against; None without `train.skip_sigma`.
+    params: nested dicts of arrays; layers are stacked along a leading dim.
+    recent: the steps that reveal spikes; None without `train.skip_sigma`.
     """
 
     step: jax.Array
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
 def initial_state(
     model: ModelConfig, optimizer: Optimizer, train: TrainConfig, seed: int
 ) -> TrainState:
-    """Draw the state of step 0; the same on any mesh. Meant for `jit`."""
+    """Return the state of step 0, the same on any mesh. Call it under `jit`."""
     params = params_of(GPT(model, nnx.Rngs(seed)))
     recent = None if train.skip_sigma is None else no_steps(train.skip_window)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
@@ -46,17 +46,17 @@ def initial_state(
 def abstract_state(
     model: ModelConfig, optimizer: Optimizer, train: TrainConfig
 ) -> TrainState:
-    """Return the shapes and dtypes of the state; no memory is allocated."""
+    """Return the shapes and dtypes of the state, without allocating memory."""
     return jax.eval_shape(lambda: initial_state(model, optimizer, train, 0))
 
 
 def as_saved(state: TrainState) -> dict[str, Any]:
-    """Return what a checkpoint holds by name: a field that is None leaves no trace."""
+    """Return the fields of a checkpoint by name, without those that are None."""
     return {k: v for k, v in state._asdict().items() if v is not None}
 
 
 def best_params(state: TrainState) -> Any:
-    """Return the average of weights where one is kept, else the weights."""
+    """Return the averaged weights if an average is kept, otherwise the weights."""
     average = state.optimizer.average
     return state.params if average is None else average
 
@@ -64,9 +64,9 @@ def best_params(state: TrainState) -> Any:
 def make_finite_check(
     state: TrainState, mesh: Mesh
 ) -> Callable[[TrainState], list[str]]:
-    """Build a function that lists the arrays with values that are not finite.
+    """Return a function that lists a state's arrays with values that are not finite.
 
-    It reads the state once, and returns the same on all processes. `state` has
+    The function returns the same list on all processes. `state` has
     `jax.ShapeDtypeStruct` leaves with their shardings.
     """
     on_device, on_host = list[str](), list[list[str]]()
@@ -74,7 +74,7 @@ def make_finite_check(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         if leaf.sharding.memory_kind == "pinned_host":
-            on_host.append([name])  # alone: a device may have no room for all of them
+            on_host.append([name])  # one at a time: all may exceed device memory
         else:
             on_device.append(name)
 
@@ -84,11 +84,11 @@ def make_finite_check(
 
     check = jax.jit(all_finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def not_finite(state: TrainState) -> list[str]:
-        arrays, found = dict(named(state)), []
+    def list_not_finite(state: TrainState) -> list[str]:
+        arrays, names = dict(named(state)), []
         for group in (on_device, *on_host):
-            finite = np.asarray(check([arrays[name] for name in group]))
-            found += [name for name, ok in zip(group, finite, strict=True) if not ok]
-        return found
+            is_finite = np.asarray(check([arrays[name] for name in group]))
+            names += [name for name, ok in zip(group, is_finite, strict=True) if not ok]
+        return names
 
-    return not_finite
+    return list_not_finite

@@ -1,4 +1,4 @@
-"""`python -m train.status run.dir=...`: show how far a run is and how it spent time."""
+"""`python -m train.status run.dir=...`: show a run's progress and use of time."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
-_LOOKS, _LOOK_S = 10, 1.0  # a lease is renewed every two seconds
+_LEASE_READS, _LEASE_READ_S = 10, 1.0  # an owner renews its lease every 2 seconds
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StatusConfig:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint.
+    """The newest checkpoint of a run.
 
     age_s: the time since it was sealed; None if it is not sealed, or unknown.
     """
@@ -61,9 +61,9 @@ class Status:
     """The status of a run, read from its directory.
 
     state: finished, running, or stopped with the reason.
-    owner: the process that runs it, if there is one.
-    silent_s: the time since its last record.
-    left_s: the time until it is finished, if it runs.
+    owner: the process that runs the run, if there is one.
+    silent_s: the time since the run's last record.
+    left_s: the estimated time to the last step, if the run is running.
     validation: the last and the best evaluation, if there were any.
     """
 
@@ -85,8 +85,8 @@ def read_status(folder: epath.Path) -> Status:
     num_steps = newest_start(folder).get("changes", {}).get("train.num_steps")
     if num_steps is None:
         num_steps = read_yaml(folder / "config.yaml").train.num_steps
-    line = next((row for row in newest_metrics(folder) if "loss" in row), {})
-    step = line.get("step", 0)
+    metrics = next((row for row in newest_metrics(folder) if "loss" in row), {})
+    step = metrics.get("step", 0)
     if goodput.starts:
         step = max(step, goodput.starts[-1].last_step or 0)
         silent_s = max(0.0, time.time() - goodput.starts[-1].ended)
@@ -98,7 +98,7 @@ def read_status(folder: epath.Path) -> Status:
         step=step,
         num_steps=num_steps,
         left_s=_seconds_left(goodput, num_steps) if owner else None,
-        loss=finite(line.get("loss")),
+        loss=finite(metrics.get("loss")),
         validation=read_validations(folder),
         save=_last_save(folder / "checkpoints"),
         goodput=goodput,
@@ -106,7 +106,7 @@ def read_status(folder: epath.Path) -> Status:
 
 
 def status_mistakes(config: StatusConfig) -> list[Mistake]:
-    """Check that a run is named, and that json and follow are not combined."""
+    """Return a mistake if no run is named or if json and follow are combined."""
     mistakes = must_name_run(config)
     if config.json and config.follow:
         rule = "cannot be combined with json=true; leave out one of them"
@@ -125,7 +125,7 @@ def main(config: StatusConfig) -> int:
     if config.follow:
         _follow(folder, status)
     elif config.json:
-        print(json.dumps(_plain(status)))
+        print(json.dumps(_json_values(status)))
     else:
         _print(status)
     return 0
@@ -135,10 +135,10 @@ def _follow(folder: epath.Path, status: Status) -> None:
     """Redraw the status until the run ends; without a terminal, print it at the end."""
     with Live(auto_refresh=False, console=Console()) as live:
         while True:
-            shown = io.StringIO()
-            with contextlib.redirect_stdout(shown):
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
                 _print(status)
-            live.update(Text(shown.getvalue()), refresh=True)
+            live.update(Text(output.getvalue()), refresh=True)
             if status.owner is None:
                 return
             time.sleep(_FOLLOW_S)
@@ -146,18 +146,18 @@ def _follow(folder: epath.Path, status: Status) -> None:
 
 
 def _live_owner(folder: epath.Path) -> str | None:
-    """Return the process that runs the run.
+    """Return the process that runs the run, or None if no live process does.
 
-    On the owner's machine its process shows whether it is alive. From elsewhere the
-    lease is watched until it is renewed, because a run that compiles records nothing.
+    On the owner's machine, the process shows whether it is alive. From another machine,
+    renewals of the lease show it, because a run that compiles records nothing.
     """
     first_owner = owner = read_owner(os.fspath(folder))
     if owner is None:
         return None
     if (alive := owner.alive()) is not None:
         return str(owner) if alive else None
-    for _ in range(_LOOKS):
-        time.sleep(_LOOK_S)
+    for _ in range(_LEASE_READS):
+        time.sleep(_LEASE_READ_S)
         owner = read_owner(os.fspath(folder))
         if owner != first_owner:
             return str(owner) if owner else None
@@ -177,14 +177,14 @@ def _state(
 
 
 def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
-    """Estimate the time left from the last start, with its saves and evaluations."""
+    """Estimate the time left, with saves and evaluations, from the last start."""
     start = goodput.starts[-1]
-    first, last = start.first_step, start.last_step
-    if first is None or last is None or last <= first:
+    first_step, last_step = start.first_step, start.last_step
+    if first_step is None or last_step is None or last_step <= first_step:
         return None
-    once = ("start", "init", "prepare", "restore")
-    seconds = start.seconds - sum(start.buckets.get(name, 0.0) for name in once)
-    return (num_steps - last) * seconds / (last - first)
+    one_time = ("start", "init", "prepare", "restore")
+    seconds = start.seconds - sum(start.buckets.get(name, 0.0) for name in one_time)
+    return (num_steps - last_step) * seconds / (last_step - first_step)
 
 
 def _last_save(folder: epath.Path) -> Save | None:
@@ -192,14 +192,14 @@ def _last_save(folder: epath.Path) -> Save | None:
         return None
     newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
-    saved = (newest / "digests.json").stat().mtime if sealed else 0
+    saved_at = (newest / "digests.json").stat().mtime if sealed else 0
     # Object stores do not keep this time.
-    age_s = max(0.0, time.time() - saved) if saved else None
+    age_s = max(0.0, time.time() - saved_at) if saved_at else None
     return Save(steps[-1], sealed, age_s)
 
 
-def _plain(status: Status) -> dict[str, Any]:
-    """Return the status as plain values for JSON, with derived ones."""
+def _json_values(status: Status) -> dict[str, Any]:
+    """Return the status as plain values for JSON, including derived figures."""
     goodput, validation = status.goodput, status.validation
     return {
         **dataclasses.asdict(status),
@@ -215,7 +215,7 @@ def _plain(status: Status) -> dict[str, Any]:
     }
 
 
-def _step(step: int | None) -> str:
+def _format_step(step: int | None) -> str:
     return "-" if step is None else f"{step:,}"
 
 
@@ -242,14 +242,14 @@ def _print(status: Status) -> None:
         print("last save   none yet")
     if not goodput.starts:
         return
-    live = goodput.starts[-1] if status.owner else None
+    running_start = goodput.starts[-1] if status.owner else None
     print(f"goodput     {str(goodput).splitlines()[0]}\n")
     starts = [
         [
             start.number,
-            *map(_step, (start.first_step, start.last_step)),
+            *map(_format_step, (start.first_step, start.last_step)),
             *(format_seconds(start.idle_s), format_seconds(start.seconds)),
-            "running" if start is live else meaning(start.code),
+            "running" if start is running_start else meaning(start.code),
         ]
         for start in goodput.starts
     ]

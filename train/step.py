@@ -1,4 +1,4 @@
-"""One update: gradients over microbatches, and the optimizer with its guard."""
+"""One update: sum gradients over microbatches, then apply or skip the update."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
 from model.placement import Placement
-from model.taps import Noted, Taps
+from model.taps import Figures, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
 from train.numerics import layer_figures
@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
     """The results of a backward pass through all microbatches.
 
     loss: nats per target.
-    load_LE: the number of tokens of each expert, without padding.
+    load_LE: the number of tokens that each expert gets, without padding.
     num_targets: the number of targets in the batch.
     noted: the figures of layers, if they are watched (model/taps.py).
     """
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     grads: Any
     load_LE: Load
     num_targets: Int[Array, ""]
-    noted: Noted | None
+    noted: Figures | None
 
 
 class Rows(NamedTuple):
@@ -75,12 +75,12 @@ def make_train_step(
     clipping), learning_rate, skipped (1 if loss, norm or update was not finite, or if
     loss or norm was a spike), overflow (1 if the update was not finite) and targets
     (the number of targets). With experts there is expert_load for each layer that has
-    them: the tokens of the busiest expert over the mean. A watched step makes the same
-    update, and its metrics include figures of layers (train/numerics.py).
+    experts: the tokens of the busiest expert over the mean. A watched step makes the
+    same update, and its metrics include figures of layers (train/numerics.py).
     """
     compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
-    drops = model.config.dropout != Dropout()
-    is_random = drops or execution.numerics.rounds_stochastically
+    has_dropout = model.config.dropout != Dropout()
+    is_random = has_dropout or execution.numerics.rounds_stochastically
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         seeds_BT = None
@@ -139,9 +139,9 @@ def make_gradients(
     """Return `compute_gradients(params, batch, seeds_BT=None) -> Gradients`.
 
     Each device computes the gradients of its local rows. Weights are gathered and their
-    gradients reduce-scattered where they are used (model/gather.py). Sums over replicas
-    (data) take place once in each step: in the backward pass of each layer, overlapped
-    with the products of the next one, or after all microbatches if there are several.
+    gradients reduce-scattered where they are used (model/gather.py). Replicas
+    (data) sum gradients once in a step: in the backward pass of each layer, overlapped
+    with the next layer's products, or after all microbatches if there are several.
     """
     placement, infos = execution.placement, param_infos(model)
     load_shape = model.config.expert_layers, model.config.num_experts
@@ -149,14 +149,14 @@ def make_gradients(
 
     def on_device(params: Any, rows: Rows) -> Gradients:
         with jax.named_scope("targets"):
-            total_targets, num_counted = _counts(rows.batch, placement, has_experts)
+            total_targets, num_counted = _sum_counts(rows.batch, placement, has_experts)
             num_targets = jnp.maximum(1, total_targets)
         if placement.platform == "cpu":
             rows = after_count(num_targets, rows)
 
         def mean_loss(
             params: Any, rows: Rows
-        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Noted | None]]:
+        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Figures | None]]:
             batch, seeds_BT = rows
             taps = Taps() if watched else None
             make_keys = jax.vmap(jax.vmap(jax.random.key))
@@ -174,17 +174,15 @@ def make_gradients(
             if routing is not None:
                 loss += jnp.mean(routing.loss) / num_counted
             load_LE = None if routing is None else routing.load_E
-            return loss, (nats / num_targets, load_LE, taps and taps.of_stacks())
+            return loss, (nats / num_targets, load_LE, taps and taps.all_figures())
 
         compute = jax.grad(mean_loss, has_aux=True)
         if config.accumulation_steps == 1:
             grads, (loss, load_LE, noted) = compute(params, rows)
         else:
+            parts = split(rows, config.accumulation_steps)
             grads, (loss, load_LE, noted) = sum_over_microbatches(
-                compute,
-                params,
-                split(rows, config.accumulation_steps),
-                load_shape=load_shape if has_experts else None,
+                compute, params, parts, load_shape=load_shape if has_experts else None
             )
         return Gradients(
             loss=sum_over_rows(loss, placement),
@@ -202,10 +200,10 @@ def make_gradients(
     return lambda params, batch, seeds_BT=None: run(params, Rows(batch, seeds_BT))
 
 
-def _counts(
+def _sum_counts(
     batch: Batch, placement: Placement, has_experts: bool
 ) -> tuple[Int[Array, ""], Int[Array, ""] | int]:
-    """Count the targets of all rows, and the positions over which routers balance.
+    """Return the batch's numbers of targets and of positions that routers balance.
 
     One all-reduce sums both counts. Without experts, the second count is 1.
     """
@@ -220,11 +218,11 @@ def _counts(
 
 
 def after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
-    """Make the inputs depend on the count, so that XLA cannot start the layers early.
+    """Make the inputs depend on the target count, so that layers start after it.
 
-    Virtual devices of a CPU share its threads. Otherwise the first device to wait for
-    the other counts would run its layers on all threads that are left, and the other
-    devices would be late for every following sum (docs/log).
+    Virtual devices of a CPU share its threads. Without this dependency, the first
+    device to wait for the count would run its layers on all remaining threads, and the
+    other devices would be late for every following sum (docs/log).
     """
     inputs = jnp.where(num_targets > 0, rows.batch.inputs, 0)
     return rows._replace(batch=rows.batch._replace(inputs=inputs))
@@ -256,7 +254,7 @@ def make_eval_step(
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
-    It takes the microbatches of a train step, so that it does not need more memory.
+    It has the microbatches of a train step, so that it needs no more memory.
     """
     microbatches = config.accumulation_steps
 
@@ -286,12 +284,13 @@ def make_eval_step(
 def make_score_step(
     model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
-    """Return `score_step(params, batch) -> (nats, misses)` of each row (`row_sums`)."""
+    """Return `score_step(params, batch) -> (nats, misses)` by row (`row_sums`)."""
 
     def score_step(params: Any, batch: Batch):
         chunk = config.loss_chunk_tokens
         sums = row_sums(bind(model, params), batch, execution, num_tokens, chunk)
         return jax.lax.psum(sums, execution.placement.sequence_axes)
 
-    rows = execution.placement.rules.spec("batch")
-    return run_per_device(score_step, execution, param_infos(model), lambda specs: rows)
+    row_spec = execution.placement.rules.spec("batch")
+    infos = param_infos(model)
+    return run_per_device(score_step, execution, infos, lambda specs: row_spec)

@@ -18,7 +18,7 @@ def format_count(count: float) -> str:
 
 
 def format_flops(flops: float, unit: str = "FLOPs") -> str:
-    """Return FLOPs, or FLOP/s, in decimal units: `4.23 GFLOPs`, `990 TFLOP/s`."""
+    """Return FLOPs or FLOP/s in decimal units: `4.23 GFLOPs`, `990 TFLOP/s`."""
     digits, prefix = _shortened(flops, ("", "K", "M", "G", "T", "P", "E"))
     return f"{digits} {prefix}{unit}"
 
@@ -56,6 +56,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def few(names: Sequence[str], limit: int = 3) -> str:
-    """Return the first names of a list, and the number of further ones."""
+    """Join the first names of a list, and say how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,11 +1,10 @@
 """Find the files of an input and divide their documents into train and validation.
 
-Where each of several files is one document they are divided by a hash of their ids, so
-that neither split is empty, and adding a file moves no other one to the other side. A
-single text, named or alone in its folder, is divided by place: its end is the
-validation text. Records inside files are divided one by one, by a hash of their ids
-(token_store/parts.py). No document is in both splits. Nothing but a single text's
-length is read here.
+If each of several files is one document, a hash of its id decides each file's split, so
+that added files leave the split of the others unchanged, and neither split is empty. A
+single text is divided by position: its end is the validation text. Records inside files
+are divided by a hash of each record's id (token_store/parts.py). No document is in both
+splits.
 """
 
 import glob
@@ -27,7 +26,7 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.storage import is_remote
 from data.text.documents import read_documents
-from data.text.files import File, Format, Split, Unit, cut, hash_fraction, units_of
+from data.text.files import File, Format, Split, Unit, cut_file, hash_fraction, units_of
 from data.text.records import Bad, Reading, Record
 from data.text.streams import align, text_size
 
@@ -38,20 +37,20 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files in the order of their names, and how they are divided."""
+    """Files in the order of their names, and the fraction to hold out."""
 
     root: str  # the file, folder or pattern that the config names
     files: tuple[File, ...]
-    validation: float  # the part that is held out
+    validation: float  # the fraction that is held out
     left_out: tuple[File, ...] = ()  # files that are not text
 
     def identity(self) -> str:
-        """Hash the division, and path, size and version of every file."""
+        """Return a hash of `validation` and of every file's path, size and version."""
         files = [(file.path, file.size, file.version) for file in self.files]
         return hashlib.sha256(json.dumps([self.validation, files]).encode()).hexdigest()
 
     def units(self) -> list[Unit]:
-        """Cut the files into what is read independently, in order.
+        """Cut the files, in order, into units that are read independently.
 
         Raises DataError if a split of a single text would be empty.
         """
@@ -73,9 +72,9 @@ class Corpus:
         return units
 
     def without_bad_files(self, beat: Callable[[], object]) -> "Corpus":
-        """Leave out the text files that cannot be read as text from end to end.
+        """Return the corpus without the files that are not text from end to end.
 
-        `beat` is called while they are read. Raises DataError if no file is left.
+        `beat` is called while files are read. Raises DataError if no file is left.
         """
         good, bad = [], []
         for file in self.files:
@@ -94,22 +93,22 @@ class Corpus:
     def _single_text(self) -> list[Unit]:
         (file,) = self.files
         size = text_size(file)
-        middle = align(file, size - int(size * self.validation))
-        parts: list[tuple[int, int, Split]] = [(0, middle, "train")]
+        boundary = align(file, size - int(size * self.validation))
+        ranges: list[tuple[int, int, Split]] = [(0, boundary, "train")]
         if self.validation:
-            parts.append((middle, size, "validation"))
+            ranges.append((boundary, size, "validation"))
         units: list[Unit] = []
-        for low, high, split in parts:
+        for low, high, split in ranges:
             if low == high:
                 raise DataError(
                     f"{file.path}: no byte is left for {split}, and both splits need "
                     f"text. Use a longer file, or change validation="
                     f"{self.validation} (data.validation in training)"
                 )
-            if file.compression:  # read from its start either way
+            if file.compression:  # cannot be read from the middle
                 units.append(Unit(file, low, high, low, high, split, marks_end=False))
             else:
-                units += cut(file, low, high, split, marks_end=False)
+                units += cut_file(file, low, high, split, marks_end=False)
         return units
 
 
@@ -135,13 +134,13 @@ def find_corpus(config: DataConfig) -> Corpus:
 def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     """Find files, in the order of their names.
 
-    Of several inputs, a name begins with the last part of its input's, and where that
-    is not enough to tell two files apart, with more of it.
+    With several inputs, a file's name begins with the last component of its input's
+    path, or with as many components as are necessary to make names unique.
 
     Args:
         inputs: files, folders and globs; local, or URLs that fsspec knows.
-        pattern: which files of a folder. Hidden ones do not count; and where some hold
-            records (.jsonl, .parquet, .arrow), only those do.
+        pattern: the files of a folder to take. Hidden files are skipped. If some files
+            hold records (.jsonl, .parquet, .arrow), all other files are skipped.
 
     Raises DataError if an input is missing, holds nothing or cannot be reached.
     """
@@ -169,30 +168,30 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
             files = [replace(file, name=f"{prefix}/{file.name}") for file in files]
         folders = _folders_of(entry)
         files_by_folder += [(folders, file) for file in files]
-    return sorted(_told_apart(files_by_folder), key=lambda file: file.name)
+    return sorted(_with_unique_names(files_by_folder), key=lambda file: file.name)
 
 
 def _folders_of(entry: str) -> list[str]:
-    """Return the folders that an input lies in, from the outermost one on."""
+    """Return the folders that an input lies in, outermost first."""
     if is_remote(entry):
         return [*PurePosixPath(entry).parts[:-1]]
-    # Without "..", but with links as they are called.
+    # Resolve ".." but not symbolic links.
     path = os.path.normpath(Path(entry).expanduser().absolute())
     return [*PurePosixPath(path).parts[1:-1]]
 
 
-def _told_apart(files_by_folder: list[tuple[list[str], File]]) -> list[File]:
+def _with_unique_names(files_by_folder: list[tuple[list[str], File]]) -> list[File]:
     """Make the names of files unique by prefixing as many folders as necessary.
 
-    Unique names stay as they are, because document ids, and with them the existing
-    stores, depend on them.
+    Names that are already unique do not change, because the document ids of existing
+    stores begin with them.
     """
     same_name = defaultdict[str, list[tuple[list[str], File]]](list)
     for folders, file in files_by_folder:
         same_name[file.name].append((folders, file))
     counts = {n: len({f.path for _, f in group}) for n, group in same_name.items()}
     used_names = {name for name, count in counts.items() if count == 1}
-    told_apart = [file for name in used_names for _, file in same_name[name]]
+    renamed = [file for name in used_names for _, file in same_name[name]]
     for name in sorted(same_name.keys() - used_names):
         group = same_name[name]
         for depth in range(1, 2 + max(len(folders) for folders, _ in group)):
@@ -201,12 +200,12 @@ def _told_apart(files_by_folder: list[tuple[list[str], File]]) -> list[File]:
                 break
         used_names |= {*longer}
         pairs = zip(group, longer, strict=True)
-        told_apart += [replace(file, name=new) for (_, file), new in pairs]
-    return told_apart
+        renamed += [replace(file, name=new) for (_, file), new in pairs]
+    return renamed
 
 
 def held_out_ids(ids: set[str], fraction: float) -> set[str]:
-    """Choose the validation documents: those whose id's hash falls under `fraction`.
+    """Choose the validation documents: those whose id's hash is below `fraction`.
 
     The lowest hash is always held out and the highest never, so that neither split
     is empty. `ids` holds at least two.
@@ -217,27 +216,29 @@ def held_out_ids(ids: set[str], fraction: float) -> set[str]:
 
 def _find(entry: str, pattern: str) -> list[File]:
     local = not is_remote(entry)
-    system, path = fsspec.url_to_fs(str(Path(entry).expanduser()) if local else entry)
-    if re.search(r"[*?[]", path) and not system.exists(path):
+    filesystem, path = fsspec.url_to_fs(
+        str(Path(entry).expanduser()) if local else entry
+    )
+    if re.search(r"[*?[]", path) and not filesystem.exists(path):
         root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-        infos = system.glob(path, detail=True)
-    elif system.isfile(path):
-        return [_file_of(system, system.info(path), PurePosixPath(path).name)]
+        infos = filesystem.glob(path, detail=True)
+    elif filesystem.isfile(path):
+        return [_file_of(filesystem, filesystem.info(path), PurePosixPath(path).name)]
     else:
         root = path.rstrip("/")
-        if not system.isdir(path):
+        if not filesystem.isdir(path):
             raise FileNotFoundError(path)
         if pattern.startswith("/"):
             raise ValueError("the pattern is an absolute path")
-        infos = system.glob(f"{glob.escape(root)}/{pattern}", detail=True)
+        infos = filesystem.glob(f"{glob.escape(root)}/{pattern}", detail=True)
     files = []
     for info in infos.values():
         name = info["name"][len(root) :].lstrip("/")
         hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
-        # A link is of type "other", whatever it leads to.
-        linked = info.get("islink") and system.isfile(info["name"])
+        # fsspec gives a link the type "other", whatever its target is.
+        linked = info.get("islink") and filesystem.isfile(info["name"])
         if not hidden and (info["type"] == "file" or linked):
-            files.append(_file_of(system, info, name))
+            files.append(_file_of(filesystem, info, name))
     texts = [file.name for file in files if file.format is Format.text]
     if texts and len(texts) < len(files):
         message = "%s: %d files that hold no records are left out, such as %s; to "
@@ -247,15 +248,15 @@ def _find(entry: str, pattern: str) -> list[File]:
     return files
 
 
-def _file_of(system: Any, info: dict[str, Any], name: str) -> File:
+def _file_of(filesystem: Any, info: dict[str, Any], name: str) -> File:
     stamps = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
     version = next((str(info[key]) for key in stamps if info.get(key)), "")
-    path = system.unstrip_protocol(info["name"])
+    path = filesystem.unstrip_protocol(info["name"])
     return File(path.removeprefix("file://"), name, int(info["size"] or 0), version)
 
 
 def _library_files(root: Path) -> list[File]:
-    # A glob would walk through all installed packages, at every start.
+    # A glob would walk through all installed packages at every start.
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY

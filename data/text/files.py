@@ -1,9 +1,9 @@
 """Input files, and the units into which they are cut.
 
-The suffix says the format: lines of JSON (.jsonl, .ndjson, .json.gz, .json.zst),
-.parquet, .arrow (as Hugging Face's `save_to_disk` leaves it); any other file is one
+The suffix decides the format: lines of JSON (.jsonl, .ndjson, .json.gz, .json.zst),
+.parquet, .arrow (as Hugging Face's `save_to_disk` writes it); any other file is one
 document. Text and lines may be compressed (.gz, .zst). A plain file is cut into units
-of 4 MiB that are read independently; where they are cut follows from the file alone.
+of 4 MiB that are read independently; the cuts depend on the file alone.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 UNIT_BYTES = 2**22
 _COMPRESSIONS = (".gz", ".zst")
-# A bare .json is a document; compressed, it is what corpora call their lines.
+# A plain .json file is one document, but corpora name compressed lines .json.gz.
 _LINES = (".jsonl", ".ndjson")
 _PACKED_LINES = tuple(f"{s}{c}" for s in (*_LINES, ".json") for c in _COMPRESSIONS)
 
@@ -38,19 +38,19 @@ class File:
     """An input file. `version` changes when its content does."""
 
     path: str  # in the form that fsspec accepts
-    name: str  # relative to the input it was found in: the root of documents' ids
+    name: str  # relative to its input; the document ids begin with it
     size: int
     version: str
 
     @property
     def compression(self) -> str | None:
-        """The suffix that says how it is compressed."""
+        """The suffix of a compressed file, or None."""
         suffix = PurePosixPath(self.name).suffix.lower()
         return suffix if suffix in _COMPRESSIONS else None
 
     @property
     def format(self) -> Format:
-        """The format that the suffix says."""
+        """The format that the suffix names."""
         name = self.name.lower()
         if name.endswith((".parquet", ".arrow")):
             return Format(name.rpartition(".")[2])
@@ -59,10 +59,10 @@ class File:
 
 @dataclass(frozen=True)
 class Unit:
-    """A stretch of a file: bytes [start, stop) of what is to be read as one.
+    """Bytes [start, stop) of a file, which one reader reads.
 
-    `stop` is None for a file that is read in one go. [low, high) are the bytes that
-    belong together; a cut inside them moves to the end of a line.
+    `stop` is None for a file that is read as a whole. [low, high) is the range of bytes
+    that was cut into units; a cut inside this range moves to the end of a line.
     """
 
     file: File
@@ -75,7 +75,7 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes of the file that it stands for."""
+        """The number of bytes of the file that the unit covers."""
         return self.file.size if self.stop is None else self.stop - self.start
 
 
@@ -88,27 +88,27 @@ def units_of(file: File, split: Split | None = None) -> list[Unit]:
     """Cut a file into the units that are read independently of each other."""
     if file.compression or file.format in (Format.parquet, Format.arrow):
         return [Unit(file, split=split)]
-    return cut(file, 0, file.size, split)
+    return cut_file(file, 0, file.size, split)
 
 
-def cut(
+def cut_file(
     file: File, low: int, high: int, split: Split | None = None, marks_end: bool = True
 ) -> list[Unit]:
     """Cut bytes [low, high) of a plain file into units."""
-    whole = Unit(file, low, high, low, high, split, marks_end)
+    unit = Unit(file, low, high, low, high, split, marks_end)
     starts = range(low, max(high, low + 1), UNIT_BYTES)
-    return [replace(whole, start=s, stop=min(s + UNIT_BYTES, high)) for s in starts]
+    return [replace(unit, start=s, stop=min(s + UNIT_BYTES, high)) for s in starts]
 
 
-def unreadable(path: object, error: Exception) -> DataError:
-    """Return the error of a file that cannot be read."""
+def unreadable_error(path: object, error: Exception) -> DataError:
+    """Return the error for a file that cannot be read."""
     return DataError(
         f"{path}: cannot be read ({error}). Make it readable, or leave it out"
     )
 
 
-def missing(package: str, error: ImportError) -> DataError:
-    """Return the error of an optional library that is not installed."""
+def missing_package_error(package: str, error: ImportError) -> DataError:
+    """Return the error for an optional library that is not installed."""
     return DataError(
         f"{package} is needed to read this and is not installed ({error}): "
         f'pip install -e ".[data]"'

@@ -17,7 +17,7 @@ class Reading:
 
 
 class Record(NamedTuple):
-    """A document, or a piece of one whose end comes later."""
+    """A document or a piece of one; `ends` is true for its last piece."""
 
     id: str
     text: bytes
@@ -32,10 +32,10 @@ class Bad(NamedTuple):
     reason: str
 
 
-def document(
+def make_document(
     file: File, location: str, text: object, name: object, reading: Reading
 ) -> Record | Bad:
-    """Make a document of a record's text and id, if they can be used."""
+    """Return the document of a record's text and id, or why it cannot be used."""
     if not isinstance(text, str | bytes):
         kind = "null" if text is None else type(text).__name__
         return Bad(file, location, f"{reading.text_field!r} is no text but {kind}")
@@ -44,7 +44,7 @@ def document(
     except UnicodeEncodeError:
         reason = f"{reading.text_field!r} holds half a surrogate pair"
         return Bad(file, location, reason)
-    if not_utf8(encoded) is not None:
+    if bad_offset(encoded) is not None:
         return Bad(file, location, "not UTF-8")
     if len(encoded) > reading.max_record_bytes:
         return Bad(file, location, too_long(len(encoded), reading.max_record_bytes))
@@ -55,8 +55,8 @@ def document(
     return Record(document_name.encode(errors="replace").decode(), encoded)
 
 
-def not_utf8(text: bytes) -> int | None:
-    """Return the place of the first byte that is not UTF-8."""
+def bad_offset(text: bytes) -> int | None:
+    """Return the offset of the first byte that is not UTF-8, or None."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -65,5 +65,5 @@ def not_utf8(text: bytes) -> int | None:
 
 
 def too_long(size: int, limit: int) -> str:
-    """Describe why a record is refused."""
+    """Return the reason for refusing a record of `size` bytes."""
     return f"{size} bytes, longer than max_record_bytes={limit}"

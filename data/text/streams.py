@@ -1,7 +1,7 @@
 """Bytes of input files, decompressed, in bounded memory.
 
-A damaged or cut-off compressed file ends where the damage begins, and its stream says
-what was wrong. That storage fails is a DataError, never damage.
+A damaged or truncated compressed file ends where the damage begins, and `Stream.damage`
+names the reason. A failure of the storage is a DataError, not damage.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from data.text.files import File, missing, unreadable
+from data.text.files import File, missing_package_error, unreadable_error
 
-# A cut of running text waits this long for a line to end; less than a unit.
+# How many bytes a cut may move to reach the end of a line; less than a unit.
 CUT_WINDOW = 2**16
 
 
@@ -24,20 +24,20 @@ CUT_WINDOW = 2**16
 def open_stream(
     file: File, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator["Stream"]:
-    """Open a file; `progress` gets the number of its bytes as they are read.
+    """Open a file; `progress` gets the number of bytes of each read.
 
     Raises DataError if it cannot be opened or read.
     """
     try:
         with fsspec.open(file.path, "rb") as raw:
-            counted = _Counted(raw, file.path, progress)
+            counted = _CountedFile(raw, file.path, progress)
             yield Stream(io.BufferedReader(counted, 2**20), file.compression)
     except (OSError, ValueError) as error:
-        raise unreadable(file.path, error) from error
+        raise unreadable_error(file.path, error) from error
 
 
 def text_size(file: File) -> int:
-    """Count the bytes of a text, decompressed."""
+    """Return the size in bytes of a text, after decompression."""
     if file.compression is None:
         return file.size
     with open_stream(file) as stream:
@@ -45,18 +45,19 @@ def text_size(file: File) -> int:
 
 
 def align(file: File, offset: int) -> int:
-    """Move a place in a text back to the first byte of a character."""
-    first = max(0, offset - 3)
+    """Return an offset in a text, moved back to the first byte of a character."""
+    window_start = max(0, offset - 3)
     with open_stream(file) as stream:
-        stream.seek(first)
-        around = stream.take(offset - first + 1)
-    while first < offset < first + len(around) and _continues(around[offset - first]):
-        offset -= 1
-    return offset
+        stream.seek(window_start)
+        window = stream.take(offset - window_start + 1)
+    index = offset - window_start
+    while 0 < index < len(window) and _continues(window[index]):
+        index -= 1
+    return window_start + index
 
 
 def line_number(file: File, offset: int) -> int:
-    """Count the line of a byte offset, from 1."""
+    """Return the line number, from 1, of a byte offset."""
     line = 1
     with open_stream(file) as stream:
         while data := stream.take(min(offset, 2**20)):
@@ -65,8 +66,8 @@ def line_number(file: File, offset: int) -> int:
     return line
 
 
-class _Counted(io.RawIOBase):
-    """Reads through, and reports how much. That storage fails is no damage."""
+class _CountedFile(io.RawIOBase):
+    """A file that reports the bytes read, and raises DataError if its storage fails."""
 
     def __init__(self, file: Any, path: str, progress: Callable[[int], object]):
         self._file, self._path, self._progress = file, path, progress
@@ -81,15 +82,15 @@ class _Counted(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._file.read(len(buffer))
-        except Exception as error:  # each kind of storage has its own
-            raise unreadable(self._path, error) from error
+        except Exception as error:  # each kind of storage raises its own
+            raise unreadable_error(self._path, error) from error
         buffer[: len(data)] = data
         self._progress(len(data))
         return len(data)
 
 
 class _Decompressed(io.RawIOBase):
-    """Decompresses one frame after another, up to where the file is damaged."""
+    """Decompresses one frame after another, up to the first damage."""
 
     def __init__(self, file: BinaryIO, compression: str):
         self.damage: str | None = None
@@ -107,65 +108,66 @@ class _Decompressed(io.RawIOBase):
         return count
 
     def _decompress(self, file: BinaryIO, compression: str) -> Iterator[bytes]:
-        # Libraries' own readers lose what comes just before damage, and zstandard's
-        # takes a file that is cut off for a whole one.
+        # Libraries' readers lose the bytes just before damage, and zstandard's
+        # reads a truncated file without an error.
         if compression == ".gz":
-            new, damage = functools.partial(zlib.decompressobj, 31), zlib.error
+            new_frame = functools.partial(zlib.decompressobj, 31)
+            damage_error = zlib.error
         else:
             try:
                 import zstandard
             except ImportError as error:
-                raise missing("zstandard", error) from error
-            new = zstandard.ZstdDecompressor().decompressobj
-            damage = zstandard.ZstdError
+                raise missing_package_error("zstandard", error) from error
+            new_frame = zstandard.ZstdDecompressor().decompressobj
+            damage_error = zstandard.ZstdError
         frame, data, padding = None, b"", b""
         while data := data or file.read(2**14):
             if frame is None:
                 if not (data := data.lstrip(padding)):
                     continue
-                frame = new()
+                frame = new_frame()
             try:
                 yield frame.decompress(data)
-            except damage as error:
+            except damage_error as error:
                 self.damage = str(error)
                 return
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
-                # Tapes and some tools fill gzip's last block with zeros: it allows it.
+                # gzip allows zeros after a frame, which tapes and some tools add.
                 padding = b"\0" if compression == ".gz" else b""
         if frame is not None:
             self.damage = "the compressed file ends in the middle"
 
 
 class Stream:
-    """A file, decompressed. `file` is read directly, or by these methods."""
+    """A decompressed file, to be read through `file` or by these methods."""
 
     def __init__(self, raw: BinaryIO, compression: str | None):
         self.file: Any = raw
-        self._unpacked = _Decompressed(raw, compression) if compression else None
-        if self._unpacked is not None:
-            self.file = io.BufferedReader(self._unpacked, 2**20)
+        self._decompressed = _Decompressed(raw, compression) if compression else None
+        if self._decompressed is not None:
+            self.file = io.BufferedReader(self._decompressed, 2**20)
         self._ahead = b""
 
     @property
     def damage(self) -> str | None:
         """The damage after the last readable byte, if reading has reached it."""
-        return self._unpacked.damage if self._unpacked else None
+        return self._decompressed.damage if self._decompressed else None
 
     def seek(self, offset: int) -> int:
-        """Go to a byte; forward only in a compressed file."""
-        return self.skip(offset) if self._unpacked else self.file.seek(offset)
+        """Go to an offset and return it; only forward in a compressed file."""
+        return self.skip(offset) if self._decompressed else self.file.seek(offset)
 
     def skip(self, count: int) -> int:
-        """Read past bytes; return how many there were."""
+        """Skip at most `count` bytes; return the number that was skipped."""
         remaining = count
         while remaining and (data := self.take(min(remaining, 2**20))):
             remaining -= len(data)
         return count - remaining
 
     def peek(self, count: int) -> bytes:
-        """Look at the next bytes: `count` of them, unless the file ends before."""
+        """Return what `take` would, without consuming it."""
         self._ahead = self.take(count)
         return self._ahead
 
@@ -176,7 +178,7 @@ class Stream:
 
 
 def cut_point(window: bytes) -> int:
-    """Return by how many bytes a cut moves: to after a line, or else a character."""
+    """Return how far a cut moves to reach the end of a line, or of a character."""
     if newline := window.find(b"\n") + 1:
         return newline
     return len([*itertools.takewhile(_continues, window[:3])])

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data.text.files import File, Format, Unit, missing
-from data.text.records import Bad, Reading, Record, document
+from data.text.files import File, Format, Unit, missing_package_error
+from data.text.records import Bad, Reading, Record, make_document
 from data.text.streams import Stream
 
 
@@ -13,7 +13,7 @@ def table_rows(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record 
     try:
         import pyarrow as pa
     except ImportError as error:
-        raise missing("pyarrow", error) from error
+        raise missing_package_error("pyarrow", error) from error
     columns = [name for name in (reading.text_field, reading.id_field) if name]
     row = 0
     try:
@@ -53,12 +53,12 @@ def _arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
 
 
 def _rows(
-    file: File, first: int, batch: Any, reading: Reading
+    file: File, first_row: int, batch: Any, reading: Reading
 ) -> Iterator[Record | Bad]:
     texts = _column(batch, reading.text_field)
     ids = _column(batch, reading.id_field) if reading.id_field else None
     for index in range(batch.num_rows):
-        location = f"row {first + index}"
+        location = f"row {first_row + index}"
         try:
             text = texts[index].as_py()
             name = None if ids is None else ids[index].as_py()
@@ -68,7 +68,7 @@ def _rows(
         except (ValueError, OverflowError) as error:
             yield Bad(file, location, f"not a value of Python: {error}")
         else:
-            yield document(file, location, text, name, reading)
+            yield make_document(file, location, text, name, reading)
 
 
 def _column(batch: Any, name: str) -> Any:

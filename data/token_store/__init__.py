@@ -1,1 +1,1 @@
-"""Tokens at rest: written in parts, checked, read at random."""
+"""Token stores: written in parts, checked, and read at random."""

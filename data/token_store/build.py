@@ -1,7 +1,7 @@
-"""Build token stores: encode the units of a corpus, put the parts together.
+"""Build token stores: encode the units of a corpus and assemble the parts.
 
-`prepare_store` builds what `python -m data.prepare` asks for, and continues after a
-kill. The stores of text that is encoded on first use are in token_store/cached.py.
+`prepare_store` builds what `python -m data.prepare` asks for, and continues a
+killed preparation. token_store/cached.py builds the stores of text on its first use.
 """
 
 import collections
@@ -33,17 +33,17 @@ from data.token_store.writer import MANIFEST, SCHEMA, write_store
 from data.tokenizer import load_tokenizer, rank_file
 from data.tokenizer_folder import digest_of
 
-_MARK = "unfinished"  # a key in a store that is being written
+_UNFINISHED = "unfinished"  # a key in a store that is being written
 
 _log = logging.getLogger(__name__)
 
 
 def prepare_store(config: PrepareConfig) -> Store:
-    """Build the store that a config asks for, or continue, or open it if it is there.
+    """Open the store that a config names; build it first if it does not exist.
 
-    Parts that were encoded wait in a folder of their own until the store is whole, so
-    that a killed preparation is continued by the same command. The store's bytes
-    follow from the input's and the config alone.
+    Encoded parts are kept in a work folder until the store is complete, so the same
+    command continues a killed preparation. The store's bytes depend on the input and
+    the config alone.
 
     Raises DataError if the input cannot be read or is bad, or the output cannot be
     written, belongs to something else, or is being prepared by another process.
@@ -61,19 +61,19 @@ def prepare_store(config: PrepareConfig) -> Store:
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
     storage = KeyValueStore(config.output)
     with _locked(_work_folder(config, storage)) as work:
-        if is_there := storage.has(MANIFEST):
+        if exists := storage.has(MANIFEST):
             _log.info("%s: is there already", storage)
         else:
             names = set(storage.names())
-            if names and _MARK not in names:
+            if names and _UNFINISHED not in names:
                 raise DataError(f"{storage}: is no token store. Name another output")
-            storage.write(_MARK, b"")
-            for name in names - {_MARK}:
+            storage.write(_UNFINISHED, b"")
+            for name in names - {_UNFINISHED}:
                 storage.write(name, None)
             build_store(storage, corpus, settings, encoding, work, config.workers)
-        storage.write(_MARK, None)
+        storage.write(_UNFINISHED, None)
         store = open_store(storage.location, encoding)
-        if is_there and store.manifest["made_of"] != made_of(corpus, settings):
+        if exists and store.manifest["made_of"] != made_of(corpus, settings):
             raise DataError(
                 f"{storage}: is a store of other input or other settings. Name "
                 f"another output, or delete it"
@@ -92,12 +92,12 @@ def build_store(
     workers: int | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> None:
-    """Encode a corpus into an empty folder; its manifest, written last, commits it.
+    """Encode a corpus into an empty folder; the manifest, written last, commits it.
 
-    Encoded parts wait in `parts`, where what an earlier attempt left is used. By
-    default there is one worker for each core. `beat` is
-    called for each that is encoded, and for each that is put into the store. Raises
-    DataError if text or storage fail, or a split would be empty.
+    Encoded parts are kept in `parts`, and those of an earlier attempt are used. By
+    default there is one worker for each core. `beat` is called repeatedly while parts
+    are encoded, and for each part that is added to the store. Raises DataError if text
+    or storage fail, or a split would be empty.
     """
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
@@ -111,7 +111,7 @@ def build_store(
     left_out = {file.path: file.size for file in corpus.left_out}
     source = {"path": corpus.root, "validation": corpus.validation}
     source |= {"left_out": left_out} if left_out else {}
-    about = {
+    manifest_entries = {
         "tokenizer": settings.tokenizer,
         "tokenizer_sha256": settings.tokenizer_sha256,
         "tokenizer_fingerprint": fingerprint(encoding),
@@ -122,7 +122,7 @@ def build_store(
     segments = _segments(paths, corpus, settings.skip_bad, beat)
     try:
         ranks = rank_file(settings.tokenizer)
-        write_store(storage, segments, token_dtype(encoding), about, ranks)
+        write_store(storage, segments, token_dtype(encoding), manifest_entries, ranks)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{storage}: cannot be written ({error}). Free space there, or name "
@@ -131,7 +131,7 @@ def build_store(
 
 
 def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
-    """Hash the settings, and the name and size of every file: no times, no places."""
+    """Return a hash of the settings and of every file's name and size."""
     files = [(file.name, file.size) for file in corpus.files]
     text = json.dumps([SCHEMA, asdict(settings), files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -140,7 +140,7 @@ def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
 def encoding_settings(
     config: DataConfig | PrepareConfig, reading: Reading
 ) -> EncodingSettings:
-    """Return what decides the tokens of a text."""
+    """Return the settings that decide the tokens of a text."""
     return EncodingSettings(
         config.tokenizer,
         config.tokenizer_sha256 or digest_of(config.tokenizer),
@@ -153,24 +153,24 @@ def encoding_settings(
 def _segments(
     paths: list[Path], corpus: Corpus, skip_bad: bool, beat: Callable[[], object]
 ) -> Iterator[Segment]:
-    """Read parts in order; in the end, refuse a store of which a split is empty."""
-    documents, num_bad = collections.Counter(), 0
+    """Yield the segments of parts; raise DataError at the end if a split is empty."""
+    num_documents, num_bad = collections.Counter(), 0
     for path in paths:
         beat()
         for segment in read_part(path):
             bad = segment.notes["bad"]
-            if bad and not skip_bad:  # an earlier attempt did
+            if bad and not skip_bad:  # an earlier attempt skipped it
                 file, location, reason = bad[0]
                 raise DataError(
                     f"{file}, {location}: {reason}. Repair it, or set on_error=skip"
                 )
             num_bad += len(bad)
-            documents.update({s: len(segment.splits[s].ends) for s in SPLITS})
+            num_documents.update({s: len(segment.splits[s].ends) for s in SPLITS})
             yield segment
     for split in SPLITS if corpus.validation else SPLITS[:1]:
-        if not documents[split]:
+        if not num_documents[split]:
             raise DataError(
-                f"{corpus.root}: of {documents.total()} documents none falls to "
+                f"{corpus.root}: of {num_documents.total()} documents none falls to "
                 f"{split} with validation={corpus.validation} ({num_bad} bad records "
                 f"were skipped). Give more text or another part (data.validation in "
                 f"training; data.prepare holds nothing out with validation=0)"
@@ -188,9 +188,9 @@ def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """Hold a folder for this process, and remove it in the end unless parts are left.
+    """Lock a folder for this process, and at the end remove it unless parts are left.
 
-    A lock dies with its owner.
+    The lock ends with the process that holds it.
     """
     make_folder(folder, folder.parent, "work_dir")
     with (folder / "lock").open("w") as file:

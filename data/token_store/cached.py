@@ -69,19 +69,19 @@ def cached_store(
 
 
 def _warn_of_skipped(store: Store) -> None:
-    """Say at each start what `data.on_error=skip` has left out."""
+    """Log at each start what `data.on_error=skip` has left out."""
     if left_out := store.manifest["source"].get("left_out"):
         files, size = [*left_out], sum(left_out.values())
-        named = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
+        listed = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
         message = "left out %d files that are not text, %d bytes in all: %s"
-        _log.warning(f"data.on_error=skip {message}", len(files), size, named)
+        _log.warning(f"data.on_error=skip {message}", len(files), size, listed)
     if count := store.manifest["skipped_records"]:
         message = "data.on_error=skip left out %d bad records: %s/%s"
         _log.warning(message, count, store.path, SKIPPED)
 
 
 def cache_dir(config: DataConfig) -> Path:
-    """Return the folder of stores that were built on first use, and of rows' plans."""
+    """Return the folder of stores that are built on first use, and of packing plans."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()
     return cache_folder() / "stores"

@@ -1,7 +1,7 @@
 """Encode the units of an input into parts, in any number of processes.
 
-A part is a function of its task alone, and appears whole or not at all. So tasks may
-run in any order and be killed: what is there need not be done again.
+A part depends on its task alone, and appears complete or not at all. Therefore tasks
+may run in any order and be killed, and existing parts are not encoded again.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from data.token_store.parts import EncodingSettings, SegmentBuilder
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # version of the parts, and of the way in which text becomes tokens
-# The least bytes of a task, and roughly the largest number of tasks: enough to keep
+# The minimum size of a task, and roughly the maximum number of tasks: enough to keep
 # all workers busy to the end, and few enough files for one folder.
-_TASK_BYTES, _MOST_TASKS = 2**22, 2**16
+_TASK_BYTES, _MAX_TASKS = 2**22, 2**16
 _SEGMENT_BYTES = 2**24
 
 
@@ -41,26 +41,26 @@ class Task(NamedTuple):
     """Units that become one part."""
 
     units: tuple[Unit, ...]
-    size: int  # bytes of files
+    size: int  # in bytes of files
 
 
 def make_tasks(units: list[Unit]) -> list[Task]:
-    """Group neighbouring units until a task is worth a process' while."""
-    enough = max(_TASK_BYTES, sum(unit.num_bytes for unit in units) // _MOST_TASKS)
+    """Group neighbouring units into tasks that are large enough for one process."""
+    min_size = max(_TASK_BYTES, sum(unit.num_bytes for unit in units) // _MAX_TASKS)
     tasks, group, size = [], [], 0
     for unit in units:
         group.append(unit)
         size += unit.num_bytes
-        if size >= enough or len(group) >= 4096:
+        if size >= min_size or len(group) >= 4096:
             tasks.append(Task(tuple(group), size))
             group, size = [], 0
     return [*tasks, Task(tuple(group), size)] if group else tasks
 
 
 def encoded_part_path(folder: Path, task: Task, settings: EncodingSettings) -> Path:
-    """Name a task's part by all that decides its content.
+    """Return the path of a task's part, named by a hash of all that decides it.
 
-    Whether bad records may be skipped does not: where none may be, there is none.
+    `skip_bad` is not hashed: if bad records may not be skipped, a part holds none.
     """
     settings = replace(settings, skip_bad=False)
     identity = [FORMAT, asdict(settings), [asdict(unit) for unit in task.units]]
@@ -76,12 +76,12 @@ def encode_tasks(
     workers: int,
     report: Callable[[int, int], None] = lambda num_bytes, num_tokens: None,
 ) -> None:
-    """Make every part in `folder` that is not there yet.
+    """Encode every task whose part is not in `folder` yet.
 
-    With one worker, or one task left, all is done in this process. `report` gets now
-    and then the bytes of the files that are done, and the tokens encoded just now.
-    Raises DataError if a file cannot be read, or for the first bad record, by file and
-    line, unless they are skipped.
+    With one worker or at most one remaining task, this process encodes. `report`
+    regularly gets the bytes done, including those of earlier attempts, and the tokens
+    encoded by this call. Raises DataError if a file cannot be read, or, unless
+    bad records are skipped, for the first bad record, naming its file and line.
     """
     pending, done = [], 0
     for task in tasks:
@@ -92,15 +92,15 @@ def encode_tasks(
     if num_done := len(tasks) - len(pending):
         log.info("%d of %d parts were encoded before", num_done, len(tasks))
     context = multiprocessing.get_context("spawn")
-    counts = context.Value("q", 0), context.Value("q", 0)
+    counters = context.Value("q", 0), context.Value("q", 0)
     if workers == 1 or len(pending) <= 1:
-        encoder = _Encoder(folder, settings, encoding, counts)
+        encoder = _Encoder(folder, settings, encoding, counters)
         for task in pending:
             encoder.encode(task)
-            report(done + counts[0].value, counts[1].value)
+            report(done + counters[0].value, counters[1].value)
         return
-    running = {*multiprocessing.active_children()}
-    arguments = folder, settings, encoding, counts
+    other_children = {*multiprocessing.active_children()}
+    arguments = folder, settings, encoding, counters
     pool = ProcessPoolExecutor(
         min(workers, len(pending)), context, _start_worker, arguments
     )
@@ -110,9 +110,9 @@ def encode_tasks(
             ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
             for future in ended:
                 future.result()
-            report(done + counts[0].value, counts[1].value)
+            report(done + counters[0].value, counters[1].value)
     except BaseException as error:
-        for worker in {*multiprocessing.active_children()} - running:
+        for worker in {*multiprocessing.active_children()} - other_children:
             worker.kill()  # it may be in the middle of a large file
         if not isinstance(error, BrokenProcessPool):
             raise
@@ -125,17 +125,17 @@ def encode_tasks(
 
 
 class _Encoder:
-    """Encodes tasks; `counts` are the files' bytes and the tokens done by all."""
+    """Encodes tasks; `counters` are the bytes and tokens done by all processes."""
 
     def __init__(
         self,
         folder: Path,
         settings: EncodingSettings,
         encoding: tiktoken.Encoding,
-        counts: tuple[Synchronized, Synchronized],
+        counters: tuple[Synchronized, Synchronized],
     ):
         self._folder, self._settings, self._encoding = folder, settings, encoding
-        self._num_bytes, self._num_tokens = counts
+        self._num_bytes, self._num_tokens = counters
 
     def encode(self, task: Task) -> None:
         path = encoded_part_path(self._folder, task, self._settings)
@@ -155,39 +155,39 @@ class _Encoder:
     def _add(self, unit: Unit, segment: SegmentBuilder, file: BinaryIO) -> None:
         """Add a unit's records to a segment, which is written whenever it is full."""
         is_text = unit.file.format is Format.text
-        complete = not is_text or unit.start == unit.low
-        # A unit's ends lie elsewhere than its records', but the sum is the files'.
-        expected = unit.num_bytes
+        is_first = not is_text or unit.start == unit.low
+        # The last record of a unit may end after it, but over a file the sums agree.
+        remaining_bytes = unit.num_bytes
 
         def progress(num_bytes: int) -> None:
-            nonlocal expected
-            expected -= num_bytes
+            nonlocal remaining_bytes
+            remaining_bytes -= num_bytes
             _add_to(self._num_bytes, num_bytes)
 
         for record in read_documents(unit, self._settings.reading, progress):
             if isinstance(record, Bad) and not self._settings.skip_bad:
                 raise _bad_record(record)
-            _add_to(self._num_tokens, segment.add(record, unit, complete))
+            _add_to(self._num_tokens, segment.add(record, unit, is_first))
             if is_text and isinstance(record, Record) and record.text:
-                complete = False
+                is_first = False
             if segment.size >= _SEGMENT_BYTES:
                 segment.write(file)
-        progress(expected)
+        progress(remaining_bytes)
 
 
-def _add_to(count: Synchronized, more: int) -> None:
-    with count.get_lock():
-        count.value += more
+def _add_to(counter: Synchronized, increment: int) -> None:
+    with counter.get_lock():
+        counter.value += increment
 
 
-_encoder: _Encoder | None = None  # the one of this worker process
+_encoder: _Encoder | None = None  # the encoder of this worker process
 
 
 def _start_worker(
     folder: Path,
     settings: EncodingSettings,
     encoding: tiktoken.Encoding,
-    counts: tuple[Synchronized, Synchronized],
+    counters: tuple[Synchronized, Synchronized],
 ) -> None:
     global _encoder
     logging.disable(logging.INFO)
@@ -199,7 +199,7 @@ def _start_worker(
         os._exit(1)  # no process is left to read the result
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _encoder = _Encoder(folder, settings, encoding, counts)
+    _encoder = _Encoder(folder, settings, encoding, counters)
 
 
 def _work(task: Task) -> None:
@@ -208,7 +208,7 @@ def _work(task: Task) -> None:
 
 
 def _bad_record(bad: Bad) -> DataError:
-    """Return the error of a record that may not be skipped, by file and line."""
+    """Return the error for a record that may not be skipped, with file and line."""
     unit, _, number = bad.place.partition(" ")
     place, field = bad.place, ", or read another field (text_field=...)"
     if unit == "byte":

@@ -1,9 +1,9 @@
 """An array's shards on a local disk, read at random without TensorStore.
 
 TensorStore takes about 30 us to read a stretch of a chunk, whatever its length. Values
-lie in the files as they are (token_store/writer.py), so here a stretch is one `pread`.
-A chunk's checksum is checked when it is first read; after that only the stretch that is
-asked for is read.
+are stored uncompressed (token_store/writer.py), so here a stretch is one `pread`. The
+first read of a chunk reads all of it and checks its checksum; later reads take only the
+requested stretch.
 
 The files are not mapped into memory. `pread` of a bad sector, or of a file that was cut
 off, raises an error, whereas access to a mapping ends the process by SIGBUS. Besides,
@@ -23,10 +23,10 @@ import numpy as np
 
 from data.token_store.writer import CHUNK_LENGTH, SHARD_LENGTH
 
-_MAX_OPEN = 256  # shards of all arrays together: a process may often open 1,024 files
+_MAX_OPEN = 256  # shards of all arrays; processes are often limited to 1,024 files
 _CHECKSUM_BYTES = 4
 _CRC_OF_CHECKED = 0x48674BC7  # the CRC-32C of any bytes followed by their own CRC-32C
-_AT_ONCE = 64  # spans that are read together: each may hold a file open
+_SPANS_AT_ONCE = 64  # spans that are read together; each may keep a file open
 _Stretch = tuple[int, int, int]  # chunk, first value in it, end in it
 
 
@@ -36,36 +36,38 @@ class LocalShards:
     def __init__(
         self, folder: Path, dtype: np.dtype, length: int, checksums: np.ndarray | None
     ):
-        """Take the CRC-32C of each chunk, if known. Shards are opened when read."""
+        """`checksums` holds the CRC-32C of each chunk, if known."""
         self.folder, self._dtype, self._checksums = folder, dtype, checksums
         self._chunk_bytes = CHUNK_LENGTH * dtype.itemsize + _CHECKSUM_BYTES
         self._checked = bytearray(-(-length // CHUNK_LENGTH))
 
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the values of spans [start, stop). The disk reads many at once.
+        """Return the values of spans [start, stop), with many disk reads in flight.
 
-        Raises OSError if a file cannot be read, ValueError if it is not as written.
+        Raises OSError if a file cannot be read, ValueError if it is damaged.
         """
         values = []
-        for first in range(0, len(spans), _AT_ONCE):
-            batch = spans[first : first + _AT_ONCE]
-            places = [[self._place(*part) for part in _cut(*span)] for span in batch]
+        for first in range(0, len(spans), _SPANS_AT_ONCE):
+            batch = spans[first : first + _SPANS_AT_ONCE]
+            locations = [
+                [self._locate(*s) for s in _stretches(*span)] for span in batch
+            ]
             if hasattr(os, "posix_fadvise"):
-                for shard, offset, size, _ in itertools.chain.from_iterable(places):
+                for shard, offset, size, _ in itertools.chain.from_iterable(locations):
                     os.posix_fadvise(shard.file, offset, size, os.POSIX_FADV_WILLNEED)
-            for span_places in places:
-                parts = [self._read(*place) for place in span_places]
-                empty = [np.zeros(0, self._dtype)]
-                whole = parts[0] if len(parts) == 1 else np.concatenate(parts or empty)
-                values.append(whole)
+            for span_locations in locations:
+                stretches = [self._read(*location) for location in span_locations]
+                stretches = stretches or [np.zeros(0, self._dtype)]
+                is_single = len(stretches) == 1
+                values.append(stretches[0] if is_single else np.concatenate(stretches))
         return values
 
-    def _place(
+    def _locate(
         self, chunk: int, low: int, high: int
     ) -> tuple["_Shard", int, int, _Stretch | None]:
-        """Return shard, offset, size, and the stretch if its chunk is unchecked."""
+        """Return shard, offset, size and, if its chunk is unchecked, the stretch."""
         shard_number, nth = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
-        shard, width = _open(self, shard_number), self._dtype.itemsize
+        shard, width = _open_shard(self, shard_number), self._dtype.itemsize
         offset, size = shard.index[2 * nth], shard.index[2 * nth + 1]
         if size != self._chunk_bytes:
             raise ValueError(f"{shard.path}: chunk {nth} is not there")
@@ -88,20 +90,20 @@ class LocalShards:
         return np.frombuffer(content, self._dtype, CHUNK_LENGTH)[low:high].copy()
 
 
-def _cut(start: int, stop: int) -> list[_Stretch]:
-    """Cut a span into the stretches of its chunks."""
+def _stretches(start: int, stop: int) -> list[_Stretch]:
+    """Return the stretch of each chunk that a span covers."""
     return [
         (
-            n,
-            max(start - n * CHUNK_LENGTH, 0),
-            min(stop - n * CHUNK_LENGTH, CHUNK_LENGTH),
+            chunk,
+            max(start - chunk * CHUNK_LENGTH, 0),
+            min(stop - chunk * CHUNK_LENGTH, CHUNK_LENGTH),
         )
-        for n in range(start // CHUNK_LENGTH, -(-stop // CHUNK_LENGTH))
+        for chunk in range(start // CHUNK_LENGTH, -(-stop // CHUNK_LENGTH))
     ]
 
 
 class _Shard:
-    """An open file of chunks. It is closed with its last reference."""
+    """An open file of chunks, which is closed with the last reference to it."""
 
     def __init__(self, path: Path):
         self.path, self.file = path, os.open(path, os.O_RDONLY)
@@ -125,5 +127,5 @@ class _Shard:
 
 
 @functools.lru_cache(_MAX_OPEN)
-def _open(array: LocalShards, shard_number: int) -> _Shard:
+def _open_shard(array: LocalShards, shard_number: int) -> _Shard:
     return _Shard(array.folder / "c" / str(shard_number))

@@ -1,8 +1,8 @@
-"""Parts: files of tokens that wait to be put together.
+"""Parts: files of encoded text from which a store is assembled.
 
-A part is a row of segments, each a few MB of text: for each split its tokens, the
-places among them where documents end, and those documents' ids; then what was skipped.
-It appears whole or not at all. What is in it follows from its input and the settings.
+A part is a sequence of segments, each a few MB of text. A segment holds for each split
+the tokens, the ends of documents and the documents' ids, and then the bad records. A
+part appears complete or not at all, and depends on its input and the settings alone.
 """
 
 import json
@@ -26,7 +26,7 @@ class EncodingSettings:
     tokenizer: str
     tokenizer_sha256: str | None
     reading: Reading
-    validation: float  # part of the documents, by a hash of their ids
+    validation: float  # the fraction of documents to hold out
     skip_bad: bool
 
 
@@ -34,7 +34,7 @@ class SegmentSplit(NamedTuple):
     """One split's share of a segment."""
 
     tokens: np.ndarray  # in the store's dtype
-    ends: np.ndarray  # int64: how many tokens lie before the end of each document
+    ends: np.ndarray  # int64: the index after each document's last token
     ids: np.ndarray  # uint8: the documents' ids in UTF-8, end to end
     id_ends: np.ndarray  # int64
 
@@ -50,7 +50,7 @@ class SegmentBuilder:
     """A segment that is being filled."""
 
     def __init__(self, encoding: tiktoken.Encoding, validation: float):
-        """Begin with nothing; `validation` is the part of documents held out."""
+        """Begin an empty segment; `validation` is the fraction to hold out."""
         self._encoding, self._validation = encoding, validation
         self._dtype = token_dtype(encoding)
         self._clear()
@@ -63,15 +63,15 @@ class SegmentBuilder:
         self._notes = {"bytes": dict.fromkeys(SPLITS, 0), "empty": 0, "bad": []}
         self.size = 0
 
-    def add(self, record: Record | Bad, unit: Unit, complete: bool) -> int:
-        """Encode a record; return how many tokens it gave.
+    def add(self, record: Record | Bad, unit: Unit, is_first: bool) -> int:
+        """Add a record, and return the number of its tokens.
 
-        `complete`: nothing of its document came before it.
+        `is_first` says that no earlier record belongs to the same document.
         """
         if isinstance(record, Bad):
             self._notes["bad"].append([record.file.path, record.place, record.reason])
             return 0
-        if complete and record.ends and not record.text:
+        if is_first and record.ends and not record.text:
             self._notes["empty"] += 1
             return 0
         split = unit.split or split_of(record.id, self._validation)
@@ -88,7 +88,7 @@ class SegmentBuilder:
         return len(tokens)
 
     def write(self, file: BinaryIO) -> None:
-        """Append the segment to a part, and begin another."""
+        """Append the segment to a part, and begin an empty one."""
         for split in SPLITS:
             ids = self._ids[split]
             np.save(file, np.concatenate(self._tokens[split]))
@@ -112,10 +112,10 @@ def read_part(path: Path) -> Iterator[Segment]:
 
 
 def split_of(document: str, validation: float) -> Split:
-    """Choose a document's split by a hash of its id, wherever it comes from."""
+    """Return a document's split, which a hash of its id decides."""
     return "validation" if hash_fraction(document) < validation else "train"
 
 
 def token_dtype(encoding: tiktoken.Encoding) -> np.dtype:
-    """Return the least dtype that holds every id: uint16 or uint32, little-endian."""
+    """Return the smallest dtype for all ids: uint16 or uint32, little-endian."""
     return np.dtype("<u2" if encoding.n_vocab <= 2**16 else "<u4")

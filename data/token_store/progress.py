@@ -1,6 +1,6 @@
-"""How far the encoding of text is, for people: a bar on a terminal, else plain lines.
+"""Show the progress of encoding: a bar on a terminal, otherwise lines in the log.
 
-Nothing is shown of work that takes less than two seconds.
+Work that takes less than two seconds shows nothing.
 """
 
 import logging
@@ -23,18 +23,18 @@ class Meter(Progress):
         # Results go to stdout.
         super().__init__(*columns, console=Console(stderr=True), redirect_stdout=False)
         self.disable = not self.console.is_terminal
-        self._total, self._began = total, time.monotonic()
-        self._shown = self._began
+        self._total, self._start_s = total, time.monotonic()
+        self._last_line_s = self._start_s
         self._task = self._tasks[self.add_task("", total=total)]
 
     def __enter__(self) -> "Meter":
-        return self  # it starts with the first update
+        return self  # `show` starts the display
 
     def show(self, size: int, tokens: int) -> None:
-        """Show the bytes done, those of earlier attempts too, and the new tokens."""
-        task, now = self._task, time.monotonic()
-        seconds = now - self._began
-        # The first update reports earlier work, so it does not count for the speed.
+        """Show the bytes done in all attempts, and the tokens encoded in this one."""
+        task, now_s = self._task, time.monotonic()
+        seconds = now_s - self._start_s
+        # The first update reports earlier work, so it does not count towards the speed.
         self.update(task.id, completed=size)
         if seconds < _QUIET_S:
             return
@@ -46,6 +46,6 @@ class Meter(Progress):
         )
         self.update(task.id, description=text)
         self.start()
-        if self.disable and now - self._shown >= _LINE_INTERVAL_S:
-            self._shown = now
+        if self.disable and now_s - self._last_line_s >= _LINE_INTERVAL_S:
+            self._last_line_s = now_s
             _log.info("encoding: %s", text)

@@ -1,11 +1,11 @@
 """One split of a token store, read at random: from memory when it is small.
 
-TensorStore reads, except for stretches at random of a store on a local disk: these are
-read from its files directly, several times as fast (token_store/local_shards.py). What
-goes wrong there is read again by TensorStore, which may succeed or names the damage.
-Chunks are compared with the checksums of the manifest; an array that is read whole is
-hashed. A chunk that is not there is damage too, never zeros. Opening costs an int64, a
-checksum and a byte for each chunk.
+TensorStore reads the arrays, but random stretches of a store on a local disk are read
+from its files directly, several times as fast (token_store/local_shards.py). If this
+fails, TensorStore reads the stretch again, and succeeds or names the damage. Chunks are
+compared with the manifest's checksums, and an array that is read whole with its hash. A
+missing chunk is an error and is not read as zeros. An open split takes an int64, a
+checksum and a byte of memory for each chunk.
 """
 
 import functools
@@ -30,8 +30,8 @@ from data.token_store.writer import (
     chunk_checksums,
 )
 
-# Tokens up to this size are read into memory once, so that a row costs one copy. So are
-# the starts of documents up to the given number.
+# Tokens up to this size, and document starts up to this number, are read into memory
+# once, so that reading a row costs one copy.
 MEMORY_LIMIT_BYTES = 2**30
 OFFSETS_LIMIT = 2**23
 _CACHE_LIMIT_BYTES = 2**28
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class TokenArray:
     """One split of a store: a flat array of tokens, and where its documents start.
 
-    Whatever reads raises a DataError of a chunk that is missing or damaged.
+    Methods that read raise DataError if a chunk is missing or damaged.
     """
 
     def __init__(
@@ -70,27 +70,28 @@ class TokenArray:
         }
         self._arrays: dict[str, Any] = {name: self._open(name) for name in ARRAYS}
         for name, length in lengths.items():
-            if (found := self._arrays[name].shape[0]) != length:
-                raise self._damaged(name, 0, 0, f"its length is {found}")
+            if (actual := self._arrays[name].shape[0]) != length:
+                raise self._damaged(name, 0, 0, f"its length is {actual}")
         size = tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
         self.in_memory = keep and size <= MEMORY_LIMIT_BYTES
         self._offsets_in_memory = keep and (
             self.in_memory or documents <= OFFSETS_LIMIT
         )
         if self.in_memory:
-            self._arrays["tokens"] = self._whole("tokens")
+            self._arrays["tokens"] = self._read_whole("tokens")
         if self._offsets_in_memory:
-            self._arrays["offsets"] = self._whole("offsets")
+            self._arrays["offsets"] = self._read_whole("offsets")
         self._local: dict[str, LocalShards] = {}
         for name, array in self._arrays.items():
             if storage.path is not None and isinstance(array, ts.TensorStore):
                 folder, dtype = storage.path / split / name, array.dtype.numpy_dtype
-                known = checksums.get(name)
-                self._local[name] = LocalShards(folder, dtype, array.shape[0], known)
+                self._local[name] = LocalShards(
+                    folder, dtype, array.shape[0], checksums.get(name)
+                )
 
     @property
     def is_local(self) -> bool:
-        """Whether tokens come from memory or from a local disk's files themselves."""
+        """Whether tokens are read from memory or directly from local files."""
         return self.in_memory or "tokens" in self._local
 
     def __len__(self) -> int:
@@ -104,19 +105,19 @@ class TokenArray:
 
     @functools.cached_property
     def _index(self) -> np.ndarray:
-        return self._whole("index")
+        return self._read_whole("index")
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Read a stretch of an array by its name."""
+        """Read values [start, stop) of an array by its name; by default, all values."""
         end = int(self._arrays[name].shape[0]) if stop is None else stop
-        return self._stored(name, [(start, end)])[0]
+        return self._read_array(name, [(start, end)])[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read tokens [start, stop), in the store's dtype."""
         return self.array("tokens", start, stop)
 
     def stretches(self, name: str) -> Iterator[np.ndarray]:
-        """Read an array shard by shard; what is damaged is named by chunk."""
+        """Yield an array shard by shard; errors name the damaged chunk."""
         length = self._arrays[name].shape[0]
         for start in range(0, length, SHARD_LENGTH):
             stop = min(start + SHARD_LENGTH, length)
@@ -135,9 +136,9 @@ class TokenArray:
     def starts_within(
         self, lows: np.ndarray, highs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the documents, the end as one, that start in each stretch (low, high].
+        """Find the document starts in each stretch (low, high]; the split's end is one.
 
-        Returns for each of them which stretch it is in, and its start; both int64.
+        Returns the number of the stretch and the start itself, for each; both int64.
         """
         if self._offsets_in_memory:
             first = np.searchsorted(self.offsets, lows, "right")
@@ -151,9 +152,9 @@ class TokenArray:
         spans = list(zip(firsts.tolist(), stops.tolist(), strict=True))
         rows, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for row, offsets in enumerate(self._read("offsets", spans)):
-            inside = offsets[(offsets > lows[row]) & (offsets <= highs[row])]
-            rows.append(np.full(len(inside), row))
-            starts.append(inside)
+            row_starts = offsets[(offsets > lows[row]) & (offsets <= highs[row])]
+            rows.append(np.full(len(row_starts), row))
+            starts.append(row_starts)
         return np.concatenate(rows), np.concatenate(starts)
 
     def document_at(self, token: int) -> tuple[int, int, int]:
@@ -169,8 +170,8 @@ class TokenArray:
         start, stop = self.array("id_offsets", number, number + 2).tolist()
         return self.array("ids", start, stop).tobytes().decode()
 
-    def _whole(self, name: str) -> np.ndarray:
-        """Read an array whole, and compare its hash with the manifest's."""
+    def _read_whole(self, name: str) -> np.ndarray:
+        """Read all of an array, and compare its hash with the manifest's."""
         values = self.array(name)
         digest = hashlib.sha256(values.data).hexdigest()
         if self._digests.get(name, digest) != digest:
@@ -179,21 +180,21 @@ class TokenArray:
         return values
 
     def _read(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Read stretches [start, stop) that lie anywhere, the fastest way."""
+        """Read stretches [start, stop), directly from local files if possible."""
         if (shards := self._local.get(name)) is not None:
             try:
                 return shards.read(spans)
             except (OSError, ValueError) as error:
                 log.warning("%s; reading it again through TensorStore", error)
-        return self._stored(name, spans)
+        return self._read_array(name, spans)
 
-    def _stored(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
+    def _read_array(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Read stretches from memory, or through TensorStore."""
         array = self._arrays[name]
         if isinstance(array, np.ndarray):
             return [array[start:stop] for start, stop in spans]
-        # TensorStore reads whole chunks in any case, and only they can be compared. All
-        # reads are under way before the first one is awaited.
+        # TensorStore reads whole chunks in any case, and only these have checksums.
+        # All reads are in flight before the first one is awaited.
         firsts = [start // CHUNK_LENGTH for start, _ in spans]
         lasts = [-(-stop // CHUNK_LENGTH) for _, stop in spans]
         reads = deque(
@@ -207,18 +208,19 @@ class TokenArray:
                 self._compare(name, chunk, chunks)
             except (ValueError, OSError) as error:
                 raise self._damaged(name, start, stop, str(error)) from error
-            part = chunks[start - chunk * CHUNK_LENGTH : stop - chunk * CHUNK_LENGTH]
-            values.append(part if part.size == chunks.size else part.copy())
+            offset = chunk * CHUNK_LENGTH
+            stretch = chunks[start - offset : stop - offset]
+            values.append(stretch if stretch.size == chunks.size else stretch.copy())
         return values
 
     def _compare(self, name: str, first: int, chunks: np.ndarray) -> None:
         """Compare chunks from number `first` on with the checksums of the manifest."""
         if name not in self._checksums:
             return
-        found = chunk_checksums(chunks)
-        other = np.flatnonzero(found != self._checksums[name][first:][: len(found)])
-        if len(other):
-            raise ValueError(f"chunk {first + other[0]} is one of another store")
+        actual = chunk_checksums(chunks)
+        expected = self._checksums[name][first : first + len(actual)]
+        if len(mismatches := np.flatnonzero(actual != expected)):
+            raise ValueError(f"chunk {first + mismatches[0]} is one of another store")
 
     def _open(self, name: str) -> ts.TensorStore:
         spec = {
@@ -226,7 +228,7 @@ class TokenArray:
             "kvstore": self._storage.spec(f"{self._split}/{name}"),
             # A store holds every chunk, so that a missing one is not read as zeros.
             "fill_missing_data_reads": False,
-            # Stores do not change: what was read once need not be looked at again.
+            # Stores do not change, so cached data need not be validated again.
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
             "context": {"cache_pool": {"total_bytes_limit": _CACHE_LIMIT_BYTES}},

@@ -1,7 +1,7 @@
-"""A token store: text that was encoded once and is read at random ever after.
+"""A token store: text that is encoded once and read at random.
 
-The manifest's presence is the commit, so a store is whole or not there; every chunk's
-checksum is checked when it is read; what is damaged is a `DataError`, never data.
+Writing the manifest commits a store, so a store is complete or does not exist. Each
+chunk's checksum is checked when the chunk is read, and damage raises DataError.
 """
 
 import gzip
@@ -58,11 +58,11 @@ class Store:
         return self.manifest["splits"][split]["tokens"]
 
     def num_bytes(self, split: Split) -> int:
-        """Count the bytes of a split's text: what bits per byte are divided by."""
+        """Count the bytes of a split's text, the denominator of bits per byte."""
         return self.manifest["splits"][split]["bytes"]
 
     def split(self, split: Split) -> TokenArray:
-        """Open a split, on first use; raise DataError if it is missing or damaged."""
+        """Return a split, opened on first use; raise DataError if it is damaged."""
         if split not in self._splits:
             self._splits[split] = self._open(split)
         return self._splits[split]
@@ -96,7 +96,7 @@ class Store:
         return b"".join(parts)[:limit]
 
     def verify(self) -> Iterator[str]:
-        """Read everything, and name what does not agree with the manifest."""
+        """Read everything; yield a message for each contradiction of the manifest."""
         for split in SPLITS:
             try:
                 array = self._open(split, keep=False)
@@ -117,10 +117,10 @@ class Store:
 
 
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
-    """Open the store at a path or URL, with the tokenizer it names if none is given.
+    """Open the store at a path or URL; by default with its own tokenizer.
 
-    Raises DataError if there is no whole store, one of its small files is damaged, or
-    it was made with another tokenizer.
+    Raises DataError if there is no complete store, one of its small files is damaged,
+    or it was made with another tokenizer.
     """
     storage = KeyValueStore(path)
     file = f"{storage}/{MANIFEST}"
@@ -170,7 +170,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
 
 
 def compression_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Compress text with gzip -9 and xz -9: the bar that a model should pass."""
+    """Return the bits per byte of gzip -9 and xz -9, which a model should beat."""
     sizes = {
         "gzip": len(gzip.compress(text, 9, mtime=0)),
         "xz": len(lzma.compress(text, preset=9)),

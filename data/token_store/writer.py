@@ -2,19 +2,19 @@
 
     <store>/<split>/tokens      uint16 or uint32, one flat array
     <store>/<split>/offsets     int64, the start of each document, then the end
-    <store>/<split>/index       int64, documents that start before each 16,384th token
+    <store>/<split>/index       int64, the number of document starts before each chunk
     <store>/<split>/ids         uint8, the documents' ids in UTF-8, end to end
     <store>/<split>/id_offsets  int64, the start of each id, then the end
     <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
-    <store>/tokenizer.tiktoken  the rank file, where the tokenizer has one
+    <store>/tokenizer.tiktoken  the rank file, if the tokenizer has one
     <store>/skipped.jsonl       skipped records: file, position, reason
     <store>/manifest.json       written last: a folder without one is no store
 
 The arrays are sharded zarr v3, and each chunk has its CRC-32C. The manifest holds the
-SHA-256 of the values of every array and of every small file; its own is in a file next
-to it. The checksums of chunks are small files too, so a shard of another store is found
-when one of its chunks is read. The same segments give the same bytes. Memory use is
-that of a few shards.
+SHA-256 of the values of every array and of every small file; the manifest's own SHA-256
+is in manifest.json.sha256. The checksums of chunks are small files too, so a shard of
+another store is noticed when one of its chunks is read. The same segments give the same
+bytes. Writing takes the memory of a few shards.
 """
 
 import collections
@@ -33,10 +33,10 @@ from data.token_store.parts import Segment, SegmentSplit
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
-RANKS = "tokenizer.tiktoken"  # the rank file, where the tokenizer has one
+RANKS = "tokenizer.tiktoken"  # the rank file, if the tokenizer has one
 MANIFEST_DIGEST = "manifest.json.sha256"
 SKIPPED = "skipped.jsonl"
-# A chunk is the least that a random row must read and check; a shard is one file.
+# A chunk is the smallest unit that is read and checked; a shard is one file.
 CHUNK_LENGTH = 2**14
 SHARD_LENGTH = 2**25
 ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
@@ -46,12 +46,12 @@ def write_store(
     storage: KeyValueStore,
     segments: Iterable[Segment],
     dtype: np.dtype,
-    about: dict[str, Any],
+    entries: dict[str, Any],
     ranks: bytes | None = None,
 ) -> None:
-    """Write segments into an empty folder, in their order.
+    """Write a store of `segments`, in their order, into an empty folder.
 
-    `about` holds further entries of the manifest: tokenizer and source. `ranks` is the
+    `entries` are added to the manifest: tokenizer and source. `ranks` is the
     content of the tokenizer's rank file, which is stored with the tokens.
 
     Raises DataError if the storage cannot be written.
@@ -81,19 +81,19 @@ def write_store(
         files[RANKS] = ranks
     for name, content in files.items():
         storage.write(name, content)
-    small = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
-    small += files
-    flat = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
+    small_files = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
+    small_files += files
+    fingerprinted = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
     manifest = {
         "schema": SCHEMA,
-        **about,
+        **entries,
         "splits": counts,
         "empty_documents": empty,
         "skipped_records": len(skipped),
-        "fingerprint": hashlib.sha256(" ".join(flat).encode()).hexdigest(),
+        "fingerprint": hashlib.sha256(" ".join(fingerprinted).encode()).hexdigest(),
         "digests": digests,
         "files": {
-            name: hashlib.sha256(storage.read(name)).hexdigest() for name in small
+            name: hashlib.sha256(storage.read(name)).hexdigest() for name in small_files
         },
     }
     text = (json.dumps(manifest, indent=2) + "\n").encode()
@@ -107,7 +107,7 @@ def checksum_file(split: str, array: str) -> str:
 
 
 def chunk_checksums(values: np.ndarray) -> np.ndarray:
-    """Return the CRC-32C of each chunk of values that begin where a chunk does."""
+    """Return the CRC-32C of each chunk of values, which begin at a chunk's start."""
     size = CHUNK_LENGTH * values.itemsize
     starts = range(0, len(values), CHUNK_LENGTH)
     chunks = (values[start : start + CHUNK_LENGTH].tobytes() for start in starts)
@@ -121,22 +121,23 @@ class _SplitWriter:
     def __init__(self, storage: KeyValueStore, split: str, dtype: np.dtype):
         dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
         self.arrays = {
-            name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(kind))
-            for name, kind in zip(ARRAYS, dtypes, strict=True)
+            name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(dtype))
+            for name, dtype in zip(ARRAYS, dtypes, strict=True)
         }
         self._documents = self._tokens = self._id_bytes = 0
-        self._begins = self._indexed = 0  # the next document, the next block
+        self._next_start = self._next_block = 0  # document start; index entry
         for name in ("offsets", "id_offsets"):
             self.arrays[name].append(np.zeros(1))
 
     def append(self, part: SegmentSplit) -> None:
         ends = self._tokens + part.ends
         if len(ends):
-            starts = np.concatenate([[self._begins], ends[:-1]])
-            blocks = np.arange(self._indexed, starts[-1] // CHUNK_LENGTH + 1)
+            starts = np.concatenate([[self._next_start], ends[:-1]])
+            blocks = np.arange(self._next_block, starts[-1] // CHUNK_LENGTH + 1)
             num_documents = np.searchsorted(starts, blocks * CHUNK_LENGTH)
             self.arrays["index"].append(self._documents + num_documents)
-            self._begins, self._indexed = ends[-1], self._indexed + len(blocks)
+            self._next_start = ends[-1]
+            self._next_block += len(blocks)
         self.arrays["tokens"].append(part.tokens)
         self.arrays["offsets"].append(ends)
         self.arrays["ids"].append(part.ids)
@@ -146,20 +147,20 @@ class _SplitWriter:
         self._id_bytes += len(part.ids)
 
     def close(self) -> dict[str, int]:
-        assert self._begins == self._tokens, "the last document has an end"
+        assert self._next_start == self._tokens, "the last document has an end"
         blocks = -(-self._tokens // CHUNK_LENGTH) + 1
-        self.arrays["index"].append(np.full(blocks - self._indexed, self._documents))
+        self.arrays["index"].append(np.full(blocks - self._next_block, self._documents))
         for array in self.arrays.values():
             array.close()
         return {"documents": self._documents, "tokens": self._tokens}
 
 
 class _ArrayWriter:
-    """Appends to a flat array of unknown length, a whole shard at a time."""
+    """Appends to a flat array of unknown length, by whole shards."""
 
     def __init__(self, kvstore: dict[str, Any], dtype: np.dtype):
-        checked = [{"name": "bytes"}, {"name": "crc32c"}]
-        sharding = {"chunk_shape": [CHUNK_LENGTH], "codecs": checked}
+        chunk_codecs = [{"name": "bytes"}, {"name": "crc32c"}]
+        sharding = {"chunk_shape": [CHUNK_LENGTH], "codecs": chunk_codecs}
         shards = {"chunk_shape": [SHARD_LENGTH]}
         metadata = {
             "shape": [0],
@@ -168,39 +169,39 @@ class _ArrayWriter:
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         }
         spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
-        # A chunk of zeros must be there too: a missing one is then damage.
+        # Chunks of zeros are stored too, so that a missing chunk is damage.
         spec["store_data_equal_to_fill_value"] = True
         self._array = ts.open(spec, create=True).result()
         self.digest = hashlib.sha256()
         self.checksums = bytearray()
         self._dtype = dtype
-        self._waiting: list[np.ndarray] = []
-        self._num_waiting = 0
-        self._pending: Any = None
+        self._buffer: list[np.ndarray] = []
+        self._num_buffered = 0
+        self._write_in_flight: Any = None
 
     def append(self, values: np.ndarray) -> None:
         values = np.ascontiguousarray(values, self._dtype)
         self.digest.update(values.data)
-        self._waiting.append(values)
-        self._num_waiting += len(values)
-        if self._num_waiting >= SHARD_LENGTH:
-            self._write(self._num_waiting // SHARD_LENGTH * SHARD_LENGTH)
+        self._buffer.append(values)
+        self._num_buffered += len(values)
+        if self._num_buffered >= SHARD_LENGTH:
+            self._write(self._num_buffered // SHARD_LENGTH * SHARD_LENGTH)
 
     def close(self) -> None:
-        self._write(self._num_waiting)
+        self._write(self._num_buffered)
         self._wait()
 
     def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
+        if self._write_in_flight is not None:
+            self._write_in_flight.result()
 
     def _write(self, count: int) -> None:
         if not count:
             return
-        values = np.concatenate(self._waiting)
+        values = np.concatenate(self._buffer)
         start = self._array.shape[0]
         self.checksums += chunk_checksums(values[:count]).tobytes()
-        self._wait()  # one shard on its way at a time
+        self._wait()  # keep only one write in flight
         self._array = self._array.resize(exclusive_max=[start + count]).result()
-        self._pending = self._array[start : start + count].write(values[:count])
-        self._waiting, self._num_waiting = [values[count:]], len(values) - count
+        self._write_in_flight = self._array[start : start + count].write(values[:count])
+        self._buffer, self._num_buffered = [values[count:]], len(values) - count

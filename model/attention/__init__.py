@@ -1,1 +1,1 @@
-"""Causal attention inside documents: one function, a kernel a platform."""
+"""Causal attention within documents: one function with a kernel per platform."""

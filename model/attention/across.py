@@ -1,11 +1,11 @@
-"""Attention over rows that devices share, each with T of their S positions.
+"""Attention over rows that devices share: each device holds T of S positions.
 
-- `ring` sends keys and values from device to device (model/attention/ring.py). In
-  local layers it sends only those that the window reaches (model/attention/window.py).
-- `ulysses` exchanges positions for heads: each device attends to whole rows of some
-  heads, as if it were alone.
+- `ring` sends keys and values from device to device (model/attention/ring.py). Layers
+  with a window send only the keys that it reaches (model/attention/window.py).
+- `ulysses` exchanges positions for heads by all-to-alls. Each device then attends over
+  whole rows of some of the heads.
 - `all_gather` gathers all keys and values on each device. The mask then depends on the
-  device, and only the `xla` kernel takes such a mask.
+  device, which only the `xla` kernel supports.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; `all_gather`: Llama 3, arXiv:2407.21783,
 section 3.3.2.
@@ -45,18 +45,18 @@ def choose_context_attention(
     sequence_length: int,
     kv_heads: int,
 ) -> ContextAttention:
-    """Return how devices attend; `auto` means the first way that is possible.
+    """Return the algorithm for shared rows; `auto` selects the first possible one.
 
-    A number of devices share each row of `sequence_length` positions. A device has
-    `kv_heads` key and value heads, after `tensor` shards them.
+    Each row of `sequence_length` positions is divided among `devices` devices.
+    `kv_heads` is the number of key and value heads on one device.
 
     Raises:
-        ValueError: if this way is impossible; with `auto`, if every way is.
+        ValueError: if the algorithm cannot run; with `auto`, if none can.
     """
 
-    def why_not(way: ContextAttention) -> str | None:
+    def reason_against(algorithm: ContextAttention) -> str | None:
         multiple = devices
-        match way:
+        match algorithm:
             case ContextAttention.ulysses if kv_heads % devices:
                 return (
                     f"ulysses needs the {kv_heads} key and value heads of a device to "
@@ -73,23 +73,23 @@ def choose_context_attention(
                 return f"all_gather needs model.attention=xla, not {kernel}"
         if sequence_length % multiple:
             return (
-                f"{way} over {devices} devices with {kernel} attention needs a "
+                f"{algorithm} over {devices} devices with {kernel} attention needs a "
                 f"data.sequence_length divisible by {multiple}, not {sequence_length}"
             )
         return None
 
-    ways = [setting]
+    algorithms = [setting]
     if setting is ContextAttention.auto:
-        ways = [way for way in ContextAttention if way is not ContextAttention.auto]
-    reasons = {way: why_not(way) for way in ways}
-    for way, reason in reasons.items():
+        algorithms = [a for a in ContextAttention if a is not ContextAttention.auto]
+    reasons = {algorithm: reason_against(algorithm) for algorithm in algorithms}
+    for algorithm, reason in reasons.items():
         if reason is None:
-            return way
+            return algorithm
     raise ValueError("; ".join(map(str, reasons.values())))
 
 
 def attend_shared_rows(
-    way: ContextAttention,
+    algorithm: ContextAttention,
     kernel: ModuleType,
     axes: tuple[str, ...],
     *,
@@ -98,20 +98,20 @@ def attend_shared_rows(
 ) -> Attend:
     """Return attention for local rows, heads and positions.
 
-    Devices share rows over the manual mesh axes `axes`. The way is not `auto`, and the
-    window is shorter than a row.
+    Devices share rows over the manual mesh axes `axes`. The algorithm is not `auto`,
+    and the window is shorter than a row.
     """
     attend_rows = partial(kernel.attend, window=window, soft_cap=soft_cap)
-    match way:
+    match algorithm:
         case ContextAttention.ring if window is not None:
             return partial(attend_in_window, attend_rows, window, kernel.MULTIPLE, axes)
         case ContextAttention.ring:
             options = {} if soft_cap is None else {"soft_cap": soft_cap}
-            passes = Kernel(
+            ring_kernel = Kernel(
                 forward=partial(kernel.forward, **options),
                 backward=partial(kernel.backward, **options),
             )
-            return partial(_ring, passes, axes)
+            return partial(_ring, ring_kernel, axes)
         case ContextAttention.ulysses:
             return partial(_ulysses, attend_rows, axes)
         case ContextAttention.all_gather:
@@ -120,7 +120,7 @@ def attend_shared_rows(
         case ContextAttention.auto:
             raise AssertionError("train/execution.py replaces `auto`")
         case _:
-            assert_never(way)
+            assert_never(algorithm)
 
 
 def _ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Array:
@@ -132,8 +132,8 @@ def _ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Array:
 
 
 def _ulysses(attend_rows: Attend, axes: tuple[str, ...], inputs: Inputs) -> Array:
-    def exchange(x: Array, split: int, joined: int) -> Array:
-        return jax.lax.all_to_all(x, axes, split, joined, tiled=True)
+    def exchange(x: Array, split_dim: int, joined_dim: int) -> Array:
+        return jax.lax.all_to_all(x, axes, split_dim, joined_dim, tiled=True)
 
     q, k, v = (exchange(x, 2, 1) for x in inputs[:3])
     ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N

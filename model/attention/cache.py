@@ -17,9 +17,9 @@ from model.attention.masks import Local
 
 
 class KeysValues(NamedTuple):
-    """The keys and values of earlier positions, of S of which `length` are filled.
+    """The keys and values of earlier positions: the first `length` of S are filled.
 
-    Each row begins at position first_B, or at 0 if this is None.
+    Each row begins at position first_B, or at 0 if first_B is None.
     """
 
     keys: Float[Array, "*L B S K H"]
@@ -30,7 +30,7 @@ class KeysValues(NamedTuple):
     def append(
         self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
     ) -> "KeysValues":
-        """Return the cache with T more positions after the filled ones."""
+        """Return the cache with T more positions after the filled positions."""
         start = (0, self.length, 0, 0)
         return KeysValues(
             jax.lax.dynamic_update_slice(self.keys, k_BTKH, start),
@@ -51,19 +51,19 @@ def cached_attention(
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend from the newest T positions of a cache to the positions up to them.
+    """Attend causally from the newest T positions of a cache.
 
-    The cache includes the keys and values of the queries. No query looks back further
-    than `trained_length`, the length of rows in training. The arguments from `window`
-    on are those of `attention`.
+    The cache already holds the keys and values of these T positions. A query sees at
+    most `trained_length` keys, the length of rows in training. The arguments from
+    `window` on have the same meaning as in `attention`.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
     positions_T = cache.length - T + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(S)[None]
     visible_TS = distance_TS >= 0
-    for reach in (trained_length, masks.reach(window, local, S)):
-        if reach is not None:
-            visible_TS &= distance_TS < reach
+    for num_keys in (trained_length, masks.reach(window, local, S)):
+        if num_keys is not None:
+            visible_TS &= distance_TS < num_keys
     visible_BTS = visible_TS[None]
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]

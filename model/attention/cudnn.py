@@ -19,8 +19,8 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Run NVIDIA's kernel on local rows and heads.
 
-    The kernel's causal mask assumes that there are as many queries as keys, so that
-    queries of zeros are added before the others.
+    The kernel's causal mask assumes as many queries as keys. If there are fewer, zero
+    queries are prepended, and their outputs are dropped.
     """
     assert (inputs.sinks_N, soft_cap) == (None, None), "choose_kernel refuses these"
     q_BTNH, k_BSKH, v_BSKH, ids_BS, _ = inputs
@@ -35,7 +35,7 @@ def attend(
         k_BSKH,
         v_BSKH,
         mask=mask,
-        is_causal=True,  # Without it, a window also sees later keys (jax#39576).
+        is_causal=True,  # A window alone also includes later keys (jax#39576).
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )

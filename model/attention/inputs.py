@@ -1,4 +1,4 @@
-"""The arrays that kernels of attention take.
+"""The operands and results of attention kernels.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
@@ -9,11 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Inputs(NamedTuple):
-    """Queries, which are the last T of S positions, and what they attend to.
+    """The operands of attention. The queries are the last T of S positions.
 
     segment_ids_BS: int32 document of each position. None means one document in a row.
-    sinks_N: one more score for each head, of a key whose value is zero: it takes its
-        share of the weights from all other keys.
+    sinks_N: the score of one additional key for each head. Its value is zero, so that
+        it only takes weight from the other keys.
     """
 
     q_BTNH: Float[Array, "B T N H"]
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 class Chunks(NamedTuple):
     """The operands of one step of a ring, with heads before positions.
 
-    Queries are scaled. `documents` are those of queries and of keys.
+    Queries are scaled. `documents` are the segment ids of queries and of keys.
     """
 
     q_BNTH: Float[Array, "B N T H"]
@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
 
     @property
     def same_document_BTS(self) -> Bool[Array, "B T S"] | None:
-        """Whether a query and a key are of one document; None if rows are whole."""
+        """True where query and key share a document; None if a row is one document."""
         if self.documents is None:
             return None
         queries_BT, keys_BS = self.documents

@@ -2,11 +2,11 @@
 
 - `xla` runs on every platform and holds [B, N, T, S] scores in memory.
 - `cudnn` is NVIDIA's fused kernel. With documents it also needs a [B, 1, T, S] mask.
-- `cudnn_packed` is the same kernel, told where each document begins; it needs no mask.
+- `cudnn_packed` is the same kernel, given the documents' offsets instead of a mask.
 - `splash` is jax's Pallas kernel for TPU. It never holds scores, and it skips blocks
   above the diagonal.
 
-No kernel falls back to another. What a kernel cannot do is an error.
+No kernel falls back to another: a feature that a kernel lacks is an error.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
@@ -42,11 +42,11 @@ def choose_kernel(
     sinks: bool = False,
     dropout: bool = False,
 ) -> Attention:
-    """Return the kernel that a setting means; `auto` means the platform's own kernel.
+    """Return the kernel for a setting; `auto` selects the platform's own kernel.
 
     Raises:
-        ValueError: if the kernel cannot compute this attention. `auto` does not choose
-            a slower kernel silently either.
+        ValueError: if the kernel cannot compute this attention. `auto` does not fall
+            back to a slower kernel either.
     """
     kernel = setting
     if setting is Attention.auto:
@@ -55,16 +55,16 @@ def choose_kernel(
         return kernel
     rules = [(not dropout, "drops no weights (model.dropout.attention)")]
     if kernel is Attention.splash:
-        fits = sequence_length % splash.MULTIPLE == 0
+        is_multiple = sequence_length % splash.MULTIPLE == 0
         rules += [
             (platform == "tpu", "needs a TPU"),
-            (fits, f"needs a sequence length divisible by {splash.MULTIPLE}"),
+            (is_multiple, f"needs a sequence length divisible by {splash.MULTIPLE}"),
         ]
     else:
-        fits = head_dim % 8 == 0 and head_dim <= 256
+        head_dim_fits = head_dim % 8 == 0 and head_dim <= 256
         rules += [
             (platform in ("cuda", "gpu"), "needs an NVIDIA GPU"),
-            (fits, "needs a head dim that is a multiple of 8, up to 256"),
+            (head_dim_fits, "needs a head dim that is a multiple of 8, up to 256"),
             (sequence_length % cudnn.MULTIPLE == 0, "needs an even sequence length"),
             (not soft_cap, "does not cap scores (model.attention_soft_cap)"),
             (not sinks, "has no sinks (model.attention_sinks)"),
@@ -96,14 +96,14 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Attend from each position to itself and to earlier positions of its document.
 
-    The number of keys S is T, and the result has the dtype of the queries. Choices are
-    not `auto`. Kernels run on each shard by themselves.
+    S equals T, and the result has the dtype of the queries. `implementation` and
+    `context` are not `auto`. Each device runs the kernel on its own shard.
 
-    A query sees at most `window` keys, itself included. `local` says whether the window
-    applies to this layer, if only the running program knows that. A soft cap c turns
-    scores into c tanh(score / c). `drop` drops weights at random: only `xla` takes it,
-    and only if no two devices share a row. Segment ids and sinks are those of `Inputs`.
-    None switches each of these off.
+    A query sees at most `window` keys, its own included. `local` decides at run time
+    whether the window applies to this layer. A soft cap c turns scores into
+    c tanh(score / c). `drop` applies dropout to the weights: only `xla` takes it, and
+    only if no two devices share a row. `Inputs` explains segment ids and sinks.
+    None disables any of these.
     """
     T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
     if window is not None and window >= T * jax.lax.psum(1, placement.sequence_axes):
@@ -118,8 +118,8 @@ def attention(
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kv_axis = "kv_heads"
     if placement.spec("heads") != placement.spec("kv_heads"):
-        # The keys on a device are not those that its queries need. Repeat each key for
-        # every query that shares it, and shard the copies like the queries.
+        # A device does not hold the key heads that its query heads need. Repeat each
+        # key head for every query head that shares it, and shard it like the queries.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
     attend = partial(
@@ -131,15 +131,15 @@ def attention(
         soft_cap=soft_cap,
     )
     if window is None or local is None:
-        run = attend(window=window)
+        attend_rows = attend(window=window)
     else:
-        # The mask of a kernel is fixed when it is compiled. Therefore local layers take
-        # one branch, and the others take another one.
+        # A kernel's mask is fixed at compile time. Therefore layers with and without a
+        # window take different branches.
         times, total = local.times, local.total
-        in_window = in_branch(attend(window=window), times, total)
-        everywhere = in_branch(attend(window=None), total - times, total)
-        run = partial(jax.lax.cond, local.flag, in_window, everywhere)
-    return run(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
+        with_window = in_branch(attend(window=window), times, total)
+        without_window = in_branch(attend(window=None), total - times, total)
+        attend_rows = partial(jax.lax.cond, local.flag, with_window, without_window)
+    return attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
 
 
 def _attend_on_shards(
@@ -151,7 +151,7 @@ def _attend_on_shards(
     context: ContextAttention,
     kv_axis: str,
 ) -> Callable[[Inputs], Array]:
-    """Return a kernel that runs on each shard by itself: XLA cannot partition it.
+    """Return attention mapped over shards, because XLA cannot partition a kernel.
 
     `kv_axis` is the logical axis of the heads of keys and values.
     """

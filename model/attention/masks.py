@@ -1,4 +1,4 @@
-"""Masks: a query sees earlier keys of its document, within its window if it has one.
+"""Causal masks within documents and, optionally, a window.
 
 Shapes: B batch, T query time, S key time.
 """
@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Int
 
 
 class Local(NamedTuple):
-    """Whether a layer attends in a window, if only the running program knows that.
+    """Whether the current layer of a scan attends in a window, decided at run time.
 
-    The flag is true in a local layer: in `times` of the `total` layers of the scan.
+    The flag is true in `times` of the scan's `total` layers.
     """
 
     flag: Bool[Array, ""]
@@ -34,10 +34,10 @@ def causal(
     segment_ids_BS: Int[Array, "B S"] | None,
     window: Int[Array, ""] | int | None = None,
 ) -> Bool[Array, "_ T S"]:
-    """Return true for each pair of a query and a key that the query sees.
+    """Return the mask that is true where a query sees a key.
 
     Queries are the last T of S positions. Without segment ids, S is T, and each row is
-    one document. A query sees at most `window` keys, itself included.
+    one document. A query sees at most `window` keys, its own included.
     """
     S = T if segment_ids_BS is None else segment_ids_BS.shape[1]
     causal_BTS = jnp.tril(jnp.ones((T, S), bool), S - T)[None]

@@ -1,18 +1,18 @@
 """Ring attention: devices share a row; queries stay, keys and values travel.
 
 A row is divided into 2c chunks. Device i of c holds chunks i and 2c-1-i ("zig-zag").
-Every device then has the same amount of work in each step, whatever the kernel, and
-only one step needs a mask:
+Every device then has the same amount of work in each step, and only one step needs a
+mask:
 
     step 0: causal attention within the device's chunks, which are in ascending order.
     step n, with the keys of device j = i-n mod c: the second chunk of queries sees the
-        first chunk of keys. Also, if j < i, the first sees the first; otherwise, the
-        second sees the second.
+        first chunk of keys. Also, if j < i, the first chunk of queries sees the first
+        chunk of keys; otherwise, the second chunk of queries sees the second of keys.
 
 The results of the steps are merged by their log-sum-exps. The backward pass goes around
 the ring again: each step is the kernel's own backward pass, with the merged result and
 log-sum-exp. The gradients of keys and values travel with them until they are back on
-their device. What the next step needs is sent while the kernel runs.
+their device. The keys and values of the next step are sent while the kernel runs.
 
 Source: Ring Attention, arXiv:2310.01889; the order of chunks: Llama 3,
 arXiv:2407.21783, section 3.3.2.
@@ -32,19 +32,19 @@ from jaxtyping import Array, Float, Shaped
 from model.attention.inputs import Chunks, Result
 from model.remat import saveable
 
-Start = Array | int  # The first position of half of a device's positions.
+Start = Array | int  # The first local position of one of a device's two chunks.
 
 
 class Kernel(NamedTuple):
-    """A kernel that returns its log-sum-exp and takes it in its backward pass.
+    """The forward and backward passes of a kernel, with explicit log-sum-exps.
 
-    Queries are scaled, and heads come before positions: kernels lay out their operands
-    like this, so that no step has to move them. A query whose keys are all masked gets
-    a log-sum-exp so low that its result has no weight.
+    Queries are scaled, and heads come before positions: this is the kernels' layout,
+    so that no step has to transpose. A query whose keys are all masked gets a
+    log-sum-exp so low that its result has no weight.
 
     forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
-    backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v from
-        these keys, for a result over more keys.
+    backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v that
+        these chunks contribute. The result is the merged one, over all keys.
     """
 
     forward: Callable[..., Result]
@@ -59,14 +59,14 @@ class Travelling(NamedTuple):
     segment_ids_BT: Array | None
 
 
-def _half_of(result: Result, start: Start) -> Result:
+def _half_result(result: Result, start: Start) -> Result:
     """Return the result of half of the queries."""
     return Result(_half(result.o_BNTH, start), _half(result.lse_BNT, start))
 
 
 def _merge(result: Result, other: Result, start: Start) -> Result:
-    """Merge in the result of half of the queries, from `start`, over other keys."""
-    old = _half_of(result, start)
+    """Merge `other`, one half's result over other keys, into that half of `result`."""
+    old = _half_result(result, start)
     lse_BNT = jnp.logaddexp(old.lse_BNT, other.lse_BNT)
     o_BNTH = _weigh(old, lse_BNT) + _weigh(other, lse_BNT)
     return Result(
@@ -76,7 +76,7 @@ def _merge(result: Result, other: Result, start: Start) -> Result:
 
 
 def _weigh(result: Result, lse_BNT: Array) -> Array:
-    """Return the share of a result in one whose log-sum-exp is `lse_BNT`."""
+    """Return what a result adds to a merged result with log-sum-exp `lse_BNT`."""
     share_BNT = jnp.exp(result.lse_BNT - lse_BNT)
     return result.o_BNTH.astype(jnp.float32) * share_BNT[..., None]
 
@@ -103,9 +103,9 @@ def ring(
 ) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
-    Queries are scaled, T is even, and operands have the dtype of the products'
-    operands. Devices share rows over the manual mesh axes `axes`. `local` has the keys
-    and values of the device's own chunks.
+    Queries are scaled, T is even, and q, keys and values have the compute dtype.
+    Devices share rows over the manual mesh axes `axes`. `local` holds the keys and
+    values of the device's own chunks.
     """
     return _forward(kernel, axes, q_BNTH, local, sinks_N)[0]
 
@@ -120,16 +120,16 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: Travelling, sinks)
 
     def step(carry, n):
         result, travelling = carry
-        following = _send(travelling, axes)
-        return (attend_step(result, travelling, n), following), None
+        next_travelling = _send(travelling, axes)
+        return (attend_step(result, travelling, n), next_travelling), None
 
-    result = kernel.forward(_own_chunks(q, local), True)
+    result = kernel.forward(_local_chunks(q, local), True)
     result = result._replace(o_BNTH=result.o_BNTH.astype(jnp.float32))
-    start = result, _send(local, axes)
-    (result, travelling), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
+    initial = result, _send(local, axes)
+    (result, travelling), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     result = attend_step(result, travelling, c - 1)
     o, lse = result
-    if sinks is not None:  # One more key, which all queries see.
+    if sinks is not None:  # A sink is one more key that all queries see.
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o = _weigh(result, lse)
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
@@ -146,24 +146,24 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
         dk, dv = _send(kv_grads, axes)
         pairs = _pairs(n, q, local, travelling, axes)
         for query_start, key_start, chunks in pairs:
-            more_dq, more_dk, more_dv = kernel.backward(
-                chunks, False, _half_of(result, query_start), _half(do, query_start)
+            chunk_dq, chunk_dk, chunk_dv = kernel.backward(
+                chunks, False, _half_result(result, query_start), _half(do, query_start)
             )
-            dq = _add_half(dq, more_dq, query_start)
-            dk = _add_half(dk, more_dk, key_start)
-            dv = _add_half(dv, more_dv, key_start)
+            dq = _add_half(dq, chunk_dq, query_start)
+            dk = _add_half(dk, chunk_dk, key_start)
+            dv = _add_half(dv, chunk_dv, key_start)
         return dq, [dk, dv]
 
     def step(carry, n):
         dq, travelling, kv_grads = carry
-        following = _send(travelling, axes)
+        next_travelling = _send(travelling, axes)
         dq, kv_grads = differentiate_step(dq, travelling, kv_grads, n)
-        return (dq, following, kv_grads), None
+        return (dq, next_travelling, kv_grads), None
 
-    grads = kernel.backward(_own_chunks(q, local), True, result, do)
+    grads = kernel.backward(_local_chunks(q, local), True, result, do)
     dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
-    start = dq, _send(local, axes), kv_grads
-    (dq, travelling, kv_grads), _ = jax.lax.scan(step, start, jnp.arange(1, c - 1))
+    initial = dq, _send(local, axes), kv_grads
+    (dq, travelling, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     dq, kv_grads = differentiate_step(dq, travelling, kv_grads, c - 1)
     dk, dv = _send(kv_grads, axes)
     dk, dv = dk.astype(local.keys_BKTH.dtype), dv.astype(local.values_BKTH.dtype)
@@ -172,7 +172,7 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
 
 
 def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
-    """Return the gradient of sinks, whose weight each output lacks."""
+    """Return the gradient of sinks, which only take weight from the other keys."""
     o_BNTH, do_BNTH = (x.astype(jnp.float32) for x in (result.o_BNTH, do_BNTH))
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
     lost_BNT = weight_BNT * jnp.sum(do_BNTH * o_BNTH, axis=-1)
@@ -182,7 +182,7 @@ def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
 ring.defvjp(_forward, _backward)
 
 
-def _own_chunks(q: Array, local: Travelling) -> Chunks:
+def _local_chunks(q: Array, local: Travelling) -> Chunks:
     k, v, ids = local
     return Chunks(q, k, v, None if ids is None else (ids, ids))
 
@@ -194,22 +194,24 @@ def _pairs(
     travelling: Travelling,
     axes: tuple[str, ...],
 ) -> Iterator[tuple[Start, Start, Chunks]]:
-    """Yield the pairs of chunks of step n, with the keys that are here then.
+    """Yield (query start, key start, chunks) for each pair of chunks of step n.
 
-    The first local positions of queries and of keys come before the chunks.
+    `travelling` holds the keys that the device has received for this step.
     """
     half, documents = q.shape[2] // 2, None
     from_earlier_device = jax.lax.axis_index(axes) >= n
     first_or_second = jnp.where(from_earlier_device, 0, half)
-    for queries, keys in ((half, 0), (first_or_second, first_or_second)):
+    starts = (half, 0), (first_or_second, first_or_second)
+    for query_start, key_start in starts:
         if local.segment_ids_BT is not None and travelling.segment_ids_BT is not None:
             documents = (
-                _half(local.segment_ids_BT, queries, 1),
-                _half(travelling.segment_ids_BT, keys, 1),
+                _half(local.segment_ids_BT, query_start, 1),
+                _half(travelling.segment_ids_BT, key_start, 1),
             )
-        k_chunk = _half(travelling.keys_BKTH, keys)
-        v_chunk = _half(travelling.values_BKTH, keys)
-        yield queries, keys, Chunks(_half(q, queries), k_chunk, v_chunk, documents)
+        k_chunk = _half(travelling.keys_BKTH, key_start)
+        v_chunk = _half(travelling.values_BKTH, key_start)
+        q_chunk = _half(q, query_start)
+        yield query_start, key_start, Chunks(q_chunk, k_chunk, v_chunk, documents)
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
@@ -222,10 +224,10 @@ def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
 def in_ring_order(
     x_BT: Shaped[Array, "B T *rest"], axes: tuple[str, ...]
 ) -> Shaped[Array, "B T *rest"]:
-    """Return a device's two chunks of rows in the order of the ring.
+    """Return chunks i and 2c-1-i of the rows, which device i of the ring holds.
 
-    Before, the device holds chunks 2i and 2i+1. All layers but attention treat each
-    position by itself, so that positions of a row may be in any order.
+    x_BT holds chunks 2i and 2i+1. All layers but attention treat each position
+    independently, so that the positions of a row may be in any order.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     rows = jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)

@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from model import compat
 from model.attention.inputs import Chunks, Inputs, Result
-from model.scopes import computed
+from model.scopes import computed_scope
 
-MULTIPLE = 128  # The least number of positions in a block.
-_BLOCKS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv")
-_BLOCKS += ("block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
+MULTIPLE = 128  # The smallest block, in positions.
+_BLOCK_OPTIONS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv")
+_BLOCK_OPTIONS += ("block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
 
 
 def attend(
@@ -31,7 +31,7 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Run the Pallas kernel on local rows and heads. `interpret` is for tests.
 
-    With a window, blocks before the window are skipped too.
+    With a window, the kernel also skips blocks before the window.
     """
     splash, masks = compat.splash_library()
     q_BTNH, k_BSKH, v_BSKH, ids_BS, sinks_N = inputs
@@ -49,21 +49,21 @@ def attend(
         interpret=interpret,
     )
 
-    def row(q_NTH, k_KSH, v_KSH, ids_S):
+    def attend_row(q_NTH, k_KSH, v_KSH, ids_S):
         ids = splash.SegmentIds(ids_S[S - T :], ids_S)
         sinks = None if sinks_N is None else _with_gradient_dtype(sinks_N)
         return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks)
 
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
-    with nullcontext() if S == T else _computed(T, S, window or S):
-        out = jax.vmap(row)(q, k, v, ids_BS)
-    assert isinstance(out, jax.Array)  # no residuals asked for
+    with nullcontext() if S == T else _blocks_scope(T, S, window or S):
+        out = jax.vmap(attend_row)(q, k, v, ids_BS)
+    assert isinstance(out, jax.Array)  # The kernel does not return its residuals here.
     return out.swapaxes(1, 2)
 
 
 @jax.custom_vjp
 def _with_gradient_dtype(sinks_N: Array) -> Array:
-    """Return the sinks, and convert their gradient to their dtype.
+    """Return the sinks unchanged, and convert their gradient to their dtype.
 
     The kernel returns that gradient in the dtype of its queries (see
     `_splash_attention_bwd`, which is the same in jax 0.10.2 and 0.12.0).
@@ -73,7 +73,7 @@ def _with_gradient_dtype(sinks_N: Array) -> Array:
 
 _with_gradient_dtype.defvjp(
     lambda sinks_N: (sinks_N, jnp.zeros((), sinks_N.dtype)),
-    lambda like, dsinks_N: (dsinks_N.astype(like.dtype),),
+    lambda dtype_like, dsinks_N: (dsinks_N.astype(dtype_like.dtype),),
 )
 
 
@@ -83,7 +83,7 @@ def forward(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Result:
-    """Compute one step of a ring. `interpret` is for tests."""
+    """Compute one step of a ring (model/attention/ring.py)."""
     kernel = _step_kernel(chunks, causal, soft_cap, interpret)
     with _step_scope(chunks, causal):
         return jax.vmap(partial(compat.splash_step_forward, kernel))(chunks)
@@ -119,10 +119,10 @@ def _step_kernel(
 
 
 def _step_scope(chunks: Chunks, causal: bool) -> AbstractContextManager:
-    """Return a scope that says that all blocks are computed, if there is no mask."""
+    """Return a scope that states that a step without a mask computes all blocks."""
     T, S = chunks.q_BNTH.shape[2], chunks.k_BKSH.shape[2]
     blocks = T * S // _block(math.gcd(T, S)) ** 2
-    return nullcontext() if causal else computed(blocks, blocks)
+    return nullcontext() if causal else computed_scope(blocks, blocks)
 
 
 def _kernel(mask: Any, num_heads: int, **options: Any) -> Any:
@@ -133,24 +133,23 @@ def _kernel(mask: Any, num_heads: int, **options: Any) -> Any:
         masks.MultiHeadMask([mask] * num_heads),
         head_shards=1,
         q_seq_shards=1,
-        block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+        block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCK_OPTIONS, block)),
         **options,
     )
 
 
-def _computed(T: int, S: int, window: int) -> AbstractContextManager:
-    """Return a scope that says how many blocks the last T of S positions compute."""
+def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
+    """Return a scope that states how many blocks T queries of S keys compute."""
     block = _block(math.gcd(T, S))
     starts = range(S - T, S, block)
     blocks = sum(
         start // block - max(0, start - window + 1) // block + 1 for start in starts
     )
-    return computed(blocks, len(starts) * (S // block))
+    return computed_scope(blocks, len(starts) * (S // block))
 
 
 def _block(T: int) -> int:
-    # Wide blocks amortise the grid; narrow ones skip more above the diagonal. With head
-    # dims up to 256, the vector memory of v5e, v5p and v6e holds up to 1024 positions;
-    # 2048 are too many for v5e and v5p (checked by compiling). Which size is fastest
-    # was not measured.
+    # Wide blocks amortise the grid; narrow blocks skip more above the diagonal. With
+    # head dims up to 256, the vector memory of v5e, v5p and v6e holds blocks of 1024
+    # positions; 2048 exceed that of v5e and v5p (checked by compiling; not timed).
     return next(size for size in (512, 384, 256, 128) if T % size == 0)

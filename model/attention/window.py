@@ -1,12 +1,12 @@
 """Attention in a window over rows that devices share, in the order of a ring.
 
 A device holds two chunks of each row (model/attention/ring.py). Its queries see their
-own chunk and keys before it, which other devices hold. If the window is at most a chunk
-long, a query sees into the previous chunk only, and the end of that chunk travels to
+own chunk and earlier keys, which other devices hold. If the window is at most a chunk
+long, a query sees into the previous chunk only, and the end of that chunk is sent to
 the device that needs it: two permutes for each array. For a longer window, the keys and
-values of all devices are gathered, and each device takes those before its chunks. All
-devices do the same amount of work, and kernels meet a shape that they know: queries
-that are the last of some positions.
+values of all devices are gathered, and each device takes the part before its chunks.
+All devices do the same amount of work. Kernels get their usual inputs, in which the
+queries are the last of the keys' positions.
 
 Shapes: B batch, T local positions, C = T/2 positions of a chunk, N query heads,
 K key/value heads, H head dim.
@@ -30,25 +30,23 @@ def attend_in_window(
 ) -> Float[Array, "B T N H"]:
     """Attend from a device's two chunks to the keys in the window.
 
-    The function `attend` takes inputs whose queries are the last of some positions. The
-    window is shorter than a row. The number of positions that a kernel takes, and with
-    it that of a chunk, is a multiple of `multiple`. Devices share rows over the manual
-    mesh axes `axes`. Segment ids are at least 0.
+    `attend` is the kernel; it takes numbers of positions that are divisible by
+    `multiple`, as a chunk is. The window is shorter than a row. Devices share rows over
+    the manual mesh axes `axes`. Segment ids are at least 0.
     """
     q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N = inputs
     B, T = q_BTNH.shape[:2]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros((B, T), jnp.int32)
     reach = _reach(window - 1, T // 2, multiple)
-    fetch = _from_neighbours if reach <= T // 2 else _from_all
+    fetch = _fetch_from_neighbours if reach <= T // 2 else _fetch_from_all
 
     def with_earlier_keys(x_BT: Array) -> Array:
         chunks = x_BT.reshape(B, 2, T // 2, *x_BT.shape[2:])
         keys = jnp.concatenate([fetch(chunks, reach, axes), chunks], axis=2)
         return keys.reshape(2 * B, *keys.shape[2:])
 
-    # Positions before the start of a row are filled with zeros, so that 0 must not be
-    # the id of a document.
+    # Positions before the start of a row are zeros, so no document may have id 0.
     output = attend(
         Inputs(
             q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
@@ -61,25 +59,25 @@ def attend_in_window(
     return output.reshape(q_BTNH.shape)
 
 
-def _reach(needed: int, chunk: int, multiple: int) -> int:
+def _reach(num_keys: int, chunk: int, multiple: int) -> int:
     """Return how many keys before a chunk to fetch: a divisor or multiple of the chunk.
 
-    The greatest common divisor of both then stays large, and a kernel's blocks wide.
+    This keeps their greatest common divisor large, and with it a kernel's blocks.
     """
-    if needed > chunk:
-        return -(-needed // chunk) * chunk
+    if num_keys > chunk:
+        return -(-num_keys // chunk) * chunk
     sizes = (n for n in range(multiple, chunk + 1, multiple) if chunk % n == 0)
-    return next(n for n in sizes if n >= needed)
+    return next(n for n in sizes if n >= num_keys)
 
 
-def _from_neighbours(
+def _fetch_from_neighbours(
     chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
 ) -> Shaped[Array, "B 2 reach *rest"]:
     """Fetch the end of the chunk before each of this device's chunks.
 
-    Of 2c chunks, device i holds chunks i and 2c-1-i. The chunk before the first is the
-    first of device i-1. The chunk before the second is the second of device i+1; on the
-    last device it is its own first.
+    Device i of c holds chunks i and 2c-1-i. The chunk before its first chunk is the
+    first of device i-1. The chunk before its second chunk is the second of device i+1;
+    on the last device it is the device's own first chunk.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     ends = chunks[:, :, chunks.shape[2] - reach :]
@@ -92,7 +90,7 @@ def _from_neighbours(
     return jnp.stack([before_first, before_second], axis=1)
 
 
-def _from_all(
+def _fetch_from_all(
     chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
 ) -> Shaped[Array, "B 2 reach *rest"]:
     """Gather whole rows and return the positions before each local chunk."""

@@ -20,7 +20,7 @@ from model.attention.dense import Operands
 from model.attention.inputs import Chunks, Inputs, Result
 from model.linear import einsum
 
-MULTIPLE = 1  # The number of positions in a chunk must be a multiple of it.
+MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
 _MIN_BLOCK, _MAX_BLOCKS = 128, 4
 
 Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].
@@ -29,7 +29,7 @@ Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].
 def attend(
     inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
 ) -> Float[Array, "B T N H"]:
-    """Attend on local rows and heads, like the other kernels."""
+    """Attend on local rows and heads, with the signature of the other kernels."""
     mask_BTS = masks.causal(inputs.q_BTNH.shape[1], inputs.segment_ids_BS, window)
     compute = inputs.q_BTNH.dtype
     return attend_masked(inputs, mask_BTS, compute, soft_cap=soft_cap, causal=True)
@@ -46,9 +46,9 @@ def attend_masked(
 ) -> Float[Array, "B T N H"]:
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
-    Segment ids are not read. `drop` drops weights at random. `causal` states that the
-    mask comes from `masks.causal`. Then a block of queries leaves out the keys after
-    it.
+    Segment ids are not read. `drop` applies dropout to the weights. `causal` states
+    that the mask comes from `masks.causal`: each block of queries then leaves out the
+    keys after it.
     """
     B, T, N, H = inputs.q_BTNH.shape
     S, K = inputs.k_BSKH.shape[1:3]
@@ -86,9 +86,9 @@ def attend_masked(
 
 def _num_blocks(T: int) -> int:
     """Return the number of equal blocks that T queries are divided into."""
-    counts = range(1, _MAX_BLOCKS + 1)
-    fitting = [n for n in counts if T % n == 0 and n * _MIN_BLOCK <= T]
-    return max(fitting, default=1)
+    candidates = range(1, _MAX_BLOCKS + 1)
+    valid = [n for n in candidates if T % n == 0 and n * _MIN_BLOCK <= T]
+    return max(valid, default=1)
 
 
 def forward(chunks: Chunks, causal: bool, soft_cap: float | None = None) -> Result:
@@ -128,7 +128,7 @@ def backward(
 
 
 def _operands(chunks: Chunks, causal: bool) -> Operands:
-    """Return the operands of a ring's step, where heads that share keys are rows."""
+    """Return a ring step's operands, with query heads that share keys as rows."""
     (B, N, T, H), (K, S) = chunks.q_BNTH.shape, chunks.k_BKSH.shape[1:3]
     mask_BTS = chunks.same_document_BTS
     if mask_BTS is None:

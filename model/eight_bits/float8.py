@@ -6,8 +6,8 @@ form: if an operand is scaled first, XLA silently multiplies in bfloat16 (docs/l
 
 An array has one scale, a power of two. Scaling is then exact, and values in range are
 rounded in the same way on every mesh. The scale of a weight is that of the whole
-weight, however it is sharded. The local rows of activations and cotangents have a scale
-on each device.
+weight, however it is sharded. Activations and cotangents have one scale per device,
+for its local rows.
 
 Weights are gathered in float8. The backward pass rounds again, which is cheap and gives
 arrays the layout that the product needs.
@@ -36,9 +36,9 @@ FORWARD, COTANGENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 def float8_scale(
     x: jax.Array, dtype: DTypeLike, axes: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Return the smallest power of two s so that x / s is in the range of a dtype.
+    """Return the smallest power of two s such that x / s is in the range of a dtype.
 
-    It is 1 if all values are zero or if a value is not finite. The array may be sharded
+    The scale is 1 if all values are zero or one is not finite. x may be sharded
     over the manual mesh axes `axes`.
     """
     ratio = largest(x, None, axes) / float(jnp.finfo(dtype).max)
@@ -62,11 +62,13 @@ def multiply(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def float8_product(options: ProductOptions, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiply like `model.linear.product`, with all three products in float8."""
+    """Multiply like `model.linear.product`, with both gradients in float8 too."""
     return _float8_forward(options, a, b)[0]
 
 
-def _gathered(b: jax.Array, scale: jax.Array, placement: WeightPlacement) -> Quantized:
+def _gather_float8(
+    b: jax.Array, scale: jax.Array, placement: WeightPlacement
+) -> Quantized:
     b_8 = to_float8(b, FORWARD, scale)
     return b_8._replace(values=placement.gather(b_8.values))
 
@@ -77,7 +79,7 @@ def _float8_forward(options: ProductOptions, a: jax.Array, b: jax.Array):
     out, a = a.dtype, a.astype(compute)
     scale_a = float8_scale(a, FORWARD)
     scale_b = float8_scale(b, FORWARD, placement.sharded_axes)
-    b_8 = _gathered(b, scale_b, placement)
+    b_8 = _gather_float8(b, scale_b, placement)
     y = multiply(spec, to_float8(a, FORWARD, scale_a), b_8, out, emulated)
     saved_b = b if placement.gather_again or not placement.sharded_dims else b_8.values
     return y, (a, scale_a, saved_b, scale_b, like_a, like_b)
@@ -88,7 +90,7 @@ def _float8_backward(options: ProductOptions, residuals, dy: jax.Array):
     a, scale_a, b, scale_b, like_a, like_b = residuals
     b_8 = Quantized(b, scale_b)
     if placement.gather_again or not placement.sharded_dims:
-        b_8 = _gathered(b, scale_b, placement)
+        b_8 = _gather_float8(b, scale_b, placement)
     a_8 = to_float8(a, FORWARD, scale_a)
     dy_8 = to_float8(dy, COTANGENT, float8_scale(dy, COTANGENT))
     spec_da, spec_db = transposed(spec)

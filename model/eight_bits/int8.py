@@ -1,9 +1,9 @@
 """Products in int8 for TPUs: the forward product and the gradient of the input.
 
 Each row of the left operand and each column of the right operand has a scale. The
-cotangent is rounded stochastically, up or down with probabilities by distance, so that
-rounding adds no bias. The random numbers are a function of seed, step, position, layer
-and weight, on every mesh. The gradient of the weight is a product in the compute dtype.
+cotangent is rounded stochastically: the nearer of two values is the more likely, so
+that rounding adds no bias. The random numbers depend on seed, step, position, layer and
+weight, not on the mesh. The weight's gradient is a product in the compute dtype.
 
 Weights are gathered in int8 once in each pass, because the two products need different
 scales.
@@ -39,11 +39,11 @@ def to_int8(
     placement: WeightPlacement = UNSHARDED,
     keys_BT: jax.Array | None = None,
 ) -> Quantized:
-    """Round x to -127 .. 127 times a scale, and gather both.
+    """Round x / scale to -127 .. 127, and gather the values and the scale.
 
-    The dims that the product contracts share one scale. If x is a weight, `placement`
-    says how it is sharded. Values of x[B, T, ...] are rounded to the nearest, or
-    stochastically with a key for each position.
+    Each scale is shared along `dims`, which the product contracts. If x is a weight,
+    `placement` is its sharding. Values are rounded to the nearest integer, or, for
+    x[B, T, ...], stochastically with a key for each position.
     """
     contracted_axes = tuple(
         axis for dim, axes in placement.sharded_dims if dim in dims for axis in axes
@@ -94,7 +94,7 @@ def contracted(dims: str, result: str) -> list[int]:
 
 
 def _expand(scale: jax.Array, dims: str, result: str) -> jax.Array:
-    """Return the scales of an operand with the dims of the result, to broadcast."""
+    """Return an operand's scales in a shape that broadcasts to the result."""
     shared = [dim for dim in dims if dim in result]
     scale = jnp.squeeze(scale, contracted(dims, result))
     scale = jnp.transpose(scale, [shared.index(dim) for dim in result if dim in shared])

@@ -1,10 +1,10 @@
-"""Operands of eight bits, for float8 and int8 products.
+"""Eight-bit operands for float8 and int8 products.
 
 An array x is rounded to eight-bit values times a scale: one scale for the whole array
 (float8.py), or one for each row (int8.py). Products multiply the eight-bit values, and
 their results are scaled. A scale comes from the largest value of its array, so that
-there is no state. The scale of finite values is finite and not zero; values that are
-not finite make results that are not finite.
+training carries no scales. The scale of finite values is finite and not zero;
+non-finite values give non-finite results.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Quantization(NamedTuple):
     """How linear layers multiply in eight bits.
 
     dtype: float8 or int8.
-    emulated: multiply the rounded values in float32, for machines without such units.
+    emulated: multiply the rounded values in float32, on hardware without eight bits.
     """
 
     dtype: ComputeDtype
@@ -47,9 +47,10 @@ class Quantized(NamedTuple):
 def largest(
     x: jax.Array, dims: tuple[int, ...] | None = None, axes: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Return the largest absolute value in float32.
-    The dims to reduce stay with size 1; None reduces all to a scalar. The manual mesh
-    axes are those over which the reduced dims are sharded.
+    """Return the largest absolute value over `dims` in float32.
+
+    Reduced dims keep size 1; None reduces all dims to a scalar. `axes` are the manual
+    mesh axes over which the reduced dims are sharded.
     """
     largest_local = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None)
     largest_local = largest_local.astype(jnp.float32)
@@ -65,7 +66,7 @@ def largest_value(dtype: DTypeLike) -> float:
 def contract(
     spec: str, a: Quantized, b: Quantized, sums: DTypeLike, emulated: bool
 ) -> jax.Array:
-    """Contract eight-bit values; the result has the dtype `sums`."""
+    """Contract eight-bit values; sums have the dtype `sums`, or float32 if emulated."""
     operands = a.values, b.values
     if emulated:
         operands = (values.astype(jnp.float32) for values in operands)

@@ -1,1 +1,1 @@
-"""Experts: which of them a token goes to, and one product for the rows of each."""
+"""Mixture of experts: router, exchange between devices and grouped products."""

@@ -1,15 +1,15 @@
-"""How tokens meet their experts, which may be on other devices.
+"""Bring tokens to their experts, which may be on other devices.
 
 If a mesh axis (`expert`) shards the experts, devices exchange tokens
 (`mesh.expert_exchange`):
 
 all_gather: devices gather the tokens of all devices, compute only the rows of their
-    local experts, and sum over devices by a reduce-scatter. This takes room for the
-    worst case, in which all tokens choose one device's experts. Therefore tokens go in
-    chunks, so small that each takes at most the room of one device's local tokens.
-ragged: rows travel to their experts' devices and back, once. If a device would get
-    more than `ROOM` times its equal share, all devices gather as above instead, so
-    that no token is dropped.
+    local experts, and sum over devices by a reduce-scatter. Buffers must hold the
+    worst case, in which all tokens choose one device's experts. Therefore tokens are
+    processed in chunks, each with at most as many rows as the local tokens have.
+ragged: a ragged all-to-all sends rows to their experts' devices, and another one
+    returns them. If a device would receive more than `ROOM` times its equal share, all
+    devices gather as above instead, so that no token is dropped.
 
 Shapes: B batch, T time, n tokens, k experts per token, R rows, D embed, F an expert's
 hidden dim, E experts per device, S devices.
@@ -33,7 +33,7 @@ from model.experts.local_experts import (
 from model.experts.rows import Route, from_rows, to_rows, travel
 from model.scopes import in_branch
 
-# The rows that a device has room for, divided by its equal share of all rows.
+# The capacity of a device in rows, divided by its equal share of all rows.
 ROOM = 1.5
 
 
@@ -42,27 +42,27 @@ def on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     flat = Tokens._make(x.reshape(-1, x.shape[-1]) for x in tokens)
     match experts.execution.expert_exchange:
         case ExpertExchange.ragged if experts.expert_axes:
-            output = _by_sending(flat, experts)
+            output = _run_by_sending(flat, experts)
         case ExpertExchange.ragged | ExpertExchange.all_gather | ExpertExchange.auto:
-            # Nothing is sent if each device has all experts.
-            output = _by_gathering(flat, experts)
+            # Gathering communicates nothing if each device has all experts.
+            output = _run_by_gathering(flat, experts)
         case _:
             assert_never(experts.execution.expert_exchange)
     return output._replace(y=output.y.reshape(tokens.x.shape))
 
 
-def _by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
+def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
     """Gather the tokens of all devices, in chunks, and reduce-scatter the results."""
     (n, k), E, axes = tokens.experts.shape, experts.number, experts.expert_axes
-    worst_k = jax.lax.psum(1, axes) * min(k, E)  # rows of a local token, at most
+    worst_k = jax.lax.psum(1, axes) * min(k, E)  # the most rows per local token
     chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
 
     def run_chunk(chunk: Tokens) -> Output:
         if axes:
             gathered = (jax.lax.all_gather(x, axes, tiled=True) for x in chunk)
             chunk = Tokens._make(gathered)
-        first = E * jax.lax.axis_index(axes) if axes else 0
-        chunk = chunk._replace(experts=chunk.experts - first)
+        first_expert = E * jax.lax.axis_index(axes) if axes else 0
+        chunk = chunk._replace(experts=chunk.experts - first_expert)
         output = experts.reduce(run_local_experts(chunk, experts))
         y_nD = with_bias(output.y, chunk, experts.local_biases[-1:], experts.execution)
         y_nD = jax.lax.psum_scatter(y_nD, axes, tiled=True) if axes else y_nD
@@ -76,16 +76,16 @@ def _by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
     return Output(y.reshape(tokens.x.shape), counts)
 
 
-def _by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
-    """Send rows to their experts' devices and back; gather if one lacks the room."""
+def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
+    """Send rows to experts and back; gather instead if a device lacks the capacity."""
     (n, k), E, axes = tokens.experts.shape, experts.number, experts.expert_axes
     execution = experts.execution
     devices = jax.lax.psum(1, axes)
     row_nk, order, rows_E = sorted_rows(tokens.experts, devices * E)
     rows_SE = jax.lax.all_gather(rows_E[None], axes, tiled=True)
-    worst = devices * n * min(k, E)
-    room = min(int(ROOM * n * k), worst)
-    emulated = execution.grouped is Grouped.scan  # as on CPUs
+    worst_case = devices * n * min(k, E)
+    capacity = min(int(ROOM * n * k), worst_case)
+    emulated = execution.grouped is Grouped.scan  # the kernel for CPUs
 
     def send(tokens: Tokens) -> Output:
         route = Route.to_experts(rows_SE, axes)
@@ -94,24 +94,25 @@ def _by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
             tokens.weights.reshape(-1, 1), order, row_nk.reshape(-1, 1)
         )
         x_RD, weights_R = (
-            jnp.asarray(travel(x, route, (n * k, room), axes, emulated))
+            jnp.asarray(travel(x, route, (n * k, capacity), axes, emulated))
             for x in (x_RD, weights_R1[:, 0])
         )
         sizes_E = jnp.sum(route.out.received.reshape(devices, E), axis=0)
         output = mlps(x_RD, weights_R[:, None], sizes_E, n * k, experts)
-        y_RD = travel(output.y, route.reverse(), (room, n * k), axes, emulated)
+        y_RD = travel(output.y, route.reverse(), (capacity, n * k), axes, emulated)
         output = output._replace(y=from_rows(y_RD, order // k, row_nk))
         output = experts.reduce(output)
         y_nD = with_bias(output.y, tokens, experts.biases[-1:], execution)
         return output._replace(y=y_nD)
 
     def gather(tokens: Tokens) -> Output:
-        return _by_gathering(tokens, experts)
+        return _run_by_gathering(tokens, experts)
 
-    if room == worst:
+    if capacity == worst_case:
         return send(tokens)
-    most = jnp.max(jnp.sum(rows_SE.reshape(devices, devices, E), axis=(0, 2)))
-    most = jax.lax.pmax(most, execution.placement.layer_batch_axes)  # so that all agree
-    sending = in_branch(send, times=1, total=1)
-    gathering = in_branch(gather, times=0, total=1)
-    return jax.lax.cond(most <= room, sending, gathering, tokens)
+    max_received = jnp.max(jnp.sum(rows_SE.reshape(devices, devices, E), axis=(0, 2)))
+    # All devices must take the same branch.
+    max_received = jax.lax.pmax(max_received, execution.placement.layer_batch_axes)
+    send_branch = in_branch(send, times=1, total=1)
+    gather_branch = in_branch(gather, times=0, total=1)
+    return jax.lax.cond(max_received <= capacity, send_branch, gather_branch, tokens)

@@ -1,8 +1,8 @@
-"""An MLP of many experts, of which each token takes a few.
+"""A mixture-of-experts MLP: each token passes through a few of many experts.
 
-A router scores the experts for each token, and sums the outputs of the k best by its
-weights. Nothing is dropped or padded to a capacity: rows are sorted by expert, and
-multiplied by `model.experts.grouped.grouped_product`.
+A router scores the experts for each token. The outputs of the k best experts are summed
+with the router's weights. No token is dropped, and nothing is padded to a capacity:
+rows are sorted by expert and multiplied by `model.experts.grouped.grouped_product`.
 
 Shapes: B batch, T time, k experts of each token, D embed, F an expert's hidden dim, E
 experts.
@@ -27,10 +27,10 @@ from model.scopes import part_scope
 
 
 class Experts(nnx.Module):
-    """A router, its experts, and what every token takes besides."""
+    """A router, its experts, and an optional shared MLP for every token."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Make router, experts and the shared MLP; biases start at zero."""
+        """Create router, experts and the shared MLP; biases start at zero."""
         D, E, F = config.embed_dim, config.num_experts, config.expert_size
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
@@ -55,8 +55,8 @@ class Experts(nnx.Module):
         self.up_bias = bias(experts, hidden)
         self.gate_bias = bias(experts, hidden) if config.gated else None
         self.down_bias = bias(experts, embed)
-        shared = config.shared_experts * F
-        self.shared = MLP(config, shared, rngs) if shared else None
+        shared_size = config.shared_experts * F
+        self.shared = MLP(config, shared_size, rngs) if shared_size else None
 
     def __call__(
         self,
@@ -65,7 +65,7 @@ class Experts(nnx.Module):
         execution: Execution,
         call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing]:
-        """Apply position by position; segment 0 is padding, which balances nothing."""
+        """Return outputs and balance statistics; segment 0 is padding and left out."""
         with part_scope("router"):
             choice, routing = self.router(x_BTD, segment_ids_BT, execution)
         y_BTD = self._routed(x_BTD, choice, execution, call)
@@ -83,51 +83,52 @@ class Experts(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Sum the outputs of a token's experts, weighted by the router.
 
-        Matrices are gathered once for all chunks, except over the dim of experts. If
-        matrices or tokens are sharded, the backward pass recomputes everything.
+        Matrices are gathered once for all chunks, except over the experts' dim. If
+        matrices or experts are sharded, the backward pass recomputes everything.
         """
         weights = [w for w in (self.up, self.gate, self.down) if w is not None]
         biases = [self.up_bias, self.gate_bias, self.down_bias]
         biases = [bias for bias in biases if bias is not None]
-        placements = [execution.weight_placement(_axes(weight)) for weight in weights]
-        expert_axes = dict(placements[0].sharded_dims).get(0, ())
-        placements = [placement.without_dims([0]) for placement in placements]
+        weight_placements = [execution.weight_placement(_axes(w)) for w in weights]
+        expert_axes = dict(weight_placements[0].sharded_dims).get(0, ())
+        weight_placements = [p.without_dims([0]) for p in weight_placements]
         numerics, placement = execution.numerics, execution.placement
         float8 = None if call.high_precision else numerics.expert_quantization
-        hidden = placement.param_spec(("mlp",))[0] if placement.automatic_axes else None
+        automatic = placement.automatic_axes
+        hidden_axes = placement.param_spec(("mlp",))[0] if automatic else None
 
         def run_device(
             tokens: Tokens, matrices: list[jax.Array], biases: list[jax.Array]
         ) -> Output:
             experts = LocalExperts(matrices, biases, self.config, execution, call)
-            shared_axes = mesh_axes(hidden)
+            shared_axes = mesh_axes(hidden_axes)
             experts = experts._replace(expert_axes=expert_axes, shared_axes=shared_axes)
             return on_device(tokens, experts)
 
-        if placement.automatic_axes:  # XLA cannot partition a kernel by itself
-            rows = placement.spec("batch", "seq", None)
+        if automatic:  # XLA cannot partition a kernel.
+            token_spec = placement.spec("batch", "seq", None)
             matrix_specs, bias_specs = (
                 [
-                    PartitionSpec(*(hidden if axis == "mlp" else None for axis in axes))
+                    PartitionSpec(*(hidden_axes if a == "mlp" else None for a in axes))
                     for axes in map(_axes, params)
                 ]
                 for params in (weights, biases)
             )
             run_device = placement.map_shards(
                 run_device,
-                in_specs=(rows, matrix_specs, bias_specs),
-                out_specs=Output._make([rows, PartitionSpec()]),
+                in_specs=(token_spec, matrix_specs, bias_specs),
+                out_specs=Output._make([token_spec, PartitionSpec()]),
             )
 
         def run(x_BTD, weights_BTk, weights, biases) -> Output:
             gathered: list[jax.Array] = [
-                gather_weight(weight, place, numerics.compute_dtype, float8)
-                for weight, place in zip(weights, placements, strict=True)
+                gather_weight(weight, p, numerics.compute_dtype, float8)
+                for weight, p in zip(weights, weight_placements, strict=True)
             ]
             tokens = Tokens(x_BTD, choice.experts, weights_BTk)
             return run_device(tokens, gathered, biases)
 
-        if expert_axes or any(place.sharded_dims for place in placements):
+        if expert_axes or any(p.sharded_dims for p in weight_placements):
             run = jax.checkpoint(run)
         matrices, vectors = ([p[...] for p in params] for params in (weights, biases))
         y_BTD, counts = run(x_BTD, choice.weights, matrices, vectors)

@@ -1,13 +1,13 @@
-"""The one way to multiply rows by a matrix of their own group: `grouped_product`.
+"""`grouped_product`: multiply each row by the matrix of its group (its expert).
 
 XLA's own `ragged_dot` multiplies all rows by all experts' matrices on a CPU and on
 NVIDIA's GPUs, and for the gradient of w on TPUs too (docs/log). Therefore each platform
-has its kernel, which multiplies each row once:
+has a kernel that multiplies each row once:
 
 scan: any platform; a loop over blocks of rows (model/experts/grouped_scan.py).
-megablox: TPU; jax's own Pallas kernels, which have no products of eight bits.
+megablox: TPU; jax's own Pallas kernels, without eight-bit products.
 triton: NVIDIA; a Pallas kernel that Triton compiles (model/experts/grouped_triton.py).
-ragged: XLA's own, for a plan to trace and for tests to compare with.
+ragged: XLA's `ragged_dot`, which plans trace and tests use as the reference.
 
 Operands and cotangents are rounded as `model.linear.product` rounds them. In float8 all
 of them are e4m3, because Triton multiplies operands of one type.
@@ -49,10 +49,10 @@ def grouped_product(
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
 
-    Rows are sorted by expert, with int32 sizes whose sum is at most M. Operands are
-    rounded to the dtype `compute`, or to float8 with one scale for all experts; sums
-    are float32. The result has x's dtype, and each gradient that of its operand. Rows
-    after those of the last expert are zeros, and so is their gradient.
+    Rows are sorted by expert. sizes_E holds the int32 number of rows of each expert;
+    their sum is at most M. Operands are rounded to the dtype `compute`, or to float8
+    with one scale for all experts. Sums are float32. The result has x's dtype, and each
+    gradient has its operand's. Unused rows at the end have zero results and gradients.
     """
     options = _Options(compute, kernel, float8)
     return _product(options, x_MD, w_EDF, sizes_E)  # pyright: ignore[reportReturnType]
@@ -66,12 +66,12 @@ class _Options(NamedTuple):
     float8: Quantization | None
 
     def operands(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Round arrays; return pairs with their scales, which only float8 has."""
+        """Round arrays; return each with its scale, or with None unless in float8."""
         if self.float8 is None:
             return [(x.astype(self.compute), None) for x in arrays]
         rounded = [to_float8(x, FORWARD, float8_scale(x, FORWARD)) for x in arrays]
-        wide = jnp.float32 if self.float8.emulated else FORWARD
-        return [(x.values.astype(wide), x.scale) for x in rounded]
+        dtype = jnp.float32 if self.float8.emulated else FORWARD
+        return [(x.values.astype(dtype), x.scale) for x in rounded]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -80,12 +80,12 @@ def _product(options: _Options, x, w, sizes):
 
 
 def _forward(options: _Options, x, w, sizes):
-    # The rounded x is saved, as in `product`; w is alive anyway.
+    # The rounded x is saved, as in `product`; w stays in memory anyway.
     rounded = x.astype(options.compute)
     (a, scale_a), (b, scale_b) = options.operands(rounded, w)
     dtype, kernel = x.dtype, options.kernel
     y = grouped_rows(a, b, sizes, transposed=False, dtype=dtype, kernel=kernel)
-    return _scaled(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
+    return _scale(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
 
 
 def _backward(options: _Options, residuals, dy: jax.Array):
@@ -94,17 +94,17 @@ def _backward(options: _Options, residuals, dy: jax.Array):
     dtype, kernel = like_x.dtype, options.kernel
     dx = grouped_rows(dy, b, sizes, transposed=True, dtype=dtype, kernel=kernel)
     dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel)
-    return _scaled(dx, scale_dy, scale_b), _scaled(dw, scale_a, scale_dy), None
+    return _scale(dx, scale_dy, scale_b), _scale(dw, scale_a, scale_dy), None
 
 
-def _scaled(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array:
+def _scale(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array:
     return y if a is None or b is None else y * (a * b).astype(y.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-# Jitted, so that a plan finds the kernels in a compiled program by these names.
+# `jit` names the kernels, so that a plan finds them in a compiled program.
 @partial(jax.jit, static_argnames=("transposed", "dtype", "kernel"))
 def grouped_rows(
     x: jax.Array,
@@ -118,8 +118,8 @@ def grouped_rows(
     """Multiply rows [M, D] by w[e], or rows [M, F] by w[e] transposed."""
     match kernel:
         case Grouped.ragged:
-            contracted = (((1,), (2 if transposed else 1,)), ((), ()))
-            dims = RaggedDotDimensionNumbers(contracted, (0,), (0,))
+            dim_numbers = (((1,), (2 if transposed else 1,)), ((), ()))
+            dims = RaggedDotDimensionNumbers(dim_numbers, (0,), (0,))
             y = ragged_dot_general(x, w, sizes, dims, preferred_element_type=dtype)
             return _zero_unused(y, sizes)
         case Grouped.scan:
@@ -128,9 +128,9 @@ def grouped_rows(
             return grouped_triton.triton_by_rows(x, w, sizes, transposed, dtype)
         case Grouped.megablox:
             gmm, tiling = _megablox().gmm, _tiling(x.shape[0])
-            padded = _padded(x, tiling[0])
+            padded = _pad_rows(x, tiling[0])
             y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
-            # Tiles without a row of an expert are not written.
+            # The kernel does not write tiles that have no expert's rows.
             return _zero_unused(y[: x.shape[0]], sizes)
         case _:
             assert_never(kernel)
@@ -141,7 +141,7 @@ def _zero_unused(y: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _megablox() -> Any:
-    # In the package, a function of the same name hides the module.
+    # A function of the package has the module's name and hides it.
     return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
@@ -149,7 +149,7 @@ def _megablox() -> Any:
 def grouped_matrices(
     x: jax.Array, dy: jax.Array, sizes: jax.Array, *, dtype: DTypeLike, kernel: Grouped
 ) -> jax.Array:
-    """Multiply each expert's rows x [M, D], transposed, by its rows dy [M, F]."""
+    """Return x^T dy [E, D, F] over the rows of each expert in x [M, D], dy [M, F]."""
     match kernel:
         case Grouped.ragged:
             dims = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -160,17 +160,17 @@ def grouped_matrices(
             return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:
             tgmm, tiling = _megablox().tgmm, _tiling(x.shape[0])
-            x, dy = _padded(x, tiling[0]), _padded(dy, tiling[0])
+            x, dy = _pad_rows(x, tiling[0]), _pad_rows(dy, tiling[0])
             return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling)
         case _:
             assert_never(kernel)
 
 
 def _tiling(M: int) -> tuple[int, int, int]:
-    # Up to 512 fits the vector memory of v5e, v5p and v6e, forward and backward
-    # (checked by compiling). Which is fastest was not measured.
+    # Tiles up to 512 fit the vector memory of v5e, v5p and v6e, forward and backward
+    # (checked by compiling; speed not measured).
     return (next(n for n in (128, 256, 512) if n >= min(M, 512)), 512, 512)
 
 
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
+def _pad_rows(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)))

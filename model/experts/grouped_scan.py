@@ -1,8 +1,8 @@
 """Grouped products by loops over experts and blocks of their rows, on any platform.
 
-Made for XLA's CPU: a block is a plain product of a slice of rows, and as many blocks
-run as the sizes ask for. Those of an expert's rows are large first and small at last,
-so that most are fast and few rows are multiplied in vain (docs/log).
+Made for XLA:CPU: a block is a plain product of a slice of rows, and the number of
+blocks follows from the sizes. An expert's rows run in large blocks first and in small
+blocks last, so that most blocks are fast and few rows are wasted (docs/log).
 
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
@@ -27,66 +27,67 @@ def by_rows(
 ) -> jax.Array:
     """Multiply each row by its expert's matrix [K, N], or by [N, K] transposed."""
 
-    def expert(e: jax.Array, y_MN: jax.Array) -> jax.Array:
-        def block(at: jax.Array, size: int, own: jax.Array, y_MN: jax.Array):
-            new = _dot(_rows(x_MK, at, size), w_e, 1, 1 if transposed else 0)
-            kept = jnp.where(own, new.astype(dtype), _rows(y_MN, at, size))
-            return jax.lax.dynamic_update_slice(y_MN, kept, (at, 0))
+    def run_expert(e: jax.Array, y_MN: jax.Array) -> jax.Array:
+        def run_block(start: jax.Array, size: int, mask: jax.Array, y_MN: jax.Array):
+            product = _dot(_rows(x_MK, start, size), w_e, 1, 1 if transposed else 0)
+            y = jnp.where(mask, product.astype(dtype), _rows(y_MN, start, size))
+            return jax.lax.dynamic_update_slice(y_MN, y, (start, 0))
 
         w_e = jax.lax.dynamic_index_in_dim(w, e, keepdims=False)
-        return _blocks(x_MK.shape[0], sizes_E, e, block, y_MN)
+        return _run_blocks(x_MK.shape[0], sizes_E, e, run_block, y_MN)
 
     N = w.shape[1 if transposed else 2]
     y_MN = jnp.zeros((x_MK.shape[0], N), dtype)
-    return jax.lax.fori_loop(0, sizes_E.size, expert, y_MN)
+    return jax.lax.fori_loop(0, sizes_E.size, run_expert, y_MN)
 
 
 def by_experts(
     x_MD: jax.Array, y_MF: jax.Array, sizes_E: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-    """Multiply an expert's rows [M, D], transposed, by its rows [M, F]: [E, D, F]."""
+    """Return x^T y [E, D, F] over the rows of each expert in x [M, D], y [M, F]."""
 
-    def expert(_, e: jax.Array):
-        def block(at: jax.Array, size: int, own: jax.Array, total: jax.Array):
-            x = jnp.where(own, _rows(x_MD, at, size), 0)
-            return total + _dot(x, _rows(y_MF, at, size), 0, 0)
+    def run_expert(_, e: jax.Array):
+        def run_block(start: jax.Array, size: int, mask: jax.Array, total: jax.Array):
+            x = jnp.where(mask, _rows(x_MD, start, size), 0)
+            return total + _dot(x, _rows(y_MF, start, size), 0, 0)
 
         zeros = jnp.zeros((x_MD.shape[1], y_MF.shape[1]), jnp.float32)
-        return None, _blocks(x_MD.shape[0], sizes_E, e, block, zeros).astype(dtype)
+        w_e = _run_blocks(x_MD.shape[0], sizes_E, e, run_block, zeros)
+        return None, w_e.astype(dtype)
 
-    return jax.lax.scan(expert, None, jnp.arange(sizes_E.size))[1]
+    return jax.lax.scan(run_expert, None, jnp.arange(sizes_E.size))[1]
 
 
-def _blocks(
-    M: int, sizes_E: jax.Array, e: jax.Array, block: Callable, carry: Any
+def _run_blocks(
+    M: int, sizes_E: jax.Array, e: jax.Array, run_block: Callable, carry: Any
 ) -> Any:
-    """Run over the rows of expert e, out of M rows, in blocks.
+    """Run `run_block` over the rows of expert e, out of M rows.
 
-    `block` is (first row, size, which of its rows [size, 1] are left, carry) -> carry.
+    `run_block` is (first row, size, mask [size, 1] of rows to use, carry) -> carry.
     """
-    first = jnp.sum(jnp.where(jnp.arange(sizes_E.size) < e, sizes_E, 0))
-    end = first + sizes_E[e]
+    expert_start = jnp.sum(jnp.where(jnp.arange(sizes_E.size) < e, sizes_E, 0))
+    end = expert_start + sizes_E[e]
 
     def run(size: int, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         start, carry = state
-        at = jnp.minimum(start, M - size)
-        rows = at + jnp.arange(size)
-        own = (rows >= start) & (rows < end)
-        return start + size, block(at, size, own[:, None], carry)
+        block_start = jnp.minimum(start, M - size)
+        rows = block_start + jnp.arange(size)
+        mask = (rows >= start) & (rows < end)
+        return start + size, run_block(block_start, size, mask[:, None], carry)
 
-    state = first, carry
+    state = expert_start, carry
     # One loop with a `switch` between sizes would make XLA:CPU copy the carry.
-    *large, least = [size for size in _BLOCKS if size <= M] or [M]
-    for size in large:
-        more = partial(lambda size, state: end - state[0] >= size, size)
-        state = jax.lax.while_loop(more, partial(run, size), state)
-    return jax.lax.while_loop(lambda s: s[0] < end, partial(run, least), state)[1]
+    *large_sizes, smallest = [size for size in _BLOCKS if size <= M] or [M]
+    for size in large_sizes:
+        has_block = partial(lambda size, state: end - state[0] >= size, size)
+        state = jax.lax.while_loop(has_block, partial(run, size), state)
+    return jax.lax.while_loop(lambda s: s[0] < end, partial(run, smallest), state)[1]
 
 
-def _rows(x: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    return jax.lax.dynamic_slice(x, (at, 0), (size, x.shape[1]))
+def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice(x, (start, 0), (size, x.shape[1]))
 
 
-def _dot(a: jax.Array, b: jax.Array, in_a: int, in_b: int) -> jax.Array:
-    pairs = (((in_a,), (in_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, pairs, preferred_element_type=jnp.float32)
+def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
+    dim_numbers = (((dim_a,), (dim_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dim_numbers, preferred_element_type=jnp.float32)

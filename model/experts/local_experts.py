@@ -1,4 +1,4 @@
-"""Run rows through the local experts. Each is an MLP, with or without biases.
+"""Run rows through the local experts, which are MLPs with or without biases.
 
 Shapes: n tokens, k experts of each, R rows, D embed, F an expert's hidden dim, E
 experts of the device.
@@ -17,7 +17,7 @@ from model.experts.grouped import grouped_product
 from model.experts.rows import from_rows, to_rows
 from model.layers import activate
 from model.linear import product
-from model.scopes import expected, part_scope
+from model.scopes import expected_scope, part_scope
 from model.taps import count_rounding
 
 
@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
     """Tokens and their experts, each array with the same leading dims.
 
     x: the tokens, with a last dim of D.
-    experts: int32, the numbers of the k experts of each.
+    experts: the int32 numbers of each token's k experts.
     weights: the weights of these experts.
     """
 
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output, and what float8 loses of the operands if the step is watched."""
+    """The output, and the counts of `count_rounding` if the step is monitored."""
 
     y: jax.Array
     counts: jax.Array | None
@@ -44,10 +44,10 @@ class Output(NamedTuple):
 class LocalExperts(NamedTuple):
     """A device's local experts.
 
-    matrices: those of the local experts: up, gate if there is one, down.
-    biases: those of all experts, in the same order; or none.
-    expert_axes: mesh axes along which devices have different tokens and experts.
-    shared_axes: mesh axes along which devices share each expert.
+    matrices: up, gate if there is one, and down of the local experts.
+    biases: the biases of all experts in the same order; empty without biases.
+    expert_axes: mesh axes over which both tokens and experts are sharded.
+    shared_axes: mesh axes over which each expert is sharded.
     """
 
     matrices: Sequence[jax.Array]
@@ -68,11 +68,11 @@ class LocalExperts(NamedTuple):
         """Biases of the local experts."""
         if not self.expert_axes:
             return self.biases
-        first, cut = self.number * jax.lax.axis_index(self.expert_axes), self.number
-        return [jax.lax.dynamic_slice_in_dim(b, first, cut) for b in self.biases]
+        E, device = self.number, jax.lax.axis_index(self.expert_axes)
+        return [jax.lax.dynamic_slice_in_dim(b, device * E, E) for b in self.biases]
 
     def reduce(self, output: Output) -> Output:
-        """Sum the output over devices that share each expert, and counts over all."""
+        """Sum the output over `shared_axes`, and counts over `expert_axes` too."""
         y, counts = output
         y = jax.lax.psum(y, self.shared_axes) if self.shared_axes else y
         axes = *self.expert_axes, *self.shared_axes
@@ -82,23 +82,22 @@ class LocalExperts(NamedTuple):
 def sorted_rows(
     experts_nk: jax.Array, num_experts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort tokens' choices by expert; those of no expert, `num_experts`, come last.
+    """Sort tokens' choices by expert; the number `num_experts` means no expert.
 
     Returns:
-        The row of each choice [n, k], the choice of each row [n k], and rows [E].
+        The row of each choice [n, k], the choice of each row [n k], and sizes_E.
     """
     chosen = experts_nk.reshape(-1)
     order = jnp.argsort(chosen)
     row_nk = jnp.argsort(order).reshape(experts_nk.shape)
-    is_of = chosen[:, None] == jnp.arange(num_experts)[None]
-    return row_nk, order, jnp.sum(is_of, axis=0, dtype=jnp.int32)
+    is_chosen = chosen[:, None] == jnp.arange(num_experts)[None]
+    return row_nk, order, jnp.sum(is_chosen, axis=0, dtype=jnp.int32)
 
 
 def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
-    """Sum the outputs of the local experts, which are numbered 0 to E, for each token.
+    """Sum the outputs of the local experts, numbered 0 to E - 1, for each token.
 
-    The caller adds their last biases, after it has summed over the devices that share
-    an expert.
+    The caller adds the last biases after it has summed over `shared_axes`.
     """
     (n, k), E = tokens.experts.shape, experts.number
     is_local = (tokens.experts >= 0) & (tokens.experts < E)
@@ -109,8 +108,8 @@ def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
     weights_R1 = to_rows(
         tokens.weights.reshape(-1, 1), assigned_R, row_nk.reshape(-1, 1)
     )
-    usual = n * k * E // experts.config.num_experts
-    output = mlps(x_RD, weights_R1, sizes_E, usual, experts)
+    usual_rows = n * k * E // experts.config.num_experts
+    output = mlps(x_RD, weights_R1, sizes_E, usual_rows, experts)
     return output._replace(y=from_rows(output.y, assigned_R // k, row_nk))
 
 
@@ -118,31 +117,31 @@ def mlps(
     x_RD: jax.Array,
     weights_R1: jax.Array,
     sizes_E: jax.Array,
-    usual: int,
+    usual_rows: int,
     experts: LocalExperts,
 ) -> Output:
-    """Return the weighted outputs of rows' experts, without the last bias.
+    """Return the weighted output of each row's expert, without the last bias.
 
     Args:
         x_RD: rows, sorted by expert.
         weights_R1: the weight of each row.
         sizes_E: the number of rows of each expert.
-        usual: the number of rows if all experts have the same load.
+        usual_rows: the number of rows if all experts have the same load.
         experts: the local experts.
     """
     (up, *gate, down), biases = experts.matrices, experts.local_biases[:-1]
     numerics, call = experts.execution.numerics, experts.call
     float8 = None if call.high_precision else numerics.expert_quantization
-    watched = call.taps is not None and float8 is not None
+    is_monitored = call.taps is not None and float8 is not None
     counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        with part_scope(name), expected(usual, x.shape[0]):
-            if watched:
+        with part_scope(name), expected_scope(usual_rows, x.shape[0]):
+            if is_monitored:
                 rounded = x.astype(numerics.compute_dtype)
-                in_eight = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
+                x_8 = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
                 used_R1 = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_E)
-                counts.append(count_rounding(rounded, in_eight, used_R1))
+                counts.append(count_rounding(rounded, x_8, used_R1))
             kernel, compute = experts.execution.grouped, numerics.compute_dtype
             return grouped_product(x, w, sizes_E, compute, kernel=kernel, float8=float8)
 
@@ -150,20 +149,20 @@ def mlps(
     if biases:
         ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(x_RD.shape[0])[:, None]
         ends_1E, sizes_1E = ends_E[None], sizes_E[None]
-        is_local_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
-        shares_RE = is_local_RE.astype(x_RD.dtype)
-        added = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
-        inner = [h + bias for h, bias in zip(inner, added, strict=True)]
+        is_in_expert_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
+        shares_RE = is_in_expert_RE.astype(x_RD.dtype)
+        sums = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
+        inner = [h + bias for h, bias in zip(inner, sums, strict=True)]
     h_RF = activate(experts.config, inner[0], inner[1] if gate else None)
-    # Weighted here: the gradient of a weight needs no result of the last product.
+    # Weights are applied here, so that their gradient needs no result of `down`.
     y_RD = multiply("down", (h_RF * weights_R1).astype(x_RD.dtype), down)
-    return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if watched else None)
+    return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if is_monitored else None)
 
 
 def with_bias(
     y_nD: jax.Array, tokens: Tokens, biases: Sequence[jax.Array], execution: Execution
 ) -> jax.Array:
-    """Add the last bias of the experts, 0 to E, of each token, if there are biases."""
+    """Add the weighted last biases of each token's experts 0 to E - 1, if given."""
     if not biases:
         return y_nD
     (bias_ED,) = biases
@@ -176,7 +175,7 @@ def with_bias(
 def _sum_biases(shares: jax.Array, bias: jax.Array, execution: Execution) -> jax.Array:
     """Sum experts' biases [E, F] by shares [M, E].
 
-    A product, since the gradient of rows that are copied would be a scatter.
+    This is a product, because the gradient of a gather would be a scatter.
     """
     with part_scope("bias"):
         return product("me,ef->mf", shares, bias, execution.numerics.compute_dtype)

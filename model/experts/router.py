@@ -1,4 +1,4 @@
-"""The router: which experts each token takes, and what keeps them balanced.
+"""The router, which chooses each token's experts and computes the balance losses.
 
 Shapes: B batch, T time, k experts of each token, D embed, E experts, L layers.
 """
@@ -19,10 +19,10 @@ from model.params import Kind, ParamInfo
 
 
 class Routing(NamedTuple):
-    """The routing of all devices' tokens in one layer, without padding.
+    """The balance statistics of one layer, without padding.
 
-    load_E: float32, the number of tokens of each expert.
-    loss: float32, its addition to the loss, summed over the local tokens.
+    load_E: float32, the number of tokens of each expert, over all devices.
+    loss: float32, the sum of the balance losses over the local tokens.
     """
 
     load_E: Float[Array, "*L E"]
@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The experts [B, T, k] of each token, int32, and their float32 weights."""
+    """The int32 experts [B, T, k] of each token and their float32 weights."""
 
     experts: Int[Array, "B T k"]
     weights: Float[Array, "B T k"]
@@ -40,7 +40,7 @@ class Router(nnx.Module):
     """Scores experts for each token, and chooses the best."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Draw the matrix; biases, where there are some, start at zero."""
+        """Draw the matrix; biases, if the config has any, start at zero."""
         D, E = config.embed_dim, config.num_experts
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
@@ -51,8 +51,8 @@ class Router(nnx.Module):
         balanced = config.router_bias_rate > 0
         zeros = jnp.zeros((E,), jnp.float32)
         self.balance = nnx.Param(zeros, info=info) if balanced else None
-        own = zeros.astype(dtype)
-        self.bias = nnx.Param(own, info=info) if config.bias else None
+        bias = zeros.astype(dtype)
+        self.bias = nnx.Param(bias, info=info) if config.bias else None
 
     def __call__(
         self,
@@ -60,13 +60,13 @@ class Router(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         execution: Execution,
     ) -> tuple[Choice, Routing]:
-        """Choose experts, in float32 throughout.
+        """Return the chosen experts and balance statistics, in float32 throughout.
 
         Padding, the positions of segment 0, chooses experts too, but neither the load
         nor the loss counts it. Without segments every position counts.
 
-        Sources: Switch Transformer, arXiv:2101.03961, section 2.2, for the loss of the
-        load; ST-MoE, arXiv:2202.08906, section 2.2, for that of the logits;
+        Sources: Switch Transformer, arXiv:2101.03961, section 2.2, for the load
+        loss; ST-MoE, arXiv:2202.08906, section 2.2, for the logits' z-loss;
         DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores and the bias.
         """
         config, E = self.config, self.config.num_experts
@@ -114,24 +114,24 @@ class Router(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         execution: Execution,
     ) -> Routing:
-        """Count each expert's tokens, and add up the losses that balance them."""
+        """Return each expert's number of tokens, and the sum of the balance losses."""
         config, E = self.config, self.config.num_experts
 
-        def counted(x: jax.Array) -> jax.Array:
+        def masked(x: jax.Array) -> jax.Array:
             if segment_ids_BT is None:
                 return x
             is_text = jnp.expand_dims(segment_ids_BT > 0, range(2, x.ndim))
             return jnp.where(is_text, x, jnp.zeros((), x.dtype))
 
-        load_E = jnp.sum(counted(chosen_BTkE), axis=(0, 1, 2), dtype=jnp.float32)
+        load_E = jnp.sum(masked(chosen_BTkE), axis=(0, 1, 2), dtype=jnp.float32)
         load_E = jax.lax.psum(load_E, execution.placement.layer_batch_axes)
         loss = jnp.zeros((), jnp.float32)
         if config.router_aux_weight:
             shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
-            fair_E = load_E * (E / jnp.maximum(1, jnp.sum(load_E)))
-            aux = jnp.sum(counted(shares_BTE) * fair_E[None, None])
+            relative_load_E = load_E * (E / jnp.maximum(1, jnp.sum(load_E)))
+            aux = jnp.sum(masked(shares_BTE) * relative_load_E[None, None])
             loss = loss + config.router_aux_weight * aux
         if config.router_z_weight:
             z_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
-            loss = loss + config.router_z_weight * jnp.sum(counted(jnp.square(z_BT1)))
+            loss = loss + config.router_z_weight * jnp.sum(masked(jnp.square(z_BT1)))
         return Routing(load_E, loss)

@@ -1,11 +1,11 @@
-"""Tokens to rows of experts and back, on one device and between devices.
+"""Move tokens to experts' rows and back, on one device and between devices.
 
 Each token has k rows, sorted by expert. `to_rows` copies tokens to rows, `from_rows`
-adds rows up; `travel` brings rows to the devices that have their experts, or back. Each
-is the transpose of another one, so that no gradient is a scatter.
+adds rows up, and `travel` sends rows to their experts' devices or back. The gradient of
+each is another of these operations, so that no gradient is a scatter.
 
-Shapes: n tokens, k rows of each, R rows, D embed, E experts of all devices, P pieces of
-rows (one for each expert on each other device), S devices.
+Shapes: n tokens, k rows of each, R rows, D embed, E experts of all devices, P = E
+pieces of rows (one for each pair of device and expert), S devices.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from jaxtyping import Array, Int
 
 @jax.custom_vjp
 def to_rows(x_nD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Array:
-    """Copy each token to its rows. The gradient is no scatter, which is slow.
+    """Copy each token to its rows. The gradient avoids a scatter, which is slow.
 
     Args:
         x_nD: tokens.
         token_R: the token of each row.
-        row_nk: the rows of each token; those from R on do not exist.
+        row_nk: the rows of each token; rows from R on do not exist.
     """
     return x_nD[token_R]
 
@@ -36,30 +36,30 @@ def from_rows(y_RD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Arr
     return jnp.sum(y_nkD, axis=1, dtype=jnp.float32).astype(y_RD.dtype)
 
 
-def _with_places(function: Callable) -> Callable:
+def _with_indices(function: Callable) -> Callable:
     return lambda x, token_R, row_nk: (function(x, token_R, row_nk), (token_R, row_nk))
 
 
-def _to_rows_backward(places: tuple[jax.Array, jax.Array], dx_RD: jax.Array):
-    token_R, row_nk = places
+def _to_rows_backward(indices: tuple[jax.Array, jax.Array], dx_RD: jax.Array):
+    token_R, row_nk = indices
     return from_rows(dx_RD, token_R, row_nk), None, None
 
 
-def _from_rows_backward(places: tuple[jax.Array, jax.Array], dy_nD: jax.Array):
-    token_R, row_nk = places
+def _from_rows_backward(indices: tuple[jax.Array, jax.Array], dy_nD: jax.Array):
+    token_R, row_nk = indices
     return to_rows(dy_nD, token_R, row_nk), None, None
 
 
-to_rows.defvjp(_with_places(to_rows), _to_rows_backward)
-from_rows.defvjp(_with_places(from_rows), _from_rows_backward)
+to_rows.defvjp(_with_indices(to_rows), _to_rows_backward)
+from_rows.defvjp(_with_indices(from_rows), _from_rows_backward)
 
 
 class Pieces(NamedTuple):
     """The pieces of rows that a device sends, and their places on the receivers.
 
-    starts, sizes: those of the pieces that it sends, sorted by receiver.
+    starts, sizes: the first row and the size of each piece, sorted by receiver.
     to: the start of each piece on its receiver.
-    received: the sizes of the pieces that it gets, sorted by sender.
+    received: the sizes of the pieces that the device receives, sorted by sender.
     """
 
     starts: Int[Array, "P"]
@@ -80,13 +80,13 @@ class Route(NamedTuple):
 
     @classmethod
     def to_experts(cls, rows_SE: Int[Array, "S E"], axes: tuple[str, ...]) -> "Route":
-        """Return how rows go to the devices of their experts, and how they come back.
+        """Return the route of rows to the devices of their experts.
 
         A device sends rows sorted by expert. It receives rows sorted by expert and,
         for one expert, by sender.
 
         Args:
-            rows_SE: the rows of each device for each expert, the same on all devices.
+            rows_SE: the number of rows of each device for each expert; replicated.
             axes: mesh axes that shard the experts, in order.
         """
         S, E = rows_SE.shape
@@ -96,16 +96,16 @@ class Route(NamedTuple):
         def by_receiver(x_SE: jax.Array) -> jax.Array:  # [S, S, experts of a device]
             return x_SE.reshape(S, S, E // S)
 
-        arriving = by_receiver(rows_SE).transpose(1, 2, 0)
-        flat = arriving.reshape(S, E)
-        starts = (jnp.cumsum(flat, axis=1) - flat).reshape(arriving.shape)
+        received_SES = by_receiver(rows_SE).transpose(1, 2, 0)
+        flat = received_SES.reshape(S, E)
+        starts = (jnp.cumsum(flat, axis=1) - flat).reshape(received_SES.shape)
         starts = starts.transpose(2, 0, 1)
         received = by_receiver(rows_SE)[:, local].reshape(-1)
-        home = by_receiver(sent_SE)[:, local].reshape(-1)
+        return_starts = by_receiver(sent_SE)[:, local].reshape(-1)
         sent = rows_SE[local]
         return cls(
             Pieces(sent_SE[local], sent, starts[local].reshape(-1), received),
-            Pieces(starts[:, local].reshape(-1), received, home, sent),
+            Pieces(starts[:, local].reshape(-1), received, return_starts, sent),
         )
 
 
@@ -117,9 +117,9 @@ def travel(
     axes: tuple[str, ...],
     emulated: bool,
 ) -> jax.Array:
-    """Send rows to other devices. Rows that no device sends are zeros.
+    """Return the rows received from other devices, with zeros for unsent rows.
 
-    The gradient is sent back.
+    The gradient travels along the reverse route.
 
     Args:
         x: rows, with any further dims.
@@ -144,12 +144,12 @@ def travel(
     )
     starts, to = swap(out.starts), swap(out.to)
     places = jnp.arange(length)[:, None]
-    inside = (places >= to) & (places < to + out.received)
-    piece = jnp.argmax(inside, axis=1)
+    in_piece = (places >= to) & (places < to + out.received)
+    piece = jnp.argmax(in_piece, axis=1)
     sender = piece // (to.size // jax.lax.psum(1, axes))
     row = starts[piece] + places[:, 0] - to[piece]
     y = jax.lax.all_gather(x, axes)[sender, row]
-    is_sent = jnp.any(inside, axis=1).reshape(-1, *[1] * (x.ndim - 1))
+    is_sent = jnp.any(in_piece, axis=1).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(is_sent, y, 0)
 
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, PartitionSpec
 from model.gather import (
     AxisSteps,
     WeightPlacement,
-    multiple,
-    nested,
+    padding_multiple,
+    scatter_groups,
 )
 
 SHAPE = (16, 3, 24)
@@ -92,7 +92,7 @@ def test_a_gradient_travels_in_the_reduce_dtype(run, dtype, rounds):
 def test_planes_then_lines_then_slices_give_each_its_part(sizes, slices):
     size = math.prod(sizes)
     holds = {device: set(range(size)) for device in range(size)}
-    steps = nested(sizes)
+    steps = scatter_groups(sizes)
     assert len(steps) == len(sizes)
     for number, groups in enumerate(steps, 1):
         assert groups is not None
@@ -110,8 +110,8 @@ def test_planes_then_lines_then_slices_give_each_its_part(sizes, slices):
 
 @pytest.mark.parametrize("size", [64, 4096, 8192, 14336, 50304, 128256])
 def test_what_is_scattered_can_be_cut_in_two_until_it_is_small(size):
-    tiles = -(-size // multiple(size)) * multiple(size) / 128
+    tiles = -(-size // padding_multiple(size)) * padding_multiple(size) / 128
     while tiles > 90:
         tiles /= 2
         assert tiles == int(tiles)
-    assert -size % multiple(size) <= size / 50
+    assert -size % padding_multiple(size) <= size / 50

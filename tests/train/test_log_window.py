@@ -116,14 +116,14 @@ def test_skipped_updates_are_recorded_once_with_their_batches_and_why(
 
 def test_a_watched_step_names_the_layer_to_blame(window, run, notes, progress):
     """The step after a window that left out updates is watched, so that it shows."""
-    assert [window.is_to_watch(step) for step in (9, 10)] == [False, True]
+    assert [window.should_watch(step) for step in (9, 10)] == [False, True]
     window.skipped_in_a_row = 1
-    assert window.is_to_watch(11)
+    assert window.should_watch(11)
     names = ("residual", "attention", "mlp", "grad_largest", "grad_norm")
     bad = {f"numerics/{name}": np.array([1.0, np.inf]) for name in names}
     bad["numerics/residual"] = np.array([1.0, 2.0])
     window.add({**METRICS, "skipped": 1.0, "loss": math.nan} | bad)
-    assert not window.is_to_watch(12)
+    assert not window.should_watch(12)
     window.read(11, progress)
     said = "not finite, layer 1: its attention is not finite"
     assert notes == [f"updates skipped: step 11 (batch 12, {said})"]

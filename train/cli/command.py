@@ -8,8 +8,8 @@ A command is a function of its config that returns an exit code:
         run_command(main, "train")
 
 Hydra composes the config from `configs/<name>.yaml` and the command line, and handles
-help, `--cfg job` and `--multirun`. The function takes frozen dataclasses, after
-everything has been checked. Nothing here imports jax, and Hydra writes no files.
+help, `--cfg job` and `--multirun`. The config that the function takes is a frozen
+dataclass without mistakes. Nothing here imports jax, and Hydra writes no files.
 """
 
 import logging
@@ -43,7 +43,7 @@ def run_command(
     config_name: str = "train",
     schema: type = Config,
     validate: Validate = config_mistakes,
-    chosen: Sequence[str] = (),
+    default_choices: Sequence[str] = (),
     outcome: Outcome | None = None,
 ) -> NoReturn:
     """Run a command on the arguments of this process, and exit with its code.
@@ -53,17 +53,19 @@ def run_command(
             78, DataError 65, and Exit its own code, all without a traceback.
         config_name: the root file in `configs/`.
         schema: the dataclass that `main` takes.
-        validate: lists the mistakes between keys of a config; types and bounds hold
-            already.
-        chosen: the choices of groups that this schema is for.
+        validate: lists the broken rules between keys, after types and bounds have been
+            checked.
+        default_choices: `group=choice` pairs that the arguments may override.
         outcome: returns the result of a job, for the table at the end of a sweep.
     """
     configure_logging()
     try:
         arguments = quote_text(sys.argv[1:], schema)
-        config = check_command_line(arguments, config_name, schema, validate, chosen)
+        config = check_command_line(
+            arguments, config_name, schema, validate, default_choices
+        )
         flags = parse_flags(arguments)
-        shows = flags.help or flags.hydra_help or flags.cfg or flags.info
+        only_shows = flags.help or flags.hydra_help or flags.cfg or flags.info
         code: int | None = 0
         if is_sweep(flags):
             from train.cli.sweep import run_sweep
@@ -73,7 +75,7 @@ def run_command(
             print(config_yaml(config), end="", flush=True)
             if mistakes := validate(config):
                 raise ConfigError(mistakes)
-        elif shows or flags.shell_completion:
+        elif only_shows or flags.shell_completion:
             import hydra
 
             register(schema)
@@ -88,25 +90,25 @@ def run_command(
         code = exit_code(error)
     except KeyboardInterrupt:
         code = STOPPED
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # the reader of stdout has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     sys.exit(code or 0)
 
 
 class _Formatter(logging.Formatter):
-    """Format log records without the secrets in them."""
+    """Formats log records with their secrets masked."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the masked line of a record, with its traceback if it has one."""
+        """Return a record as masked text, with the traceback if the record has one."""
         return mask(super().format(record))
 
 
 def configure_logging() -> None:
-    """Send logs to stderr, ours from INFO on and those of libraries from WARNING on."""
+    """Send logs to stderr: INFO and above of this project, WARNING of libraries."""
     handler = logging.StreamHandler(sys.stderr)
-    line = "%(asctime)s %(levelname)s %(message)s"
-    handler.setFormatter(_Formatter(line, "%H:%M:%S"))
+    log_format = "%(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(_Formatter(log_format, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)

@@ -1,6 +1,6 @@
 """Private and undocumented API of Hydra, OmegaConf, pydantic, argparse and atexit.
 
-Each function states the version that it was checked against, and what would remove it.
+Each function states the checked version, and the upstream change that would remove it.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from omegaconf import DictConfig
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """Return the parser of Hydra's flags (Hydra 1.3.8, which has no public one)."""
+    """Return the parser of Hydra's flags (Hydra 1.3.8, which has no public parser)."""
     return get_args_parser()
 
 
 def flag_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the flags of a parser (Python 3.11 to 3.13, which have no public list)."""
+    """Return the flags of a parser (Python 3.11 to 3.13, without a public list)."""
     return parser._actions
 
 
@@ -37,16 +37,16 @@ def override_parser(loader: Any = None) -> OverridesParser:
 
 
 def config_loader() -> Any:
-    """Return the loader of presets of the initialised Hydra.
+    """Return the preset loader of the initialised Hydra.
 
-    Hydra 1.3.8. `hydra.compose` says neither which preset set a key, nor which choice
-    is wrong; if it did, this and the next three functions could go.
+    Hydra 1.3.8. If `hydra.compose` said which preset set a key, and which choice is
+    wrong, this function and the next three could be deleted.
     """
     return GlobalHydra.instance().config_loader()
 
 
 def search_folder_first(folder: Path) -> None:
-    """Let Hydra search a folder of presets before its others (Hydra 1.3.8)."""
+    """Put a folder of presets first in Hydra's search path (Hydra 1.3.8)."""
     loader = config_loader()
     anchor = SearchPathQuery(provider="schema")
     path = f"file://{folder.resolve()}"
@@ -55,7 +55,7 @@ def search_folder_first(folder: Path) -> None:
 
 
 def defaults_list(loader: Any, config_name: str, choices: Sequence[str]) -> Any:
-    """Return the presets that a root config and choices include (Hydra 1.3.8)."""
+    """Return the presets included by a root config and by choices (Hydra 1.3.8)."""
     return loader.compute_defaults_list(config_name, [*choices], RunMode.RUN)
 
 
@@ -65,7 +65,7 @@ def load_preset(loader: Any, path: str) -> Any:
 
 
 def node_of(tree: DictConfig, key: str) -> Any:
-    """Return the node under a dotted key, or None.
+    """Return the node at a dotted key, or None if there is none.
 
     OmegaConf 2.3. `OmegaConf.select` would resolve interpolations.
     """
@@ -76,12 +76,12 @@ def node_of(tree: DictConfig, key: str) -> Any:
 
 
 def strict_validator(schema: type) -> Any:
-    """Return a function that makes a dataclass of `(values,)`, refusing unknown keys.
+    """Return a function from `(values,)` to `(config,)` that rejects unknown keys.
 
-    pydantic 2.14. A type adapter of a plain dataclass accepts no `extra="forbid"`, but
-    one of a tuple that holds the dataclass does.
+    pydantic 2.14. `TypeAdapter` accepts `extra="forbid"` for a tuple that holds a plain
+    dataclass, but not for the dataclass alone.
     """
-    from pydantic import ConfigDict, TypeAdapter  # slow: help needs none of it
+    from pydantic import ConfigDict, TypeAdapter  # slow to import, and unused by --help
 
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
     in_tuple: Any = types.GenericAlias(tuple, (schema,))
@@ -89,5 +89,5 @@ def strict_validator(schema: type) -> Any:
 
 
 def run_exit_functions() -> None:
-    """Call everything that is registered with `atexit` (Python 3.11 to 3.13)."""
+    """Call all functions registered with `atexit` (Python 3.11 to 3.13)."""
     atexit._run_exitfuncs()

@@ -1,9 +1,9 @@
 """Turn a command line into one config, or into the list of all its mistakes.
 
-Hydra alone stops at the first mistake, with exit code 1. Here its parser reads each
-argument, its loader composes the chosen presets (`presets.py`), and the other overrides
-are set in these. `schema.py` checks the result against the dataclasses, and `rules.py`
-checks the rules between keys.
+Hydra alone stops at the first mistake, with exit code 1. Here Hydra only parses each
+argument and composes the chosen presets (`presets.py`); the other overrides are applied
+afterwards. `schema.py` checks the result against the dataclasses, and `rules.py` checks
+the rules between keys.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from train.cli.hints import (
     type_of,
     unknown_key,
 )
-from train.cli.presets import Presets, read_once, search_path, why
+from train.cli.presets import Presets, cached_presets, hydra_message, search_path
 from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
@@ -35,7 +35,7 @@ from train.errors import ConfigError, Mistake
 from train.masking import remember_secrets
 from train.mesh_sizes import mesh_mistakes
 
-MAX_JOBS = 32  # checked before a sweep begins; each job also checks itself
+MAX_JOBS = 32  # the jobs checked before a sweep begins; each job also checks itself
 
 Validate = Callable[[Any], list[Mistake]]
 
@@ -52,7 +52,7 @@ def compose(
 
 
 def no_rules(config: Any) -> list[Mistake]:
-    """Check no rules between keys."""
+    """Return no mistakes: the default `validate`, without rules between keys."""
     return []
 
 
@@ -61,43 +61,44 @@ def check_command_line(
     config_name: str = "train",
     schema: type = Config,
     validate: Validate = no_rules,
-    chosen: Sequence[str] = (),
+    default_choices: Sequence[str] = (),
 ) -> Any:
-    """Check the arguments of a command (`sys.argv[1:]`), and each value of a sweep.
+    """Check the arguments of a command, with each job of a sweep; return the config.
 
-    `--cfg` and other flags that only show the config do not check rules between keys.
+    Rules between keys are not checked with `--cfg` and other similar flags.
 
     Args:
-        argv: the arguments, as `quote_text` returns them.
+        argv: the arguments (`sys.argv[1:]`), as returned by `quote_text`.
         config_name: the root file in `configs/`.
         schema: the dataclass of all keys.
-        validate: lists the mistakes between keys.
-        chosen: the choices of groups that this schema is for.
+        validate: lists the broken rules between keys.
+        default_choices: `group=choice` pairs that the arguments may override.
 
     Returns:
-        The config, or that of the first job of a sweep; None for help.
+        The config (in a sweep, of the first job); None if only help is shown.
 
     Raises:
-        ConfigError: with every mistake, first in the order of the arguments, then in
-            the order of the config.
+        ConfigError: with every mistake, in the order of the arguments and then of the
+            config's sections.
     """
     flags = parse_flags(argv)
     mistakes = flag_mistakes(flags)
-    helps = flags.help or flags.hydra_help or flags.info
-    if flags.shell_completion or (helps and not flags.overrides and not mistakes):
+    shows_help = flags.help or flags.hydra_help or flags.info
+    if flags.shell_completion or (shows_help and not flags.overrides and not mistakes):
         return None
-    shows = helps or flags.cfg
+    only_shows = shows_help or flags.cfg
     with search_path(schema, flags.config_dir):
-        read = Presets if flags.config_dir else read_once
-        presets = read(flags.config_name or config_name, schema, tuple(chosen))
-        check = _Check(presets, schema, no_rules if shows else validate, mistakes)
-        parts = [check.read(text, is_sweep(flags)) for text in flags.overrides]
-        jobs = itertools.product(*(part for part in parts if part))
+        load = Presets if flags.config_dir else cached_presets
+        root = flags.config_name or config_name
+        presets = load(root, schema, tuple(default_choices))
+        check = _Check(presets, schema, no_rules if only_shows else validate, mistakes)
+        alternatives = [check.read(text, is_sweep(flags)) for text in flags.overrides]
+        jobs = itertools.product(*filter(None, alternatives))
         configs = [check.job(job) for job in itertools.islice(jobs, MAX_JOBS)]
     if mistakes:
-        typed = [text.lstrip("+~").partition("=")[0] for text in flags.overrides]
+        typed_keys = [t.lstrip("+~").partition("=")[0] for t in flags.overrides]
         sections = [field.name for field in fields(schema)]
-        mistakes.sort(key=lambda mistake: _place(mistake.key, typed, sections))
+        mistakes.sort(key=lambda mistake: _rank(mistake.key, typed_keys, sections))
         raise ConfigError(mistakes)
     return configs[0]
 
@@ -114,19 +115,18 @@ class _Check:
     ) -> None:
         self.presets, self.schema, self.validate = presets, schema, validate
         self.mistakes = mistakes
-        # The groups whose choice is wrong.
-        self.rejected = {m.key for m in mistakes} & presets.choices.keys()
+        self.rejected_groups = {m.key for m in mistakes} & presets.choices.keys()
         self.parser = override_parser(presets.loader)
 
     def read(self, text: str, sweep: bool) -> list[Override]:
-        """Parse an argument into one override, or one for each value of a sweep."""
+        """Parse an argument; return one override, or one for each value of a sweep."""
         key, _, value = text.lstrip("+~").partition("=")
         try:
             parsed = self.parser.parse_override(text)
             parsed.config_loader = self.presets.loader
             overrides = [parsed]
             if parsed.is_sweep_override():
-                # The values of an interval are only known to the sweeper.
+                # Only Hydra's sweeper knows the values of an interval.
                 items = parsed.is_discrete_sweep() and parsed.sweep_string_iterator()
                 name = parsed.get_key_element()
                 texts = [f"{name}={item}" for item in items or ()]
@@ -136,91 +136,93 @@ class _Check:
                     return self._add(key, value, f"{rule}{key}=[{value}]")
         except HydraException as error:
             if "=" in text or text[:1] == "~":
-                rule = f"cannot be read: {why(error)}\n"
-                rule += f"quote what is special: '{key}=\"...\"'"
+                rule = f"cannot be read: {hydra_message(error)}\n"
+                rule += f"quote special characters: '{key}=\"...\"'"
             else:
                 names = [*self.presets.groups, *keys_of(self.schema)]
                 rule = "is not key=value"
                 rule += "" if key in names else did_you_mean(similar_names(key, names))
             return self._add(key, value, rule)
-        return [override for override in overrides if self._fits(override)]
+        return [override for override in overrides if self._is_possible(override)]
 
     def job(self, overrides: Sequence[Override]) -> Any:
-        """Return the config of one job, with defaults for wrong values."""
-        chosen = [str(o.input_line) for o in overrides if self._options(o)]
-        tree, mistakes = self.presets.compose(chosen)
+        """Return the config of one job, with defaults in place of wrong values."""
+        choices = [str(o.input_line) for o in overrides if self._options(o)]
+        tree, mistakes = self.presets.compose(choices)
         for mistake in mistakes:
-            self.rejected.add(mistake.key)
+            self.rejected_groups.add(mistake.key)
             self._record(mistake)
-        typed = []
+        typed_keys = []
         for override in overrides:
             if not self._options(override):
                 if mistake := _set(tree, override, self.schema):
                     self._record(mistake)
                 else:
-                    typed.append(override.key_or_group)
+                    typed_keys.append(override.key_or_group)
         tree.pop("hydra", None)
         remember_secrets(str(OmegaConf.to_container(tree)))
         try:
             values: Any = OmegaConf.to_container(tree, resolve=True)
         except OmegaConfBaseException as error:
-            self._add(str(error.full_key or "command line"), "", why(error))
+            self._add(str(error.full_key or "command line"), "", hydra_message(error))
             return None
         config, mistakes = convert(values, self.schema)
         for mistake in mistakes:
-            is_typed = any(mistake.key.startswith(key) for key in typed)
-            file = None if is_typed else self.presets.file_with(mistake.key, chosen)
+            is_typed = any(mistake.key.startswith(key) for key in typed_keys)
+            file = None if is_typed else self.presets.source_file(mistake.key, choices)
             if file:
                 mistake = mistake._replace(rule=f"{mistake.rule}\nin {file}")
             self._record(mistake)
-        if self.rejected <= {f.name for f in fields(self.schema)}:
-            # A wrong experiment might have set any key.
-            self._between(self.validate(config), typed)
+        if self.rejected_groups <= {f.name for f in fields(self.schema)}:
+            # A rejected experiment might have set any key.
+            self._record_broken_rules(self.validate(config), typed_keys)
             if self.mistakes and isinstance(config, Config):
-                # Without other mistakes these are found once devices are counted.
-                self._between(mesh_mistakes(config), typed)
+                # A valid config gets this check after its devices have been counted.
+                self._record_broken_rules(mesh_mistakes(config), typed_keys)
         return config
 
-    def _between(self, mistakes: list[Mistake], typed: Sequence[str]) -> None:
-        """Record mistakes between keys, except those that follow from other mistakes.
+    def _record_broken_rules(
+        self, mistakes: list[Mistake], typed_keys: Sequence[str]
+    ) -> None:
+        """Record mistakes between keys, unless they follow from other mistakes.
 
-        A mistake follows from another one if its rule reads a key that is wrong, or
-        that a user may have meant by a wrong key: it then has its default here.
+        A mistake follows from another if its rule reads a key that has its default only
+        because its value, or its name as typed by the user, is wrong.
         """
         wrong_keys = {m.key for m in self.mistakes}
         wrong_keys |= {key for m in self.mistakes for key in m.related}
         for mistake in mistakes:
             key = mistake.key
             section, table = key.partition(".")[0], key.rpartition(".")[0]
-            is_entry = key in typed and type_of(self.schema, table)[1]
-            is_unknown = section in self.rejected and not is_entry
-            is_section_of_wrong = any(k.startswith(f"{key}.") for k in wrong_keys)
+            is_entry = key in typed_keys and type_of(self.schema, table)[1]
+            in_rejected_group = section in self.rejected_groups and not is_entry
+            holds_wrong_key = any(k.startswith(f"{key}.") for k in wrong_keys)
             follows = wrong_keys & {key, *mistake.related}
-            if not (is_unknown or is_section_of_wrong or follows):
+            if not (in_rejected_group or holds_wrong_key or follows):
                 self._record(mistake)
 
     def _options(self, override: Override) -> list[str]:
-        """List the choices of a group; empty for a key."""
-        section = isinstance(override.value(), dict)
-        return [] if section else self.presets.options(override.key_or_group)
+        """Return the choices of a group, or an empty list for a key."""
+        is_section = isinstance(override.value(), dict)
+        return [] if is_section else self.presets.options(override.key_or_group)
 
-    def _fits(self, override: Override) -> bool:
-        """Return whether an override is possible at all, and record why not."""
+    def _is_possible(self, override: Override) -> bool:
+        """Return whether an override is possible, and record the mistake if not."""
         key, options, rule = override.key_or_group, self._options(override), ""
         if options and key not in self.presets.choices:
             groups = ", ".join(self.presets.groups) or "it has none"
-            rule = f"is no group of this command: {groups}"
+            rule = f"is not a group of this command: {groups}"
         elif override.package is not None:
             rule = f"takes no package; leave out @{override.package}"
         elif options and not override.is_delete():
             rule = _choice_rule(override, options)
         if rule:
             self._add(key, override.value(), rule)
-            self.rejected |= {key} & self.presets.choices.keys()
+            self.rejected_groups |= {key} & self.presets.choices.keys()
         return not rule
 
     def _add(self, key: str, value: object, rule: str) -> list[Override]:
-        """Record a mistake; no override remains of the argument."""
+        """Record a mistake in an argument; return the empty list of its overrides."""
         self._record(Mistake(key, value, rule))
         return []
 
@@ -230,7 +232,7 @@ class _Check:
 
 
 def _choice_rule(override: Override, options: list[str]) -> str:
-    """Return the rule that a choice breaks; empty if there is none."""
+    """Return the rule that a choice breaks, or an empty string."""
     key, value = override.key_or_group, override.value()
     rule = f"must be one of {', '.join(options)}"
     if override.is_add() or override.is_force_add():
@@ -239,7 +241,7 @@ def _choice_rule(override: Override, options: list[str]) -> str:
         return f"{rule}; ~{key} chooses none"
     choices = map(str, value if isinstance(value, list) else [value])
     if isinstance(value, list) and "none" in value and value[1:]:
-        return "none stands alone; leave it out, or the others"
+        return "none stands alone; leave out none, or the other choices"
     unknown = next((choice for choice in choices if choice not in options), None)
     if unknown is None:
         return ""
@@ -247,14 +249,14 @@ def _choice_rule(override: Override, options: list[str]) -> str:
 
 
 def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
-    """Set or remove one key in the composed values; return why that is impossible."""
+    """Set or remove one key in the composed values; return the mistake, if any."""
     key, value = override.key_or_group, override.value()
     parent, _, name = key.rpartition(".")
     section, node = node_of(tree, parent), node_of(tree, key)
     in_table = type_of(schema, parent)[1] and isinstance(section, DictConfig)
     if override.is_delete():
         if not in_table:
-            rule = "cannot be removed; leave it out, and it has its default"
+            rule = "cannot be removed; leave it out to use its default"
             return unknown_key(schema, key) if node is None else Mistake(key, "", rule)
         if node is None:
             rule = f"there is no such key; {parent} has {', '.join(section)}"
@@ -262,15 +264,15 @@ def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
         section.pop(name)
         return None
     if override.is_add() and node is not None:
-        return Mistake(key, value, f"is there already; write {key}=... without the +")
-    is_hydras = node is None and key.startswith("hydra.")
-    if is_hydras or not isinstance(section, DictConfig | None):
+        return Mistake(key, value, f"exists already; write {key}=... without the +")
+    is_hydra_key = node is None and key.startswith("hydra.")
+    if is_hydra_key or not isinstance(section, DictConfig | None):
         return unknown_key(schema, key, value)
-    required = {DictConfig: dict, ListConfig: list}.get(type(node), object)
-    # An entry of a table may be a list or a name, and null may replace a list.
-    if required is list and (in_table or value is None):
-        required = object
-    if not isinstance(value, required):
+    required_type = {DictConfig: dict, ListConfig: list}.get(type(node), object)
+    # An entry of a table may become a name instead of a list, and a list may be null.
+    if required_type is list and (in_table or value is None):
+        required_type = object
+    if not isinstance(value, required_type):
         words = type_in_words(type_of(schema, key)[0])
         return Mistake(key, value, must_be(words, schema, key))
     try:
@@ -280,12 +282,14 @@ def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
     return None
 
 
-def _place(key: str, typed: Sequence[str], sections: Sequence[str]) -> tuple[int, int]:
-    """Return the place of a mistake in the list: flags, arguments, then all others."""
+def _rank(
+    key: str, typed_keys: Sequence[str], sections: Sequence[str]
+) -> tuple[int, int]:
+    """Return the sort key of a mistake: flags, then typed arguments, then the rest."""
     if key.startswith("-"):
         return -1, 0
-    exact = [i for i, text in enumerate(typed) if text and key.startswith(text)]
-    parts = [i for i, text in enumerate(typed) if text.startswith(f"{key}.")]
+    enclosing = [i for i, t in enumerate(typed_keys) if t and key.startswith(t)]
+    inner = [i for i, t in enumerate(typed_keys) if t.startswith(f"{key}.")]
     section = key.partition(".")[0]
-    order = sections.index(section) if section in sections else -1
-    return min(exact or parts or [len(typed)]), order
+    section_index = sections.index(section) if section in sections else -1
+    return min(enclosing or inner or [len(typed_keys)]), section_index

@@ -13,10 +13,10 @@ from train.errors import ConfigError, Mistake
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
-    """Parse Hydra's flags; `.overrides` holds the rest.
+    """Return Hydra's flags, with `overrides` and the `unknown` flags as attributes.
 
     Raises:
-        ConfigError: for a flag that lacks its value, or takes none.
+        ConfigError: for a flag that lacks a value, or has one but takes none.
     """
     parser = flags_parser()
 
@@ -25,7 +25,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 
     parser.error = error
     for action in flag_actions(parser):
-        action.choices = None  # `flag_mistakes` checks them with everything else
+        action.choices = None  # `flag_mistakes` checks the choices
     flags, remaining_args = parser.parse_known_args(flags_first(argv))
     flags.unknown = [text for text in remaining_args if text.startswith("-")]
     flags.overrides += [text for text in remaining_args if not text.startswith("-")]
@@ -33,17 +33,17 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 
 
 def flags_first(argv: Sequence[str]) -> list[str]:
-    """Move overrides after the flags, since argparse takes them in one place only."""
+    """Return the arguments with the overrides last: argparse needs them together."""
     return sorted(argv, key=lambda a: a[0:1] == "~" or ("=" in a and a[0:1] != "-"))
 
 
 def is_sweep(flags: Namespace) -> bool:
-    """Return whether Hydra will run several jobs."""
+    """Return whether the command line is a sweep (`--multirun`)."""
     return flags.multirun or "hydra.mode=MULTIRUN" in flags.overrides
 
 
 def flag_mistakes(flags: Namespace) -> list[Mistake]:
-    """List flags that do not exist, exclude each other, or are not supported."""
+    """Return mistakes of flags: unknown, unsupported, or exclusive of each other."""
     actions, mistakes = flag_actions(flags_parser()), list[Mistake]()
 
     def add(flag: str, rule: str, value: object = "") -> None:
@@ -72,14 +72,14 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
 
 
 def _unknown_flag(flag: str, options: Sequence[str]) -> str:
-    """Return the rule about a flag that does not exist, which may be meant as a key."""
+    """Return the rule for an unknown flag, with the flag or key that may be meant."""
     name, _, value = flag.lstrip("-").partition("=")
-    typed, keys = name.replace("-", "_"), keys_of(Config)
+    key, keys = name.replace("-", "_"), keys_of(Config)
     rule = "there is no such flag" + did_you_mean(similar_names(flag, options))
-    sentence, _ = translate(typed, keys)
+    sentence, _ = translate(key, keys)
     if sentence:
         return f"{rule}; keys have no dashes, and {sentence}"
-    similar = similar_names(typed, keys)
+    similar = similar_names(key, keys)
     if similar and "=" in flag:
         return f"{rule}; keys have no dashes{did_you_mean(similar)[:-1]}={value}?"
     return f"{rule}; --hydra-help lists them"

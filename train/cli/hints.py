@@ -1,4 +1,4 @@
-"""Describe the type, the bounds and the meaning that dataclasses declare for a key."""
+"""Describe the type, bounds and meaning of a key in words, and find similar keys."""
 
 import difflib
 import functools
@@ -19,9 +19,9 @@ from train.errors import Mistake
 
 
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
-    """Return the type hint of a dotted key, or None, and whether a table holds it.
+    """Return the type hint of a dotted key (or None), and whether it is in a table.
 
-    A table counts as its own entry here, because it takes new entries.
+    The key of a table itself counts as in a table, because a table takes new entries.
     """
     hint, in_table = schema, False
     for name in key.split(".") if key else ():
@@ -31,7 +31,7 @@ def type_of(schema: type, key: str) -> tuple[Any, bool]:
 
 
 def type_inside(hint: Any, name: object) -> Any:
-    """Return the type hint of a field, or of an entry of a table or list, or None."""
+    """Return the type hint of a field or entry of a section, table or list, or None."""
     bare = bare_type(hint)
     if is_dataclass(bare):
         return _field_hints(bare).get(str(name))
@@ -45,14 +45,14 @@ def _field_hints(section: type) -> dict[str, Any]:
 
 
 def bare_type(hint: Any) -> Any:
-    """Return the first type of a hint that is not null, without its annotations."""
+    """Return the first type of a hint other than None, without its annotations."""
     member = next((m for m in _members(hint) if m is not types.NoneType), None)
     annotated = typing.get_origin(member) is typing.Annotated
     return typing.get_args(member)[0] if annotated else member
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, each with its annotations."""
+    """Return the types of a union with their annotations, or the hint itself."""
     is_annotated = typing.get_origin(hint) is typing.Annotated
     inner = typing.get_args(hint)[0] if is_annotated else hint
     is_union = typing.get_origin(inner) in (types.UnionType, typing.Union)
@@ -60,7 +60,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def keys_of(schema: type, prefix: str = "") -> list[str]:
-    """List every key of a dataclass, sections too."""
+    """Return every key of a dataclass, including its sections."""
     keys = []
     for name, hint in typing.get_type_hints(schema).items():
         keys.append(f"{prefix}{name}")
@@ -70,7 +70,7 @@ def keys_of(schema: type, prefix: str = "") -> list[str]:
 
 
 def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
-    """Return the mistake of a key that does not exist, with keys that may be meant."""
+    """Return the mistake for an unknown key, with the keys that may be meant."""
     keys = keys_of(schema)
     rule, parent = "there is no such key", key.rpartition(".")[0]
     sentence, translated = translate(key, keys)
@@ -94,19 +94,19 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
 
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
-    """Return names with the same last part, with its initials, or spelt similarly."""
-    names, last = list(names), _tail(word)
-    equal = [name for name in names if last in (_tail(name), _initials(_tail(name)))]
-    if equal:
-        return difflib.get_close_matches(word, equal, n=3, cutoff=0)
+    """Return names with the same last part (or its initials), or one close match."""
+    names, last_part = list(names), _tail(word)
+    exact = [n for n in names if last_part in (_tail(n), _initials(_tail(n)))]
+    if exact:
+        return difflib.get_close_matches(word, exact, n=3, cutoff=0)
     for name in difflib.get_close_matches(word, names, n=5):
-        if difflib.SequenceMatcher(None, last, _tail(name)).ratio() > 0.6:
+        if difflib.SequenceMatcher(None, last_part, _tail(name)).ratio() > 0.6:
             return [name]
     return []
 
 
 def did_you_mean(names: Sequence[str]) -> str:
-    """Return the question whether one of these names is meant; empty without any."""
+    """Return `; did you mean ...?`, or an empty string without names."""
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
@@ -120,29 +120,30 @@ def _initials(name: str) -> str:
 
 
 def must_be(words: str, schema: type, key: str) -> str:
-    """Return the rule that a value must be `words`, and what its key means."""
-    # A key may have places in lists, such as `profile.steps[0]`.
-    text = meaning_of(schema, key.replace("[", ".").replace("]", ""))
-    text = text or meaning_of(schema, key.partition("[")[0])
-    return f"must be {words}\n({text})" if text else f"must be {words}"
+    """Return the rule that a value must be `words`, with the meaning of its key."""
+    # A key may have indices into lists, such as `profile.steps[0]`.
+    meaning = meaning_of(schema, key.replace("[", ".").replace("]", ""))
+    meaning = meaning or meaning_of(schema, key.partition("[")[0])
+    return f"must be {words}\n({meaning})" if meaning else f"must be {words}"
 
 
 def meaning_of(schema: type, key: str) -> str:
-    """Return the `Doc` of a key; empty for a section, or if there is no such key."""
+    """Return the `Doc` of a key, or an empty string for a section or unknown key."""
     notes = getattr(type_of(schema, key)[0], "__metadata__", ())
     return next((note.documentation for note in notes if isinstance(note, Doc)), "")
 
 
 def type_in_words(hint: Any) -> str:
-    """Return in words what a type hint takes, such as `a whole number, or null`."""
+    """Return the values of a type hint in words, such as `a whole number, or null`."""
     members, bare = _members(hint), bare_type(hint)
     origin, arguments = typing.get_origin(bare), typing.get_args(bare)
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     if len(members) > 1:
-        types_ = [m for m in members if m is not types.NoneType]
-        words = [type_in_words(m) for m in types_ if not _is_literal(m)]
-        return ", or ".join([*words, *["null"] * (len(types_) < len(members))])
+        alternatives = [m for m in members if m is not types.NoneType]
+        words = [type_in_words(m) for m in alternatives if not _is_literal(m)]
+        words += ["null"] * (types.NoneType in members)
+        return ", or ".join(words)
     if origin is tuple:
         names, has_numbers = list[str](), False
         for member in _members(arguments[0]):
@@ -168,10 +169,10 @@ def _is_literal(hint: Any) -> bool:
 
 
 def bounds_in_words(hint: Any, value: object = None) -> str:
-    """Return the bounds of a hint, such as `at least 1, or null`; empty if none.
+    """Return the bounds of a hint, such as `at least 1, or null`, or an empty string.
 
-    Nearly every whole number has the limit of int32. It is left out unless `value` is
-    above it.
+    The limit of int32, which nearly every whole number has, is only mentioned if
+    `value` exceeds it.
     """
     members = _members(hint)
     notes = [n for member in members for n in getattr(member, "__metadata__", ())]

@@ -1,7 +1,7 @@
-"""End a process without waiting for threads that a library has left behind.
+"""Exit a process without waiting for threads that a library has left running.
 
-Python waits at its end for every thread that is not a daemon. After a failed save, one
-of Orbax's threads waits 20 minutes for a signal that will not come.
+Python waits at exit for every non-daemon thread. After a failed save, one thread of
+Orbax waits 20 minutes for a signal that never comes.
 """
 
 import atexit
@@ -19,27 +19,26 @@ GRACE_S = 10.0
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with an exit code, as `sys.exit` does.
+    """Exit with a code as `sys.exit` does, but wait at most `GRACE_S` for threads.
 
-    Threads that still run after `GRACE_S` are left behind. In either case the functions
-    of `atexit` are called, and output is flushed.
+    In either case, the functions of `atexit` are called and output is flushed.
     """
     threads_ended = threading.Event()
-    # Python calls functions of atexit after the last thread, the newest one first.
+    # After the last thread has ended, Python calls the newest atexit function first.
     atexit.register(threads_ended.set)
 
-    def leave_threads_behind() -> None:
+    def exit_after_grace() -> None:
         if threads_ended.wait(GRACE_S):
             return
         running = (t for t in threading.enumerate() if not t.daemon)
         names = ", ".join(t.name for t in running if t is not threading.main_thread())
         log.warning("leaving, although these threads have not ended: %s", names)
         try:
-            run_exit_functions()  # JAX's tells the other processes
+            run_exit_functions()  # one of JAX's informs the other processes
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
             os._exit(code)
 
-    threading.Thread(target=leave_threads_behind, daemon=True).start()
+    threading.Thread(target=exit_after_grace, daemon=True).start()
     sys.exit(code)

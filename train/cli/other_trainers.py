@@ -1,6 +1,6 @@
-"""The names that settings of nanoGPT, MaxText and torchtitan have in Longhaul.
+"""The keys of Longhaul for settings of nanoGPT, MaxText and torchtitan.
 
-`docs/guides/switching.md` explains the same names in a table.
+`docs/guides/switching.md` shows the same translations in a table.
 """
 
 from collections.abc import Collection
@@ -54,16 +54,16 @@ NAMES = {
 
 
 def translate(key: str, known_keys: Collection[str]) -> tuple[str, tuple[str, ...]]:
-    """Return a sentence about another trainer's key, and the key that it has here.
+    """Return a sentence on the key of another trainer, and the keys that replace it.
 
-    Both are empty if no trainer has the key, or if the command lacks its translation.
-    Only the last part of the key counts.
+    The sentence is empty if no trainer has the key, or if its translation is not in
+    `known_keys`. Only the last part of the key is compared.
     """
     name = key.rpartition(".")[2]
     if name == "resume":
         return "the same command continues a run", ()
-    here = NAMES.get(name, "")
-    translated = here.partition(",")[0]
+    translation = NAMES.get(name, "")
+    translated = translation.partition(",")[0]
     if translated not in known_keys:
         return "", ()
-    return f"it is called {here} here", (translated,)
+    return f"it is called {translation} here", (translated,)

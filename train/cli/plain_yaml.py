@@ -1,18 +1,18 @@
 """Parse YAML that this program wrote, and refuse harmful YAML.
 
-A few lines of aliases can stand for billions of values. Tags, loops and endlessly
-nested text are refused too.
+A few lines of aliases can expand to billions of values. Tags, cycles and text that is
+nested too deeply are refused too.
 """
 
 from typing import Any
 
 import yaml
 
-_MAX_REPEATED = 1_000  # values that a file may add by aliases
+_MAX_REPEATED = 1_000  # limit of the values that aliases add
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the plain values in a text.
+    """Return the plain values in a YAML text.
 
     Raises:
         ValueError: with the reason, if this program cannot have written the text.
@@ -22,8 +22,8 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             raise ValueError("is empty")
-        counts = dict[int, int]()
-        if _count(node, counts) > len(counts) + _MAX_REPEATED:
+        sizes = dict[int, int]()
+        if _expanded_size(node, sizes) > len(sizes) + _MAX_REPEATED:
             raise ValueError(f"adds more than {_MAX_REPEATED:,} values by its aliases")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -33,32 +33,32 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_whole(text: str) -> None:
-    """Check that the last line of a file has an end: a part of YAML is often valid.
+    """Check that the last line of a file is complete: truncated YAML is often valid.
 
     Raises:
-        ValueError: if the file is torn.
+        ValueError: if the file is truncated.
     """
     if not text.endswith("\n"):
         raise ValueError("is torn: its last line has no end")
 
 
-def _count(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return how many values a node stands for.
+def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return the number of values in a node after its aliases are expanded.
 
     Args:
-        node: a node of a parsed text; an alias is the node that it names.
-        counts: the counts of earlier nodes, by id; 0 while a node is being counted.
+        node: a node of a parsed text; an alias is the same object as its anchor.
+        sizes: the sizes of earlier nodes, by id; 0 while a node is being counted.
     """
-    if (count := counts.get(id(node))) is not None:
-        if count == 0:
+    if (size := sizes.get(id(node))) is not None:
+        if size == 0:
             raise ValueError("holds an alias to a value that contains it")
-        return count
-    counts[id(node)] = 0
+        return size
+    sizes[id(node)] = 0
     children: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):
         children = node.value
     elif isinstance(node, yaml.MappingNode):
         children = [child for pair in node.value for child in pair]
-    total = 1 + sum(_count(child, counts) for child in children)
-    counts[id(node)] = total
-    return total
+    size = 1 + sum(_expanded_size(child, sizes) for child in children)
+    sizes[id(node)] = size
+    return size

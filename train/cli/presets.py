@@ -1,7 +1,7 @@
-"""The presets, which are the YAML files under `configs/`.
+"""Compose presets, which are the YAML files under `configs/`.
 
-Hydra composes them as plain values, on top of the defaults of the dataclasses. Types
-and bounds are checked after all values are set (`train/cli/schema.py`).
+Hydra puts their plain values on top of the defaults of the dataclasses. Types and
+bounds are checked after all values have been set (`train/cli/schema.py`).
 """
 
 import functools
@@ -27,7 +27,7 @@ from train.errors import Mistake
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"
-# Hydra writes no files: a run has its own directory.
+# Hydra must write no files, because this project manages each run's directory.
 _NO_FILES = {
     "output_subdir": None,
     "run": {"dir": "."},
@@ -36,14 +36,14 @@ _NO_FILES = {
 
 
 def register(schema: type) -> None:
-    """Store the defaults of a dataclass as `schema`, with which root configs start."""
+    """Store the defaults of a dataclass as `schema`, the base of all root configs."""
     node = OmegaConf.create({**asdict(schema()), "hydra": _NO_FILES})
     ConfigStore.instance().store(name="schema", node=node)
 
 
 @contextmanager
 def search_path(schema: type, folder: str | None) -> Iterator[None]:
-    """Let Hydra find `configs/`, and a folder of the user."""
+    """Initialise Hydra to search the user's folder, if any, and then `configs/`."""
     register(schema)
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
         if folder and Path(folder).is_dir():
@@ -52,65 +52,66 @@ def search_path(schema: type, folder: str | None) -> Iterator[None]:
 
 
 class Presets:
-    """The presets of one command; use it inside `search_path`.
+    """The presets of one command, to be used inside `search_path`.
 
-    choices: the default choice of each group that the command has.
-    groups: the groups that users choose from.
+    choices: the default choice of each group of the command.
+    groups: the names of the groups that users choose from.
     """
 
-    def __init__(self, config_name: str, schema: type, chosen: Sequence[str]) -> None:
+    def __init__(
+        self, config_name: str, schema: type, default_choices: Sequence[str]
+    ) -> None:
         self.loader = config_loader()
-        self._config_name, self._schema, self._chosen = config_name, schema, chosen
+        self._config_name, self._schema = config_name, schema
+        self._default_choices = default_choices
         self._composed: dict[tuple[str, ...], tuple[DictConfig, list[Mistake]]] = {}
         self._options: dict[str, list[str]] = {}
         self.choices: dict[str, Any] = {}
-        with suppress(Exception):  # `compose` reports why
+        with suppress(Exception):  # `compose` reports the error
             self.choices = self._defaults(()).overrides.known_choices
         self.groups = [group for group in self.choices if "/" not in group]
 
     def options(self, group: str) -> list[str]:
-        """List the choices of a group; empty if there is no such group."""
+        """Return the choices of a group, or an empty list if there is no such group."""
         if "." in group:
             return []
-        if group not in self._options:  # Hydra copies its cache for it
+        if group not in self._options:  # Hydra copies its whole cache each time
             self._options[group] = self.loader.get_group_options(group)
         return self._options[group]
 
     def compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
-        """Compose choices such as `model=llama3_8b`, except presets with mistakes.
-
-        Returns the values, and the mistakes.
-        """
+        """Return the values of choices such as `model=llama3_8b`, and the mistakes."""
         key = tuple(choices)
-        if key not in self._composed:  # jobs of a sweep share it
+        if key not in self._composed:  # jobs of a sweep often share their choices
             self._composed[key] = self._compose(choices)
         tree, mistakes = self._composed[key]
         return tree.copy(), mistakes
 
     def _compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
         try:
-            words = self._with_chosen(choices)
-            tree = hydra.compose(self._config_name, words, return_hydra_config=True)
+            overrides = self._with_defaults(choices)
+            tree = hydra.compose(self._config_name, overrides, return_hydra_config=True)
             OmegaConf.set_struct(tree, None)
             return tree, []
         except Exception as error:
-            failure = Mistake(self._config_name, "", why(error))
-        good, mistakes = list[str](), list[Mistake]()
+            failure = Mistake(self._config_name, "", hydra_message(error))
+        valid_choices, mistakes = list[str](), list[Mistake]()
         for choice in choices:
             try:
                 self._defaults([choice])
-                good.append(choice)
+                valid_choices.append(choice)
             except Exception as error:
                 key, _, value = choice.partition("=")
-                rule = f"{why(error)}\nin the file of {choice}, or one that it names"
+                message = hydra_message(error)
+                rule = f"{message}\nin the file of {choice}, or one that it names"
                 mistakes.append(Mistake(key, value, rule))
-        if not mistakes:  # each preset can be read, but not all together
+        if not mistakes:  # each preset is valid, but not their combination
             return OmegaConf.create(asdict(self._schema())), [failure]
-        tree, more = self.compose(good)
-        return tree, mistakes + more
+        tree, further_mistakes = self.compose(valid_choices)
+        return tree, mistakes + further_mistakes
 
-    def file_with(self, key: str, choices: Sequence[str]) -> str | None:
-        """Return the file of the preset that set a key, the last one that has it."""
+    def source_file(self, key: str, choices: Sequence[str]) -> str | None:
+        """Return the file of the last preset that sets a key, or None."""
         for default in reversed(self._defaults(choices).defaults):
             path, package = str(default.config_path), default.package or ""
             if path == "schema" or path.startswith("hydra/"):
@@ -122,19 +123,20 @@ class Presets:
         return None
 
     def _defaults(self, choices: Sequence[str]) -> Any:
-        chosen = self._with_chosen(choices)
-        return defaults_list(self.loader, self._config_name, chosen)
+        return defaults_list(
+            self.loader, self._config_name, self._with_defaults(choices)
+        )
 
-    def _with_chosen(self, choices: Sequence[str]) -> list[str]:
-        groups = {text.partition("=")[0] for text in choices}
-        chosen = [c for c in self._chosen if c.partition("=")[0] not in groups]
-        return [*chosen, *choices]
-
-
-read_once = functools.cache(Presets)  # valid if only `configs/` is searched
+    def _with_defaults(self, choices: Sequence[str]) -> list[str]:
+        groups = {choice.partition("=")[0] for choice in choices}
+        defaults = self._default_choices
+        return [*(c for c in defaults if c.partition("=")[0] not in groups), *choices]
 
 
-def why(error: BaseException) -> str:
+cached_presets = functools.cache(Presets)  # valid if only `configs/` is searched
+
+
+def hydra_message(error: BaseException) -> str:
     """Return Hydra's message without its search path, links and line breaks."""
     text = str(error) or str(error.__cause__ or type(error).__name__)
     text = re.split(r"Config search path|Search path:|See https", text)[0]

@@ -1,4 +1,4 @@
-"""Quote arguments, so that Hydra reads them as the user means them."""
+"""Quote text in arguments that Hydra's grammar would misread."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from train.cli.flags import is_sweep, parse_flags
 from train.cli.hints import bare_type, type_of
 from train.cli.schema import OLD_NAMES
 
-_CHOICES = {"tracker.name": "tracker"}  # older keys that are groups today
+_CHOICES = {"tracker.name": "tracker"}  # older keys that are now groups
 # One value of a sweep, quoted or not.
 _VALUE = re.compile(
     r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\\,()"'])+""", re.DOTALL
@@ -20,29 +20,29 @@ _VALUE = re.compile(
 
 
 def hydra_text(key: str, value: str) -> str:
-    """Return an override of a text key that Hydra's grammar cannot misread."""
-    return f"{key}={_in_quotes(value)}"
+    """Return `key=value` with the value in quotes, which Hydra reads as text."""
+    return f"{key}={_quote(value)}"
 
 
-def _in_quotes(value: str) -> str:
-    # Inside quotes Hydra reads \\ as a backslash only in front of a quote.
+def _quote(value: str) -> str:
+    # Inside quotes, Hydra reads \\ as one backslash only before a quote.
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return f'"{escaped}"'
 
 
 def quote_text(argv: Sequence[str], schema: type) -> list[str]:
-    """Return the arguments, with text quoted that Hydra's grammar would misread.
+    """Return the arguments, quoting text that Hydra's grammar would misread.
 
-    So `prompt='def f('`, `data.path=a,b` and `run.name=1.10` mean what they say.
-    Quoted values, null, and the sweeps of `--multirun` stay as they are, except numbers
-    among the values of a sweep. A new entry of a table gets the ++ that Hydra requires,
-    and an older name of a key is replaced by the current one.
+    Examples are `prompt='def f('`, `data.path=a,b` and `run.name=1.10`. Quoted values,
+    null, and the sweeps of `--multirun` stay as they are, but numbers in a sweep are
+    quoted. A new entry of a table gets the ++ that Hydra requires, and an older name of
+    a key is replaced by the current name.
     """
-    sweeps = is_sweep(parse_flags(argv))
+    is_multirun = is_sweep(parse_flags(argv))
     parser = override_parser()
 
-    def quoted(argument: str) -> str:
+    def quote_argument(argument: str) -> str:
         key, equals, value = argument.partition("=")
         name = key.lstrip("+~")
         key = key.replace(name, {**OLD_NAMES, **_CHOICES}.get(name, name))
@@ -50,19 +50,19 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
         key = f"++{key}" if equals and in_table else key
         if not equals or bare_type(hint) is not str:
             return f"{key}{equals}{value}"
-        parsed = _parsed(parser, value)
-        if parsed is not None and parsed.is_sweep_override() and sweeps:
+        parsed = _parse_value(parser, value)
+        if parsed is not None and parsed.is_sweep_override() and is_multirun:
             if parsed.is_choice_sweep():
-                value = _VALUE.sub(lambda one: _as_text(parser, one[0]), value)
+                value = _VALUE.sub(lambda m: _quote_sweep_value(parser, m[0]), value)
             return f"{key}={value}"
-        stays = _is_text(parsed) and value == value.strip()
-        return f"{key}={value}" if stays else hydra_text(key, value)
+        unchanged = _is_text(parsed) and value == value.strip()
+        return f"{key}={value}" if unchanged else hydra_text(key, value)
 
-    return [quoted(argument) for argument in argv]
+    return [quote_argument(argument) for argument in argv]
 
 
-def _parsed(parser: OverridesParser, value: str) -> Override | None:
-    """Read a value as Hydra does; None if Hydra cannot."""
+def _parse_value(parser: OverridesParser, value: str) -> Override | None:
+    """Return the override `key=value` as Hydra parses it, or None if Hydra cannot."""
     try:
         return parser.parse_override(f"key={value}")
     except HydraException:
@@ -74,8 +74,8 @@ def _is_text(parsed: Override | None) -> bool:
     return parsed is not None and isinstance(parsed.value(), str | None)
 
 
-def _as_text(parser: OverridesParser, value: str) -> str:
+def _quote_sweep_value(parser: OverridesParser, value: str) -> str:
     """Return one value of a sweep, in quotes if Hydra would not read it as text."""
-    parsed = _parsed(parser, value)
-    stays = parsed is None or not value.strip() or _is_text(parsed)
-    return value if stays else _in_quotes(value.strip())
+    parsed = _parse_value(parser, value)
+    unchanged = parsed is None or not value.strip() or _is_text(parsed)
+    return value if unchanged else _quote(value.strip())

@@ -1,9 +1,9 @@
 """The rules between keys.
 
-Types and bounds of each key are declared in its dataclass, and hold here already. These
-rules are checked before a device is touched. Rules that depend on the number of devices
-are checked once they are counted. Each mistake names the keys that its rule reads
-(`related`), so that it is not reported if one of these is wrong itself.
+The values here already have the types and bounds of their dataclasses. These rules are
+checked before any device is used; rules on the number of devices are checked after the
+devices are counted. Each mistake names the keys that its rule reads (`related`), and is
+not reported if one of these keys is itself wrong.
 """
 
 import os
@@ -29,47 +29,47 @@ from train.errors import Mistake, nearest
 from train.mesh_sizes import listed
 
 _SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
-# The logical axis that no array of a table has.
-_UNUSED = {"params": "batch", "activations": "layers"}
-# Pairs of dims of one activation, which cannot be sharded along one mesh axis.
+# For each rule table, the logical axis that none of its arrays has.
+_UNUSED_AXIS = {"params": "batch", "activations": "layers"}
+# Pairs of dims of one activation, which cannot both be sharded along one mesh axis.
 _ROW_DIMS = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
-_TOGETHER = (
+_DIM_PAIRS = (
     *product(_ROW_DIMS, ("batch", "seq")),
     *product(["head_dim"], ("heads", "kv_heads")),
 )
 
 
 def config_mistakes(config: Config) -> list[Mistake]:
-    """List every mistake between keys that does not depend on the devices."""
+    """Return all mistakes between keys that do not depend on the devices."""
     return [
-        *_model(config.model),
+        *_model_mistakes(config.model),
         *(Mistake(f"data.{k}", v, rule) for k, v, rule in config.data.mistakes()),
-        *_across(config),
-        *_mesh(config.mesh),
-        *_tables(config.mesh),
-        *_experts(config),
-        *_pipeline(config),
-        *_offload(config),
+        *_cross_section_mistakes(config),
+        *_axis_size_mistakes(config.mesh),
+        *_rule_table_mistakes(config.mesh),
+        *_expert_mistakes(config),
+        *_pipeline_mistakes(config),
+        *_offload_mistakes(config),
         *set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
 
 def must_name_run(config: Any) -> list[Mistake]:
-    """Check that a command on a run names a run."""
+    """Return a mistake if a command that reads a run names none."""
     if config.run.name or config.run.dir:
         return []
     rule = "must name the run to read; set run.dir=runs/<name> or run.name"
     return [Mistake("run.dir", None, rule)]
 
 
-def _model(model: ModelConfig) -> Iterator[Mistake]:
+def _model_mistakes(model: ModelConfig) -> Iterator[Mistake]:
     for rule in broken_rules(model):
         related = tuple(f"model.{field}" for field in rule.reads)
         yield Mistake(f"model.{rule.field}", rule.value, rule.text, related)
 
 
-def _across(config: Config) -> Iterator[Mistake]:
-    """Yield mistakes across sections, and those that no bound can express."""
+def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
+    """Yield mistakes across sections, and in values that a bound cannot describe."""
     model, data, run, schedule = config.model, config.data, config.run, config.schedule
     address, steps = config.distributed.coordinator_address, config.profile.steps
     accumulation, num_steps = config.train.accumulation_steps, config.train.num_steps
@@ -94,10 +94,10 @@ def _across(config: Config) -> Iterator[Mistake]:
     if config.tracker.mlflow.enabled and not server and "://" in (run.dir or ""):
         rule = f"must name a server: MLflow keeps no files under run.dir={run.dir}"
         yield Mistake("tracker.mlflow.uri", None, rule, ("run.dir",))
-    learned, limit = model.position is Position.learned, model.max_sequence_length
-    if learned and limit is not None and data.sequence_length > limit:
+    is_learned, limit = model.position is Position.learned, model.max_sequence_length
+    if is_learned and limit is not None and data.sequence_length > limit:
         rule = f"must be at most model.max_sequence_length={limit} with learned "
-        rule += "positions; lower it, raise that, or choose model.position=rotary"
+        rule += "positions; lower it, raise the limit, or choose model.position=rotary"
         related = ("model.max_sequence_length", "model.position")
         yield Mistake("data.sequence_length", data.sequence_length, rule, related)
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
@@ -126,24 +126,24 @@ def set_mistakes(
             yield Mistake(f"{table}.{name}.path", validation_set.path, rule)
 
 
-def _mesh(mesh: MeshConfig) -> Iterator[Mistake]:
-    """Yield mistakes in the sizes of the axes, and in their factors across hosts."""
+def _axis_size_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
+    """Yield mistakes in the axis sizes, and in their factors across hosts."""
     sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    for axis in open_axes[1:]:
+    inferred_axes = [axis for axis, size in sizes.items() if size == -1]
+    for axis in inferred_axes[1:]:
         rule = "must be a number, because only one axis may be -1 (the remaining "
-        rule += f"devices), and mesh.{open_axes[0]} is"
-        yield Mistake(f"mesh.{axis}", -1, rule, (f"mesh.{open_axes[0]}",))
+        rule += f"devices), and mesh.{inferred_axes[0]} is"
+        yield Mistake(f"mesh.{axis}", -1, rule, (f"mesh.{inferred_axes[0]}",))
     for axis, size in sizes.items():
         key, factor = f"mesh.{axis}", getattr(mesh.dcn, axis)
         if size >= 1 and size % factor:
-            rule = f"must divide {key}={size}, of which it is the part across hosts"
+            rule = f"must divide {key}={size}, because it is a factor of that size"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule, (key,))
 
 
-def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
-    """Yield mistakes in the two tables of rules, and names that they lack."""
-    sequence = mesh.activations.get("seq", "context")  # a missing rule is named below
+def _rule_table_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
+    """Yield mistakes in the two rule tables, and logical axes without a rule."""
+    sequence = mesh.activations.get("seq", "context")  # a missing rule: see below
     if sequence != "context" and (sequence is not None or mesh.context != 1):
         rule = "must be context, which divides rows; or null with mesh.context=1"
         yield Mistake("mesh.activations.seq", sequence, rule, ("mesh.context",))
@@ -151,7 +151,7 @@ def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
     if "context" in listed(rows):
         rule = "must not name context, along which devices share rows; leave it out"
         yield Mistake("mesh.activations.batch", rows, rule)
-    for table, unused in _UNUSED.items():
+    for table, unused in _UNUSED_AXIS.items():
         entries = getattr(mesh, table)
         for name in LOGICAL_AXES:
             if name not in entries and name != unused:
@@ -159,8 +159,8 @@ def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
                 rule += "axis, a list, or null (replicated): configs/mesh/rules.yaml"
                 yield Mistake(f"mesh.{table}.{name}", "", rule)
         for name, axes in entries.items():
-            yield from _entry(f"mesh.{table}.{name}", name, axes)
-    for name, other_name in _TOGETHER:
+            yield from _rule_mistakes(f"mesh.{table}.{name}", name, axes)
+    for name, other_name in _DIM_PAIRS:
         axes, other_axes = (mesh.activations.get(n) for n in (name, other_name))
         if shared := [axis for axis in listed(axes) if axis in listed(other_axes)]:
             rule = f"must not name {shared[0]}, as mesh.activations.{other_name} does: "
@@ -168,8 +168,8 @@ def _tables(mesh: MeshConfig) -> Iterator[Mistake]:
             yield Mistake(f"mesh.activations.{name}", axes, rule)
 
 
-def _entry(key: str, name: str, axes: Any) -> Iterator[Mistake]:
-    """Yield mistakes in one rule by itself."""
+def _rule_mistakes(key: str, name: str, axes: Any) -> Iterator[Mistake]:
+    """Yield mistakes in one entry of a rule table."""
     if name not in LOGICAL_AXES:
         rule = f"is no logical axis; they are {', '.join(LOGICAL_AXES)}"
         yield Mistake(key, axes, rule)
@@ -180,7 +180,7 @@ def _entry(key: str, name: str, axes: Any) -> Iterator[Mistake]:
         yield Mistake(key, axes, "must name each mesh axis once")
 
 
-def _pipeline(config: Config) -> Iterator[Mistake]:
+def _pipeline_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the placement of layers on pipeline stages."""
     mesh, layers = config.mesh, config.mesh.params.get("layers")
     if layers not in (None, "pipeline"):
@@ -194,12 +194,12 @@ def _pipeline(config: Config) -> Iterator[Mistake]:
         yield Mistake("mesh.pipeline", mesh.pipeline, rule, related)
 
 
-def _offload(config: Config) -> Iterator[Mistake]:
-    """Yield mistakes in what shall wait in host memory."""
+def _offload_mistakes(config: Config) -> Iterator[Mistake]:
+    """Yield mistakes in the offloading of activations and moments."""
     remat, names = config.train.remat, config.train.offload
     if names and remat is Remat.none:
-        rule = "needs a layer that is recomputed from it: add train.remat=full, or a "
-        rule += "list of what stays on the device"
+        rule = "needs layers that are recomputed from it: add train.remat=full, or a "
+        rule += "list of the results that stay on the device"
         yield Mistake("train.offload", names, rule, ("train.remat",))
     if shared := [name for name in names if name in remat]:
         rule = f"names {shared[0]}, which train.remat keeps on the device; remove it "
@@ -221,7 +221,7 @@ def _offload(config: Config) -> Iterator[Mistake]:
         yield Mistake("optimizer.offload", True, rule, ("mesh.pipeline",))
 
 
-def _experts(config: Config) -> Iterator[Mistake]:
+def _expert_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the placement of experts on devices."""
     mesh, dense = config.mesh, config.model.mlp is Mlp.dense
     if dense and mesh.expert != 1:

@@ -1,8 +1,8 @@
-"""Convert plain values to frozen dataclasses, and these to YAML.
+"""Convert plain values to frozen dataclasses, and frozen dataclasses to YAML.
 
-The dataclasses own types, defaults and bounds (`Annotated[int, Ge(1)]`). pydantic
-checks values against them, and reports everything that is wrong at once. It is imported
-when the first value is checked, because help does not need it.
+The dataclasses declare types, defaults and bounds (`Annotated[int, Ge(1)]`). pydantic
+checks values against the dataclasses and reports all errors at once. Help does not need
+pydantic, so it is imported only when values are checked.
 """
 
 import copy
@@ -33,7 +33,7 @@ from train.masking import mask_values
 
 Schema = TypeVar("Schema")
 
-# Older names of keys still work, also in the config.yaml of older runs.
+# Older names of keys, accepted on the command line and in the config.yaml of a run.
 OLD_NAMES = {
     "data.skip_steps": "data.skip_batches",
     "tracker.name": "tracker.wandb.enabled",
@@ -49,14 +49,14 @@ def convert(
     """Convert nested plain values to a dataclass; missing keys get their defaults.
 
     Returns:
-        The config, with wrong values replaced by their defaults, and all mistakes.
+        The config, with defaults in place of wrong values, and the list of mistakes.
     """
     from pydantic import ValidationError
 
     values, validate = copy.deepcopy(dict(values)), _validator(schema)
     _rename(values)
     mistakes: dict[tuple[Any, ...], Mistake] = {}
-    for path, value in leaves(values):  # pydantic takes true for 1
+    for path, value in leaves(values):  # pydantic would convert true to 1
         key = ".".join(map(str, path))
         hint = type_of(schema, key)[0]
         if isinstance(value, bool) and bare_type(hint) in (int, float):
@@ -66,7 +66,7 @@ def convert(
         validate((values,))
     except ValidationError as error:
         for entry in error.errors(include_url=False):
-            path, mistake = _mistake(schema, entry)
+            path, mistake = _translate_error(schema, entry)
             mistakes.setdefault(path, mistake)
     for path in mistakes:
         _remove(values, path)
@@ -74,14 +74,14 @@ def convert(
 
 
 def renamed(key: str, value: Any) -> tuple[str, Any]:
-    """Return the current name and value of a key of any version."""
-    if key == "tracker.name":  # formerly none or wandb
+    """Return the current name and value of a key that may have an older name."""
+    if key == "tracker.name":  # older values are none and wandb
         value = value == "wandb"
     return OLD_NAMES.get(key, key), value
 
 
 def _rename(values: dict[str, Any]) -> None:
-    """Replace older names of keys by the current ones."""
+    """Replace older names of keys by their current names, in place."""
     for old in OLD_NAMES:
         section, name = old.split(".")
         table = values.get(section)
@@ -96,8 +96,10 @@ def _rename(values: dict[str, Any]) -> None:
 _validator = functools.cache(strict_validator)
 
 
-def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mistake]:
-    """Translate an error of pydantic; return the path of the value and the mistake."""
+def _translate_error(
+    schema: type, entry: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mistake]:
+    """Return the path of the value in a pydantic error, and the mistake to report."""
     hint, key, path = schema, "", list[Any]()
     for name in entry["loc"][1:]:
         if not is_dataclass(bare_type(hint)) and type_inside(hint, name) is None:
@@ -118,7 +120,7 @@ def _mistake(schema: type, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], M
 
 
 def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
-    """Remove the value at a path, or the whole list that holds it."""
+    """Remove the value at a path, or the whole list that holds that value."""
     *sections, name = path
     for section in sections:
         if not isinstance(values.get(section), dict):
@@ -141,13 +143,13 @@ def read_yaml(
 ) -> Schema:
     """Read a config.yaml; missing keys get their defaults.
 
-    An interpolation such as `${oc.env:HOME}` stays text: the file may be another
-    user's.
+    An interpolation such as `${oc.env:HOME}` stays text, because another user may have
+    written the file.
 
     Args:
         path: the path of the file.
         schema: the dataclass to read it as.
-        changes: other values of some keys; null removes an entry of a table.
+        changes: values to set, by key; None removes an entry of a table.
         text: the content to read instead of the file; errors still name `path`.
 
     Raises:
@@ -158,10 +160,10 @@ def read_yaml(
         plain = _read_file(epath.Path(path)) if text is None else _read_table(text)
         _rename(plain)
         cfg = OmegaConf.create(plain)
-        _change(cfg, schema, changes)
+        _apply_changes(cfg, schema, changes)
         values: Any = OmegaConf.to_container(cfg)
     except Exception as error:
-        rule = f"cannot be read: {error}; put it back from a copy of the run"
+        rule = f"cannot be read: {error}; restore it from a copy of the run"
         if isinstance(error, FileNotFoundError):
             rule = "does not exist; check run.dir or run.name"
         raise ConfigError([Mistake(str(path), "", rule)]) from None
@@ -199,15 +201,15 @@ def _read_table(text: str) -> dict[str, Any]:
     return plain
 
 
-def _change(cfg: Any, schema: type, changes: Mapping[str, Any]) -> None:
-    """Set some keys of a config; null removes an entry of a table."""
+def _apply_changes(cfg: Any, schema: type, changes: Mapping[str, Any]) -> None:
+    """Set keys of a config in place; None removes an entry of a table."""
     for key, value in changes.items():
         table, _, name = key.rpartition(".")
         hint, in_table = type_of(schema, table)
         if value is None and in_table and is_dataclass(hint):
             OmegaConf.select(cfg, table).pop(name, None)
             if not OmegaConf.select(cfg, table):
-                above, _, entry = table.rpartition(".")
-                OmegaConf.select(cfg, above).pop(entry)
+                parent, _, entry = table.rpartition(".")
+                OmegaConf.select(cfg, parent).pop(entry)
         else:
             OmegaConf.update(cfg, key, value, force_add=True)

@@ -29,66 +29,68 @@ def run_sweep(
     schema: type,
     outcome: Callable[[Any], tuple[str, float | None]] | None,
 ) -> int:
-    """Run the jobs of a checked command line one after the other, and print a table.
+    """Run the jobs of a checked command line one by one, and print a table of results.
 
-    A job that fails does not end the sweep, but a signal to stop does.
+    The sweep continues after a failed job, but not after SIGINT or SIGTERM.
 
     Returns:
-        The exit code of the first job that failed, or 0.
+        The exit code of the first failed job, or 0.
     """
     jobs: list[tuple[list[str], int]] = []
 
-    def job(cfg: DictConfig) -> None:
+    def run_job(cfg: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
-        jobs.append((overrides, _run(flags, overrides)))
+        jobs.append((overrides, _run_process(flags, overrides)))
 
     register(schema)
     with tempfile.TemporaryDirectory() as folder:
-        # The sweeper always writes a multirun.yaml; it goes into this folder.
+        # Hydra's sweeper always writes a multirun.yaml.
         sys.argv[1:] = [*flags_first(arguments), f'hydra.sweep.dir="{folder}"']
-        hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(job)()
+        hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(run_job)()
     shared = set.intersection(*(set(overrides) for overrides, _ in jobs))
     rows = []
     for number, (overrides, code) in enumerate(jobs):
         differing = " ".join(t.lstrip("+") for t in overrides if t not in shared)
         directory, loss = "-", None
         if outcome and code != WRONG_DATA:
-            words = [*_presets(flags), *overrides]
-            directory, loss = outcome(check_command_line(words, config_name, schema))
-        # A refused job has the directory and the loss of another run.
-        shown = "-" if code or loss is None else f"{loss:.4f}"
-        rows.append([str(number), differing, str(code), shown, directory])
+            argv = [*_preset_flags(flags), *overrides]
+            directory, loss = outcome(check_command_line(argv, config_name, schema))
+        # The directory of a failed job may hold the loss of another run.
+        loss_text = "-" if code or loss is None else f"{loss:.4f}"
+        rows.append([str(number), differing, str(code), loss_text, directory])
     headers = ["job", "overrides", "exit code", "eval loss", "run.dir"]
     print_table(rows, headers, "sweep")
     return next((code for _, code in jobs if code), 0)
 
 
-def _presets(flags: Namespace) -> list[str]:
-    """Return the flags with which a job finds its presets."""
-    given = {"--config-name": flags.config_name, "--config-dir": flags.config_dir}
-    return [word for name, value in given.items() if value for word in (name, value)]
+def _preset_flags(flags: Namespace) -> list[str]:
+    """Return the flags that tell a job where its presets are."""
+    values = {"--config-name": flags.config_name, "--config-dir": flags.config_dir}
+    return [word for name, value in values.items() if value for word in (name, value)]
 
 
-def _run(flags: Namespace, overrides: list[str]) -> int:
-    """Run one job; a signal to stop is passed to the job, and then ends the sweep."""
+def _run_process(flags: Namespace, overrides: list[str]) -> int:
+    """Run one job and return its exit code; SIGINT or SIGTERM also ends the sweep."""
     spec = sys.modules["__main__"].__spec__
     command = ["-m", spec.name.removesuffix(".__main__")] if spec else [sys.argv[0]]
     log.info("sweep: %s", " ".join(overrides) or "(no overrides)")
-    process = subprocess.Popen([sys.executable, *command, *_presets(flags), *overrides])
-    stopped: list[int] = []
+    process = subprocess.Popen(
+        [sys.executable, *command, *_preset_flags(flags), *overrides]
+    )
+    signals: list[int] = []
 
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
+    def pass_on(number: int, frame: object) -> None:
+        signals.append(number)
         if number == signal.SIGTERM:  # the terminal sends Ctrl-C to the job itself
             process.send_signal(number)
 
-    handlers = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
     code = process.wait()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    code = 128 - code if code < 0 else code  # like a shell: an abort is 134
-    if stopped:
-        sys.exit(code or 128 + stopped[0])
+    code = 128 - code if code < 0 else code  # as in a shell, where SIGABRT is 134
+    if signals:
+        sys.exit(code or 128 + signals[0])
     if code:
         log.warning("sweep: exit code %d of %s", code, " ".join(overrides))
     return code

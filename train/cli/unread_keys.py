@@ -1,4 +1,4 @@
-"""Warnings about keys that a command line changes and nothing reads."""
+"""Warnings about keys that a command line changes without effect."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,21 +9,21 @@ from model.config import ModelConfig
 from train.config import Config, OptimizerName, Schedule
 from train.identity import config_differences
 
-# Prefixes of the keys that an optimizer does not read.
+# Prefixes of the keys of `optimizer.*` that each optimizer ignores.
 _UNREAD_BY = {
     OptimizerName.adamw: ("muon_",),
     OptimizerName.muon: (),
     OptimizerName.lion: ("muon_", "epsilon"),
     OptimizerName.adafactor: ("muon_", "epsilon", "b1", "b2", "moment_dtype"),
 }
-_OF_EXPERTS = (
+_EXPERT_KEYS = (
     *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
     *("dense_layers", "experts_every", "router"),
 )
 
 
-def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield (is unread, prefix of keys, reason) for keys that other choices read."""
+def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """Yield (is unread, prefix of keys, reason) for keys that only some models read."""
     learned, scaling = model.position is Position.learned, model.rope_scaling.kind
     for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
         yield learned, f"model.{key}", "model.position is learned"
@@ -32,18 +32,18 @@ def _unread_of(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
     unclamped = model.activation is not Activation.clamped_swiglu
     yield unclamped, "model.swiglu_", f"model.activation is {model.activation}"
-    for key in _OF_EXPERTS:
+    for key in _EXPERT_KEYS:
         yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
 
 
 def without_effect(config: Config) -> list[str]:
-    """Return warnings about changed keys that nothing reads, and an endless warm-up."""
-    changed = sorted(diff.key for diff in config_differences(Config(), config))
+    """Return warnings about changed keys without effect, and about a long warm-up."""
+    changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model, optimizer = config.model, config.optimizer.name
     unread = [
-        *_unread_of(model),
+        *_unread_model_keys(model),
         (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
         (constant, "schedule.final_fraction", "schedule.name is constant"),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
@@ -58,21 +58,21 @@ def without_effect(config: Config) -> list[str]:
     for name in (tracker.name for tracker in fields(config.tracker)):
         off = not getattr(config.tracker, name).enabled
         unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))
-    stored = source in (Source.tokens, Source.mixture)  # a store has its own
+    stored = source in (Source.tokens, Source.mixture)  # stores fix these keys
     unread += [
         (stored, f"data.{key}", f"data.source is {source}")
         for key in ("validation", "tokenizer", "pattern", "on_error")
     ]
     warnings = [
-        f"{key} has no effect: {why}"
-        for unused, prefix, why in unread
-        for key in changed
-        if unused and key.startswith(prefix)
+        f"{key} has no effect: {reason}"
+        for is_unread, prefix, reason in unread
+        for key in changed_keys
+        if is_unread and key.startswith(prefix)
     ]
     for key in ("remat", "offload"):
         if "mlp_gate" in getattr(config.train, key) and not model.gated:
-            makes = f"model.activation={model.activation} makes none"
-            warnings.append(f"train.{key}: mlp_gate has no effect, because {makes}")
+            reason = f"model.activation={model.activation} makes none"
+            warnings.append(f"train.{key}: mlp_gate has no effect, because {reason}")
     steps, warmup = config.train.num_steps, config.schedule.warmup_steps
     if warmup >= steps:
         warnings.append(

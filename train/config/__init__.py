@@ -1,7 +1,7 @@
 """The configuration of training as frozen dataclasses, one module for each topic.
 
 Types, defaults, bounds and meanings are declared here, once. The YAML files under
-`configs/` hold what a preset changes, and docs/config.md lists every key. Code that
+`configs/` hold the presets, and docs/reference/config.md lists every key. Code that
 needs one section takes that section; code that builds or describes a whole start takes
 `Config`. Rules between keys are in `train/cli/rules.py`.
 """

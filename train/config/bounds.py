@@ -11,5 +11,5 @@ Positive = Annotated[float, Gt(0), Lt(inf)]
 NotNegative = Annotated[float, Ge(0), Lt(inf)]
 Seconds = Annotated[float, Gt(0)]
 Step = Number | Literal["best"]  # best: the checkpoint with the lowest validation loss
-AxisSize = Count | Literal[-1]  # -1: all devices that the other axes leave
+AxisSize = Count | Literal[-1]  # -1: all remaining devices
 Batches = Count | Literal[-1]  # -1: the whole validation split

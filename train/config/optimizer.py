@@ -130,10 +130,10 @@ class ScheduleConfig:
     ] = 0.1
 
     def decay_within(self, num_steps: int) -> int:
-        """Return in how many steps `wsd` falls; by default 30 %, after the warm-up."""
+        """Return the number of steps in which `wsd` falls (default: 30 % of all)."""
         limit = max(1, num_steps - self.warmup_steps)
         return self.decay_steps or min(max(1, round(0.3 * num_steps)), limit)
 
     def falls_from(self, num_steps: int) -> int:
-        """Return the step from which on `wsd` falls."""
+        """Return the step at which `wsd` starts to fall."""
         return max(self.warmup_steps, num_steps - self.decay_within(num_steps))

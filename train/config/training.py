@@ -13,7 +13,7 @@ from train.config.bounds import NotNegative
 
 
 class Remat(StrEnum):
-    """The backward pass recomputes nothing, all except matrix products, or all."""
+    """What the backward pass recomputes: nothing, all but matrix products, or all."""
 
     none = "none"
     dots = "dots"

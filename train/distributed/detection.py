@@ -1,13 +1,13 @@
-"""Which process this is, among how many, and where process 0 is to be found.
+"""Find the number of this process, the process count, and the address of process 0.
 
-Each of the three is taken from the first of these that tells it:
+Each value is taken from the first of these sources that provides it:
 
 1. `distributed.*`, or JAX_COORDINATOR_ADDRESS.
-2. The variables of torchrun (and of whoever sets the same), or of SkyPilot.
+2. The variables of torchrun (or of launchers that set the same ones), or of SkyPilot.
 3. JAX's own detection: Open MPI, Slurm, GKE and Cloud TPU VMs, Kubernetes.
 
-If none of them tells anything, this process is alone. It is an error if something
-looks like one of several processes and not enough is known.
+If no source provides a value, this process is alone. It is an error if a source hints
+at several processes but the three values are incomplete.
 """
 
 import logging
@@ -20,7 +20,7 @@ from train.errors import ABORTED, CRASHED, ConfigError, Exit, Mistake
 
 log = logging.getLogger(__name__)
 
-_LAUNCHERS = (  # hosts, the first of them process 0's; count; number
+_LAUNCHERS = (  # the variables: hosts (process 0's first), count, number
     ("MASTER_ADDR", "WORLD_SIZE", "RANK"),
     ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
 )
@@ -32,7 +32,7 @@ _REMEDY = (
 
 
 class ProcessPlace(NamedTuple):
-    """A process among several."""
+    """The place of a process among several."""
 
     address: str  # host:port of process 0
     processes: int
@@ -41,22 +41,22 @@ class ProcessPlace(NamedTuple):
 
 
 def find_place(config: DistributedConfig) -> ProcessPlace | None:
-    """Return which process this is, among how many; None if it is alone.
+    """Return the place of this process among all; None if it is alone.
 
     Raises:
         ConfigError: keys and variables are not enough, or contradict each other.
-        Exit: what JAX asked to find out did not answer, or refused.
+        Exit: a service that JAX asked did not answer, or refused.
     """
     if config.num_processes == 1:
         return None
     address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     processes, process, local = config.num_processes, config.process_id, None
-    if launched := _launcher():
-        address = launched.address if address is None else address
-        processes = launched.processes if processes is None else processes
-        process = launched.process if process is None else process
-        local = launched.local_process
-    elif None in (address, processes, process) and not _not_in_a_step():
+    if launcher_place := _launcher_place():
+        address = launcher_place.address if address is None else address
+        processes = launcher_place.processes if processes is None else processes
+        process = launcher_place.process if process is None else process
+        local = launcher_place.local_process
+    elif None in (address, processes, process) and not _is_outside_slurm_step():
         address, processes, process, local = _ask_jax(
             address, processes, process, config.init_timeout_s
         )
@@ -66,10 +66,11 @@ def find_place(config: DistributedConfig) -> ProcessPlace | None:
         _refuse_one_of_several()
         return None
     if address is None or processes is None or process is None:
-        keys = {"coordinator_address": address, "num_processes": processes}
-        keys = [key for key, v in (keys | {"process_id": process}).items() if v is None]
+        values = {"coordinator_address": address, "num_processes": processes}
+        values["process_id"] = process
         rule = "is needed with the others: one of the three was given or found"
-        raise ConfigError([Mistake(f"distributed.{k}", None, rule) for k in keys])
+        missing = [key for key, value in values.items() if value is None]
+        raise ConfigError([Mistake(f"distributed.{k}", None, rule) for k in missing])
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
         rule = "must be host:port of process 0, say 10.0.0.1:8476"
@@ -79,19 +80,19 @@ def find_place(config: DistributedConfig) -> ProcessPlace | None:
         rule += "by these keys, or found in the launcher's variables"
         raise ConfigError([Mistake("distributed.process_id", process, rule)])
     return ProcessPlace(
-        address, processes, process, local if _one_device_each() else None
+        address, processes, process, local if _needs_one_device() else None
     )
 
 
-def _launcher() -> ProcessPlace | None:
-    """Read the variables of launchers that JAX does not know."""
+def _launcher_place() -> ProcessPlace | None:
+    """Return the place that the variables of launchers unknown to JAX describe."""
     for hosts, count, number in _LAUNCHERS:
         if {hosts, count, number} <= os.environ.keys():
             port = _number("JAX_COORDINATOR_PORT", _number("MASTER_PORT", _PORT))
-            # torchrun itself listens there; what only sets the variables does not.
+            # torchrun itself listens on this port; other launchers do not.
             port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             host = (os.environ[hosts].split() or [""])[0]
-            local = _number("LOCAL_RANK") if _several_here("LOCAL_WORLD_SIZE") else None
+            local = _number("LOCAL_RANK") if _shares_host("LOCAL_WORLD_SIZE") else None
             return ProcessPlace(
                 f"{host}:{port}", _number(count), _number(number), local
             )
@@ -101,29 +102,29 @@ def _launcher() -> ProcessPlace | None:
 def _ask_jax(
     address: str | None, processes: int | None, process: int | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, int | None]:
-    """Ask JAX for what is not known yet, and for the number on this host.
+    """Return the three values, completed by JAX, and the number on this host.
 
-    JAX would give each process under Slurm or Open MPI one GPU, and so leave the
-    others of the host idle where there is one process a host.
+    Under Slurm or Open MPI, JAX would give each process one GPU. If a host has only
+    one process, this would leave its other GPUs idle.
     """
     try:
-        address, processes, process, local = detect_place(
+        address, processes, process, ids = detect_place(
             address, processes, process, timeout_s
         )
     except Exception as error:  # many services are asked, and some may start later
         code = ABORTED if isinstance(error, OSError) else CRASHED
         message = f"the other processes were not found: {error}\nOr {_REMEDY}"
         raise Exit(code, message) from None
-    several = _several_here("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return address, processes, process, local[0] if local and several else None
+    several = _shares_host("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return address, processes, process, ids[0] if ids and several else None
 
 
-def _not_in_a_step() -> bool:
-    """Return, and warn, if this is the shell or the script of a larger Slurm job."""
+def _is_outside_slurm_step() -> bool:
+    """Return whether this is the script of a larger Slurm job; if so, warn."""
     env = os.environ
     if "OMPI_COMM_WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1":
         return False
-    # The shell of salloc may be a step, of one task, with the job's SLURM_NTASKS.
+    # The shell of salloc may be a step of one task that has the job's SLURM_NTASKS.
     if "SLURM_STEP_NODELIST" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         return False
     log.warning(
@@ -150,21 +151,21 @@ def _refuse_one_of_several() -> None:
         raise ConfigError([Mistake("distributed.process_id", None, rule)])
 
 
-def _several_here(*variables: str) -> bool:
-    """Return whether a host has several of the processes: `4`, `2(x3)`, `2,1`."""
+def _shares_host(*variables: str) -> bool:
+    """Return whether several processes share a host; counts are like `2(x3),1`."""
     counts = next((os.environ[name] for name in variables if name in os.environ), "1")
     return any(part.split("(")[0] != "1" for part in counts.split(","))
 
 
-def _one_device_each() -> bool:
-    """Return whether each process of a host must be given a device of its own here."""
+def _needs_one_device() -> bool:
+    """Return whether each process of a host must be restricted to one device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     single = len(visible.split(",")) == 1 and visible  # srun --gpus-per-task and others
     return not single and "JAX_LOCAL_DEVICE_IDS" not in os.environ
 
 
 def _number(variable: str, default: int = 0) -> int:
-    """Read a variable; raises ConfigError if it is not a number."""
+    """Return a variable as a number; raises ConfigError if it is not one."""
     value = os.environ.get(variable, str(default))
     if not value.isdigit():
         raise ConfigError([Mistake(variable, value, "must be a whole number")])

@@ -1,9 +1,9 @@
-"""The processes of a run: they find each other, and agree on what all must know.
+"""Connect the processes of a run, and let them agree on shared values.
 
-Before JAX connects the processes they meet at a rendezvous, so that one which never
-arrives is named: JAX's own time-out aborts without a word of who is missing. Afterwards
-small messages go through the key-value store of JAX's coordination service: they wait
-for no device, and any thread may send them.
+Before JAX connects the processes, they meet at a rendezvous that names the missing
+processes; JAX's own timeout aborts without naming them. Afterwards small messages go
+through the key-value store of JAX's coordination service: they wait for no device, and
+any thread may send them.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from data.errors import DataError
 from train.config import DistributedConfig
 from train.distributed.compat import key_values
 from train.distributed.detection import find_place
-from train.distributed.rendezvous import await_processes, join_processes, numbered
+from train.distributed.rendezvous import await_processes, join_processes, process_names
 from train.errors import ABORTED, WRONG_CONFIG, ConfigError, Exit, exit_code
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _FOREVER_S = 10 * 365 * 86400
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process among the others; where it is the only one nothing is sent."""
+    """One process, which exchanges values with the others; alone, it sends nothing."""
 
     process: int = 0
     processes: int = 1
@@ -45,11 +45,11 @@ class Cluster:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is process 0, which talks and writes."""
+        """Whether this is process 0, which logs and writes files."""
         return self.process == 0
 
     def set(self, key: str, value: str) -> bool:
-        """Set a key that all can read; False if it is taken."""
+        """Set a key that all processes can read; return False if it is already set."""
         try:
             key_values().key_value_set(f"{_PREFIX}/{key}", value)
         except jax.errors.JaxRuntimeError as error:
@@ -59,7 +59,7 @@ class Cluster:
         return True
 
     def get(self, key: str, timeout_s: float | None = None) -> str:
-        """Wait until the key is there, and read it; raises TimeoutError."""
+        """Wait until a key is set, and return its value; raises TimeoutError."""
         milliseconds = int(1000 * (timeout_s or _FOREVER_S))
         try:
             key = f"{_PREFIX}/{key}"
@@ -70,7 +70,7 @@ class Cluster:
             raise TimeoutError(f"{key} did not come within {timeout_s} s") from None
 
     def wait(self, barrier: str, timeout_s: float) -> bool:
-        """Wait for all at a barrier; False if some did not come."""
+        """Wait for all processes at a barrier; return False if some are missing."""
         if self.processes == 1:
             return True
         try:
@@ -80,10 +80,10 @@ class Cluster:
         return True
 
     def gather(self, key: str, value: str) -> list[str]:
-        """Return everybody's value on process 0, in order; [] on the others.
+        """Return the values of all processes, in order, on process 0; [] on the others.
 
         Raises:
-            Exit: some did not answer in time; they are named.
+            Exit: some processes did not answer in time; the message names them.
         """
         self.set(f"{key}/{self.process}", value)
         values, late = list[str](), list[int]()
@@ -92,17 +92,17 @@ class Cluster:
         deadline = time.monotonic() + self.timeout_s
         for process in range(self.processes):
             try:
-                left_s = max(0.001, deadline - time.monotonic())
-                values.append(self.get(f"{key}/{process}", left_s))
+                remaining_s = max(0.001, deadline - time.monotonic())
+                values.append(self.get(f"{key}/{process}", remaining_s))
             except TimeoutError:
                 late.append(process)
         if late:
             raise Exit(
                 ABORTED,
-                f"no answer from {numbered(late)} within "
+                f"no answer from {process_names(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
-        # Its memory would fill with the values of each save.
+        # Otherwise the values of each save would fill the store's memory.
         key_values().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
@@ -110,7 +110,7 @@ class Cluster:
         """Return on all processes the JSON value that a function returns on process 0.
 
         Raises:
-            Exit: on the others, with its code, when it failed on process 0.
+            Exit: on the others, with process 0's exit code, if process 0 failed.
         """
         return self.broadcast_progress(lambda beat: value(), lambda: None)
 
@@ -119,10 +119,10 @@ class Cluster:
         value: Callable[[Callable[[], object]], Any],
         beat: Callable[[], object],
     ) -> Any:
-        """Broadcast what may take long: the others wait as long as there is progress.
+        """Broadcast a slow value; the others wait as long as there is progress.
 
-        `value` is given a function to call whenever it has made progress; then `beat`
-        is called on all processes.
+        `value` receives a function to call after each progress; then all processes
+        call `beat`.
 
         Raises:
             Exit: as for `broadcast`; ABORTED if there was no progress for twice
@@ -133,16 +133,16 @@ class Cluster:
         key = f"broadcast/{next(self._rounds)}"
         if not self.is_leader:
             return self._await_answer(key, beat)
-        numbers, last = itertools.count(), time.monotonic()
+        numbers, answered_at = itertools.count(), time.monotonic()
 
         def answer(**content: Any) -> None:
             self.set(f"{key}/{next(numbers)}", json.dumps(content))
 
         def progress() -> None:
-            nonlocal last
+            nonlocal answered_at
             beat()
-            if time.monotonic() - last > self.timeout_s / 10:
-                last = time.monotonic()
+            if time.monotonic() - answered_at > self.timeout_s / 10:
+                answered_at = time.monotonic()
                 answer(working=True)
 
         try:
@@ -154,7 +154,7 @@ class Cluster:
         return result
 
     def _await_answer(self, key: str, beat: Callable[[], object]) -> Any:
-        """Wait for what process 0 broadcasts, as long as it makes progress."""
+        """Return the value that process 0 broadcasts; wait while it makes progress."""
         for number in itertools.count():
             try:  # process 0 may have to wait for others itself
                 answer = json.loads(self.get(f"{key}/{number}", 2 * self.timeout_s))
@@ -164,81 +164,81 @@ class Cluster:
                 raise Exit(ABORTED, message) from None
             beat()
             if "code" in answer:
-                raise Exit(answer["code"], "")  # process 0 says why
+                raise Exit(answer["code"], "")  # process 0 logs the reason
             if "value" in answer:
                 return answer["value"]
 
     def on_leader(self, action: Callable[[], T]) -> T | None:
-        """Run a function on process 0 only; the others wait until it has succeeded.
+        """Return a function's result on process 0; the others wait and return None.
 
         Raises:
-            Exit: on the others, with its code, when it failed on process 0.
+            Exit: on the others, with process 0's exit code, if process 0 failed.
         """
         done: list[T] = []
         self.broadcast(lambda: done.append(action()))
         return done[0] if done else None
 
     def first_error(self, error: str | None) -> str | None:
-        """Return on all processes the first one's error; None if there is none."""
+        """Return, on all processes, the first error of any process, if there is one."""
         if self.processes == 1:
             return error
-        return self._reduce(error or "", lambda all: next(filter(None, all), None))
+        return self._reduce(error or "", lambda texts: next(filter(None, texts), None))
 
     def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """Go on only if all processes can, and if their facts are the same.
+        """Check that `facts` succeeds on all processes, with equal results.
 
         Args:
-            facts: does this process' part; returns what must be the same everywhere.
+            facts: runs this process's checks, and returns what must be equal.
 
         Raises:
             Exit: on all processes; process 0's message says who failed or differs.
-            Exception: what `facts` raised on process 0, or on an only process.
+            Exception: what `facts` raised on process 0, or on a single process.
         """
         if self.processes == 1:
             facts()
             return
         failure: Exception | None = None
         try:
-            mine = {"facts": {**facts(), "host": socket.gethostname()}}
+            report = {"facts": {**facts(), "host": socket.gethostname()}}
         except Exception as error:
             failure = error
-            mine = {"code": exit_code(error), "error": _message(error)}
+            report = {"code": exit_code(error), "error": _message(error)}
 
         def verdict(texts: list[str]) -> None:
             if failure is not None:
                 raise failure  # a mistake that all processes share is reported once
-            values = [json.loads(text) for text in texts]
-            if failed := {p: a for p, a in enumerate(values) if "code" in a}:
-                lines = [f"process {p}: {a['error']}" for p, a in failed.items()]
+            reports = [json.loads(text) for text in texts]
+            if failed := {p: r for p, r in enumerate(reports) if "code" in r}:
+                lines = [f"process {p}: {r['error']}" for p, r in failed.items()]
                 raise Exit(next(iter(failed.values()))["code"], "\n".join(lines))
-            if differing := _differences([answer["facts"] for answer in values]):
+            if differing := _differences([report["facts"] for report in reports]):
                 rule = "must be the same on all processes:"
                 raise Exit(WRONG_CONFIG, "\n".join([rule, *differing]))
 
-        self._reduce(json.dumps(mine), verdict)
+        self._reduce(json.dumps(report), verdict)
 
-    def _reduce(self, mine: str, verdict: Callable[[list[str]], T]) -> T:
-        """Return on all processes what process 0 makes of the values of all."""
+    def _reduce(self, value: str, verdict: Callable[[list[str]], T]) -> T:
+        """Return, on all processes, the verdict of process 0 on the values of all."""
         key = f"reduce/{next(self._rounds)}"
         if not self.is_leader:
-            self.gather(key, mine)
-        return self.broadcast(lambda: verdict(self.gather(key, mine)))
+            self.gather(key, value)
+        return self.broadcast(lambda: verdict(self.gather(key, value)))
 
 
 def _differences(facts: list[dict[str, str]]) -> list[str]:
-    """Return lines of who has what of each fact that differs, the many first."""
+    """Return lines with the values of each differing fact, the most common first."""
     lines = []
     for name in dict.fromkeys(key for fact in facts for key in fact if key != "host"):
         holders: dict[str, list[int]] = {}
         for process, fact in enumerate(facts):
             holders.setdefault(fact.get(name, "nothing"), []).append(process)
         if len(holders) > 1:
-            most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
+            common_first = sorted(holders.items(), key=lambda item: -len(item[1]))
             lines.append(f"  {name}:")
             lines += [
-                f"    {value} on {numbered(processes)} "
+                f"    {value} on {process_names(processes)} "
                 f"(host {facts[processes[0]]['host']})"
-                for value, processes in most_first
+                for value, processes in common_first
             ]
     return lines
 
@@ -248,32 +248,32 @@ def _message(error: Exception) -> str:
     return str(error) if expected else f"{type(error).__name__}: {error}"
 
 
-def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
+def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Cluster:
     """Find the other processes and connect to them.
 
     Must run before anything asks JAX for a device.
 
     Args:
-        config: how to find them, where that is not to be seen from the environment.
-        all_here: called when they have all arrived: from then on they wait for each
-            other without a word, and none may leave alone.
+        config: overrides what the environment says about the processes.
+        on_all_arrived: called when all have arrived. From then on they wait for each
+            other, and no process may exit alone.
 
     Raises:
         ConfigError: keys and variables are not enough, or contradict each other.
-        Exit: not all processes arrived in time; those missing are named.
+        Exit: not all processes arrived in time; the message names the missing ones.
     """
-    membership = find_place(config)
-    if membership is None:
+    place = find_place(config)
+    if place is None:
         return Cluster()
-    address, processes, process, local_process = membership
+    address, processes, process, local_process = place
     if process == 0:
         await_processes(address, processes, config.init_timeout_s)
     else:
         join_processes(address, process, processes, config.init_timeout_s)
-    all_here()
+    on_all_arrived()
     # mpirun gives process 0 an invisible terminal of 80 columns, which breaks tables.
     os.environ["TTY_COMPATIBLE"] = "0"
-    # Its handler of SIGTERM would take the place of ours (distributed/preemption.py).
+    # JAX's SIGTERM handler would replace the one of distributed/preemption.py.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         address,
@@ -290,10 +290,10 @@ def join(config: DistributedConfig, all_here: Callable[[], None]) -> Cluster:
 
 
 def _log_warnings_only(process: int) -> None:
-    """Leave only warnings of this process, each with its number and host."""
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (to the end of the program)
+    """Log only warnings of this process, each with its number and host."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (open until the program ends)
     sender = f"process {process} on {socket.gethostname()}"
-    form = f"%(asctime)s %(levelname)s [{sender}] %(message)s"
+    line_format = f"%(asctime)s %(levelname)s [{sender}] %(message)s"
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)
-        handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
+        handler.setFormatter(logging.Formatter(line_format, "%H:%M:%S"))

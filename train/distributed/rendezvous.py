@@ -2,8 +2,8 @@
 
 Process 0 listens where JAX's coordinator will listen right after, so no second port is
 needed. Each process sends its number, and gets an answer. When all have arrived, when
-the time is over, or when one of them leaves, all are informed. A client that sends
-something else, or nothing, is no process of the run and delays no one.
+the time is over, or when a process leaves, all are informed. A client that sends
+something else, or nothing, is not a process of the run and delays no process.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _RETRY_S = 0.2
 _REMIND_S = 30.0
 _TAKEN_S = 120.0  # how long an earlier start may hold the port (above a heartbeat)
 _GRACE_S = 5.0  # how long process 0 has to tell the others that the time is over
-_OTHER_FILES = 512  # that process 0 may open
+_OTHER_FILES = 512  # files that process 0 may open besides connections
 _HEARD = {"heard": True}
 _STRANGER = (
     "Something else answers there: a run that has begun with another process of this "
@@ -35,10 +35,10 @@ Arrived = dict[int, tuple[socket.socket, str]]  # connection and host, by number
 
 
 def await_processes(address: str, processes: int, timeout_s: float) -> None:
-    """Wait for all others, as process 0, and let them go on.
+    """Wait, as process 0, until all others have arrived, and let them go on.
 
     Raises:
-        Exit: not all came in time, two came as one, or one left; they are named.
+        Exit: a process is missing, left, or has the number of another; all are named.
     """
     _allow_open_files(processes + _OTHER_FILES)
     arrived: Arrived = {}
@@ -53,7 +53,7 @@ def await_processes(address: str, processes: int, timeout_s: float) -> None:
     finally:
         for connection, _ in arrived.values():
             with connection:
-                _tell(connection, verdict)
+                _send(connection, verdict)
 
 
 def join_processes(
@@ -62,46 +62,46 @@ def join_processes(
     """Report to process 0, and wait for the others.
 
     Raises:
-        Exit: process 0 cannot be reached, leaves, or tells who is missing;
-            WRONG_CONFIG, if something else answers at its address all the time.
+        Exit: process 0 cannot be reached, leaves, or names missing processes;
+            WRONG_CONFIG, if only another program answers at its address.
     """
-    began, reminded, heard = time.monotonic(), False, False
+    began, has_warned, is_acknowledged = time.monotonic(), False, False
     hello = json.dumps({"process": process, "processes": processes}) + "\n"
     host, _, port = address.rpartition(":")
     while True:
-        waited_s, stranger = time.monotonic() - began, False
+        waited_s, is_stranger = time.monotonic() - began, False
         try:
             with socket.create_connection((host.strip("[]"), int(port)), 5) as server:
                 server.sendall(hello.encode())
-                server.settimeout(timeout_s + _GRACE_S)  # process 0 may have come late
-                # The coordinator of a run that has begun, say, does not speak JSON.
-                stranger = server.recv(1, socket.MSG_PEEK) not in (b"", b"{")
+                server.settimeout(timeout_s + _GRACE_S)  # process 0 may start late
+                # A stranger, like the coordinator of a started run, does not send JSON.
+                is_stranger = server.recv(1, socket.MSG_PEEK) not in (b"", b"{")
                 lines = server.makefile()
-                if stranger:
+                if is_stranger:
                     raise ValueError("another program answers")
-                heard = json.loads(lines.readline()) == _HEARD
+                is_acknowledged = json.loads(lines.readline()) == _HEARD
                 verdict = json.loads(lines.readline())
                 break
         except (OSError, ValueError) as error:
-            if heard:
+            if is_acknowledged:
                 reason = "process 0 left while the others were waited for"
                 raise Exit(ABORTED, f"process {process}: {reason}") from None
             if waited_s > timeout_s:
                 reason = f"process {process}: process 0 could not be reached at "
                 reason += f"{address} within distributed.init_timeout_s={timeout_s:.0f}"
-                if stranger:
+                if is_stranger:
                     raise Exit(WRONG_CONFIG, f"{reason}. {_STRANGER}") from None
                 raise Exit(ABORTED, f"{reason} ({error})") from None
-            if waited_s > _REMIND_S and not reminded:
+            if waited_s > _REMIND_S and not has_warned:
                 log.warning("process %d: no sign of %s (%s)", process, address, error)
-                reminded = True
+                has_warned = True
             time.sleep(_RETRY_S)
     if "code" in verdict:
         raise Exit(verdict["code"], f"process {process}: {verdict['wrong']}")
 
 
-def numbered(processes: Iterable[int]) -> str:
-    """Format numbers: `process 3`, `processes 3, 5, 6`, the first ten of many."""
+def process_names(processes: Iterable[int]) -> str:
+    """Format numbers as `process 3` or `processes 3, 5, 6`, at most ten of them."""
     numbers = sorted(processes)
     more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
     listed = ", ".join(map(str, numbers[:10]))
@@ -109,7 +109,7 @@ def numbered(processes: Iterable[int]) -> str:
 
 
 def _allow_open_files(needed: int) -> None:
-    """Raise the limit, often 1,024: process 0 holds a connection to every other."""
+    """Raise the limit of open files, often 1,024, for a connection to each process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -147,59 +147,59 @@ def _listen(address: str, processes: int) -> socket.socket:
 def _await_all(
     server: socket.socket, arrived: Arrived, processes: int, timeout_s: float
 ) -> None:
-    deadline, remind = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
-    with selectors.DefaultSelector() as ready:
-        ready.register(server, selectors.EVENT_READ)
+    deadline, remind_at = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
         while len(arrived) < processes - 1:
             now = time.monotonic()
-            if now > min(deadline, remind):
-                missing = numbered({*range(1, processes)} - arrived.keys())
+            if now > min(deadline, remind_at):
+                missing = process_names({*range(1, processes)} - arrived.keys())
                 if now > deadline:
                     message = f"no sign of {missing} of {processes} within "
                     message += f"distributed.init_timeout_s={timeout_s:.0f}"
                     raise Exit(ABORTED, message)
                 log.warning("waiting for %s of %d", missing, processes)
-                remind = now + _REMIND_S
-            for key, _ in ready.select(min(deadline, remind) - now + 0.01):
+                remind_at = now + _REMIND_S
+            for key, _ in selector.select(min(deadline, remind_at) - now + 0.01):
                 if key.fileobj is server:
-                    with contextlib.suppress(OSError):  # it may be gone again
+                    with contextlib.suppress(OSError):  # the client may be gone again
                         connection, (host, *_) = server.accept()
                         connection.setblocking(False)
-                        ready.register(connection, selectors.EVENT_READ, host)
+                        selector.register(connection, selectors.EVENT_READ, host)
                 else:
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
                     if not _hear(connection, key.data, arrived, processes):
-                        ready.unregister(connection)
+                        selector.unregister(connection)
                         connection.close()
 
 
 def _hear(
     connection: socket.socket, host: str, arrived: Arrived, processes: int
 ) -> bool:
-    """Register a process that says hello; False if it is none of ours.
+    """Register a process that says hello; return False if it is not of this run.
 
     Raises:
-        Exit: it cannot be, or it had been heard before and has left.
+        Exit: its number cannot be right, or a registered process has left.
     """
     try:
-        # A hello is small enough not to come in parts.
+        # A hello is small enough to arrive in one piece.
         hello = json.loads(connection.recv(1024))
         number, total = int(hello["process"]), int(hello["processes"])
     except (OSError, ValueError, KeyError, TypeError):
-        for number, (known, _) in arrived.items():
-            if known is connection:
+        for number, (registered, _) in arrived.items():
+            if registered is connection:
                 message = f"process {number} on {host} left while the others were "
                 raise Exit(ABORTED, f"{message}waited for") from None
         return False
-    _tell(connection, _HEARD)
+    _send(connection, _HEARD)
     if total != processes or not 0 < number < processes or number in arrived:
         first_host = arrived[number][1] if number in arrived else "process 0's host"
         reason = f"there is one of that number already, on {first_host}"
         if total != processes:
             reason = f"there are {processes} processes"
         message = f"process {number} of {total} came from {host}, but {reason}"
-        arrived[-1] = connection, host  # it is informed too
+        arrived[-1] = connection, host  # gets the verdict too
         raise Exit(
             WRONG_CONFIG,
             f"{message}. Give all processes the same distributed.num_processes, each "
@@ -209,7 +209,7 @@ def _hear(
     return True
 
 
-def _tell(connection: socket.socket, answer: Mapping[str, object]) -> None:
+def _send(connection: socket.socket, answer: Mapping[str, object]) -> None:
     try:
         connection.sendall(json.dumps(answer).encode() + b"\n")
     except OSError:

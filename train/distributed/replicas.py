@@ -1,10 +1,10 @@
-"""Silent corruption, found by comparing what should be copies.
+"""Find silent corruption by comparing the replicas of each array.
 
-Devices that differ only in mesh axes on which an array is not split hold the same part
-of it. Each sums up its own part; where the sums of copies differ, not all of them are
-what was computed. A change of one number in a part changes its sum for certain, any
-other change but for a chance of one in 2**32. What no second device holds is not
-looked at.
+Devices that differ only in mesh axes along which an array is replicated hold the same
+shard. Each device computes a checksum of its shard; if the checksums of replicas
+differ, a replica is corrupt. A change of one number always changes the checksum. Any
+other change is missed with a probability of 2**-32. Shards that only one device holds
+are not checked.
 """
 
 import math
@@ -20,38 +20,39 @@ from train.optimizer.rounding import entry_ids, hash_bits
 
 
 class Finding(NamedTuple):
-    """A device whose part of an array is not what its copies are."""
+    """A device whose shard of an array differs from its replicas."""
 
     array: str
     device: int  # its id
     process: int
-    place: dict[str, int]  # coordinates on the mesh axes of more than one device
-    certain: bool  # False: it, or those that it differs from
+    place: dict[str, int]  # coordinates on the mesh axes with more than one device
+    certain: bool  # False: this replica or another is corrupt
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={index}" for axis, index in self.place.items())
-        unlike = "its copies" if self.certain else "a copy; either may be wrong"
+        others = "its copies" if self.certain else "a copy; either may be wrong"
         return (
             f"{self.array} on device {self.device} of process {self.process} ({axes}) "
-            f"differs from {unlike}"
+            f"differs from {others}"
         )
 
 
 def make_checksums(state: Any, mesh: Mesh):
-    """Build `checksums(state)`: uint32 [arrays with copies, devices], replicated.
+    """Return a jitted `checksums(state)`; None if no array is replicated.
 
-    From `jax.ShapeDtypeStruct` leaves with their shardings; None: no array has copies.
+    It returns replicated uint32 [replicated arrays, devices]. The leaves of `state` may
+    be `jax.ShapeDtypeStruct` with shardings.
     """
     shardings = copied(state)
     if not shardings:
         return None
 
-    def of_device(*parts: jax.Array) -> jax.Array:
-        return jnp.stack([_checksum(part) for part in parts])[:, None]
+    def local_checksums(*shards: jax.Array) -> jax.Array:
+        return jnp.stack([_checksum(shard) for shard in shards])[:, None]
 
-    # In here each device reads its own: to XLA these are not copies of each other.
-    of_devices = jax.shard_map(
-        of_device,
+    # Each device reads its own shard, so XLA cannot assume that replicas are equal.
+    all_checksums = jax.shard_map(
+        local_checksums,
         mesh=mesh,
         in_specs=tuple(sharding.spec for sharding in shardings.values()),
         out_specs=PartitionSpec(None, mesh.axis_names),
@@ -60,7 +61,7 @@ def make_checksums(state: Any, mesh: Mesh):
     def checksums(state: Any) -> jax.Array:
         arrays = dict(named(state))
         space = jax.memory.Space.Device
-        return of_devices(*(jax.device_put(arrays[n], space) for n in shardings))
+        return all_checksums(*(jax.device_put(arrays[n], space) for n in shardings))
 
     return jax.jit(
         checksums,
@@ -70,32 +71,31 @@ def make_checksums(state: Any, mesh: Mesh):
 
 
 def copied(state: Any) -> dict[str, NamedSharding]:
-    """Return the shardings of the arrays of which devices hold copies, by name."""
-    return {
-        name: leaf.sharding for name, leaf in named(state) if _copy_axes(leaf.sharding)
-    }
+    """Return the shardings of the arrays that have replicas, by name."""
+    leaves = named(state)
+    return {n: leaf.sharding for n, leaf in leaves if _replica_axes(leaf.sharding)}
 
 
 def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
-    """Return the devices that differ from most of their copies.
+    """Return the devices whose shard differs from the majority of its replicas.
 
-    Where none are most, as of two copies, all are named, and none as certain. The
-    checksums are what `make_checksums(state, mesh)` computes.
+    Without a majority, as with two replicas, all are returned, and none is certain.
+    The function that `make_checksums(state, mesh)` returns computes the checksums.
     """
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    device_numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
     findings = []
     for sums, (name, sharding) in zip(
         np.asarray(checksums), copied(state).items(), strict=True
     ):
-        axes = _copy_axes(sharding)
-        num_copies = math.prod(mesh.devices.shape[axis] for axis in axes)
-        last = range(-len(axes), 0)
-        copies = np.moveaxis(numbers, axes, last).reshape(-1, num_copies)
-        for group in copies[(sums[copies] != sums[copies[:, :1]]).any(axis=1)]:
+        axes = _replica_axes(sharding)
+        count = math.prod(mesh.devices.shape[axis] for axis in axes)
+        last_axes = range(-len(axes), 0)
+        replicas = np.moveaxis(device_numbers, axes, last_axes).reshape(-1, count)
+        for group in replicas[(sums[replicas] != sums[replicas[:, :1]]).any(axis=1)]:
             values, counts = np.unique(sums[group], return_counts=True)
-            majority = values[counts == counts.max()]
-            certain = len(majority) == 1
-            deviating = group[sums[group] != majority[0]] if certain else group
+            most_common = values[counts == counts.max()]
+            certain = len(most_common) == 1
+            deviating = group[sums[group] != most_common[0]] if certain else group
             findings += [_finding(name, mesh, number, certain) for number in deviating]
     return findings
 
@@ -109,38 +109,38 @@ def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
 
 
 def flip(state: Any, array: str, device: int) -> Any:
-    """Flip the lowest bit of what a device holds of an array, as a defect would.
+    """Return the state with one bit flipped in a device's shard of an array.
 
-    For drills. Nothing happens on processes that do not own the device.
+    Drills use this. Nothing changes on processes that do not own the device.
     """
 
-    def part(shard: Any) -> jax.Array:
+    def local_data(shard: Any) -> jax.Array:
         if shard.device.id != device:
             return shard.data
         numbers = np.array(shard.data)
         numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # the last element
         return jax.device_put(numbers, shard.data.sharding)
 
-    def flipped(path: Any, leaf: jax.Array) -> jax.Array:
+    def flip_leaf(path: Any, leaf: jax.Array) -> jax.Array:
         if jax.tree_util.keystr(path, simple=True, separator=".") != array:
             return leaf
-        parts = [part(shard) for shard in leaf.addressable_shards]
+        shards = [local_data(shard) for shard in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(
-            leaf.shape, leaf.sharding, parts
+            leaf.shape, leaf.sharding, shards
         )
 
-    return jax.tree_util.tree_map_with_path(flipped, state)
+    return jax.tree_util.tree_map_with_path(flip_leaf, state)
 
 
-def _copy_axes(sharding: NamedSharding) -> list[int]:
-    """Return the numbers of the mesh axes along which devices hold copies."""
+def _replica_axes(sharding: NamedSharding) -> list[int]:
+    """Return the indices of the mesh axes along which an array is replicated."""
     splitting = set(jax.tree.leaves(tuple(sharding.spec)))
     axes = enumerate(sharding.mesh.shape.items())
     return [n for n, (axis, size) in axes if size > 1 and axis not in splitting]
 
 
-def _checksum(part: jax.Array) -> jax.Array:
-    """Sum up the mixed bits of all numbers, each mixed with its place."""
-    bits = part.view(f"uint{8 * part.dtype.itemsize}")
-    numbers = hash_bits(bits.astype(jnp.uint32) ^ entry_ids(part.shape))
+def _checksum(shard: jax.Array) -> jax.Array:
+    """Return the sum of the hashed bits of all numbers, each hashed with its index."""
+    bits = shard.view(f"uint{8 * shard.dtype.itemsize}")
+    numbers = hash_bits(bits.astype(jnp.uint32) ^ entry_ids(shard.shape))
     return jnp.sum(numbers, dtype=jnp.uint32)

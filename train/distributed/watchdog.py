@@ -32,14 +32,14 @@ from etils import epath
 from train.config import WatchdogConfig
 from train.distributed import watchdog_process
 
-_RECENT = 20  # the number of recent steps whose times give the current step time
+_RECENT = 20  # the number of recent log intervals whose median is the pace
 _STDERR = 2
 
 
 class Watchdog:
-    """One process's watchdog, from its making to `close`; the first phase is `init`.
+    """Watches this process until `close`; the first phase is `init`.
 
-    For the thread that trains alone.
+    Only the thread that trains may use it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Watchdog:
         process: int,
         processes: int,
     ):
-        """Start to watch; where that is not enabled, all of this does nothing.
+        """Start to watch; if the config disables this, no method has an effect.
 
         Reports and stacks go to `stacks` in the run's absolute folder.
         """
@@ -76,10 +76,10 @@ class Watchdog:
             self._child = _start(self._memory, process, processes, f"{folder}/stacks")
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Enter a phase, one of `watchdog_process.PHASES`: its time begins now.
+        """Enter a phase of `watchdog_process.PHASES`, and restart its deadline.
 
-        `data`, waiting for a batch, and `log`, what follows a step, may take as long
-        as `step`. The number of completed updates is given if it has changed.
+        `data` (the wait for a batch) and `log` (the work after a step) may take as long
+        as `step`. `step` is the number of completed updates; None if unchanged.
         """
         self._phase = name
         self._number = watchdog_process.PHASES.index(name)
@@ -87,16 +87,16 @@ class Watchdog:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Enter a phase for the length of the block, then the one before again."""
+        """Enter a phase for the duration of the block, then the previous phase."""
         previous_phase = self._phase
         self.phase(name)
         yield
         self.phase(previous_phase)
 
     def beat(self, step: int | None = None) -> None:
-        """Record progress, which restarts the time of the phase.
+        """Record progress, which restarts the deadline of the phase.
 
-        A write to memory, without a system call: cheap enough for each step.
+        It only writes to memory, without a system call: cheap enough for each step.
         """
         self._beats += 1
         self._step = self._step if step is None else step
@@ -106,10 +106,10 @@ class Watchdog:
         )
 
     def pace(self, seconds_per_log_interval: float) -> None:
-        """Allow steps a multiple of what they take at present, if that is more."""
+        """Allow steps a multiple of the recent log intervals, if that is more."""
         self._paces.append(seconds_per_log_interval)
-        usual = self._config.step_timeout_factor * statistics.median(self._paces)
-        allowed = max(self._config.step_timeout_s, usual)
+        multiple = self._config.step_timeout_factor * statistics.median(self._paces)
+        allowed = max(self._config.step_timeout_s, multiple)
         self._allowed |= dict.fromkeys(("log", "data", "step"), allowed)
         self.beat()
 
@@ -124,7 +124,7 @@ class Watchdog:
 
 
 def _shared_memory() -> BinaryIO:
-    """Open a nameless file to share; not on a disk, for a beat must never wait."""
+    """Return an anonymous file in memory, because a beat must not wait for a disk."""
     if hasattr(os, "memfd_create"):
         file = os.fdopen(os.memfd_create("watchdog"), "w+b", buffering=0)
     else:  # macOS
@@ -135,18 +135,18 @@ def _shared_memory() -> BinaryIO:
 
 
 def _dump_stacks_to(file: BinaryIO) -> None:
-    """Write all threads' stacks when asked to, and when the process is aborted.
+    """Write the stacks of all threads on the signal DUMP and when the process aborts.
 
-    In C, on the spot: also while a thread keeps the interpreter's lock for ever.
+    They are written in C at once, even while a thread holds the GIL forever.
     """
     if os.getpid() == 1:
         # The kernel spares a container's first process each signal that it does not
-        # handle, SIGKILL too; faulthandler calls this handler last. Exit code 6.
+        # handle, even SIGKILL. faulthandler calls this handler last. Exit code 6.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc._exit)
     # All others, and the watchdog, die with the first process of a container.
-    all_die = 1 in (os.getpid(), os.getppid())
-    faulthandler.enable(_STDERR if all_die else file)
+    ends_container = 1 in (os.getpid(), os.getppid())
+    faulthandler.enable(_STDERR if ends_container else file)
     faulthandler.register(watchdog_process.DUMP, file)
 
 
@@ -156,10 +156,10 @@ def _start(
     program = str(Path(watchdog_process.__file__))
     numbers = (os.getpid(), memory.fileno(), process, processes)
     return subprocess.Popen(
-        # -P: modules beside the program must not hide those of other packages.
+        # -P: modules next to the program must not hide those of other packages.
         [sys.executable, "-P", program, *map(str, numbers), folder],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[memory.fileno()],
-        start_new_session=True,  # out of reach of Ctrl-C
+        start_new_session=True,  # Ctrl-C does not reach it
     )

@@ -5,7 +5,7 @@
 It imports only the standard library until there is something to write, and shares only
 a piece of memory with the trainer. Whatever blocks the trainer (the lock of the
 interpreter, a full pipe, dead storage) blocks the watchdog for at most `_PATIENCE_S`.
-It ends when the trainer ends, in whatever way.
+It ends when the trainer ends, however that happens.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from typing import Any, NamedTuple
 
 # The first page of the memory; the stacks that `faulthandler` writes follow it.
 LAYOUT = struct.Struct("=qqqd")  # beats, phase, step, seconds allowed
-# Ordered as in a run: of two processes at one step, the one in an earlier phase is
-# late.
+# Ordered as in a run: if two processes are at the same step, the one in the earlier
+# phase is late.
 PHASES = ("init", "restore", "compile", "log", "eval", "save", "data", "step")
 DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 
 _TICK_S = 0.25
 _PATIENCE_S = 30.0  # the longest wait for storage or for a reader of our messages
-_OTHERS_S = 2.0  # until the other processes have seen it too
+_OTHERS_S = 2.0  # until the other processes have reported the stall
 _ABORT_S = 5.0
-_NAMED = 8  # processes in a message
+_MAX_NAMED = 8  # processes in a message
 
 
 class WatchedTrainer(NamedTuple):
     """The process to watch."""
 
-    pid: int  # our parent
-    memory: int  # an open file
+    pid: int  # the parent of this process
+    memory: int  # the descriptor of the shared file
     process: int
     processes: int
     folder: str  # the folder of stacks and reports
@@ -63,40 +63,40 @@ class Stall(NamedTuple):
 
 
 def main(trainer: WatchedTrainer) -> None:
-    """Watch a trainer until it is gone, or end it."""
+    """Watch a trainer until it ends, and end it if it stalls."""
     began = time.monotonic()
-    # A scheduler may signal every process; what to do is the trainer's affair.
+    # A scheduler may signal every process, but only the trainer should react.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     stall = watch(trainer)
     if stall:
         _send(trainer, signal.SIGCONT, DUMP)
-        _say(trainer, str(stall), lambda: report(trainer, stall, began))
+        _print(trainer, str(stall), lambda: report(trainer, stall, began))
         end(trainer)
     elif _stacks(trainer):
-        about = f"process {trainer.process} was aborted"
-        _say(trainer, about, lambda: f". Stacks: {_keep_stacks(trainer)}")
+        message = f"process {trainer.process} was aborted"
+        _print(trainer, message, lambda: f". Stacks: {_keep_stacks(trainer)}")
 
 
 def watch(trainer: WatchedTrainer) -> Stall | None:
-    """Wait until the trainer is gone (None), or its time is up."""
+    """Return the stall of the trainer; None if it ends without one."""
     page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
-    last_beat, silent, last = None, 0.0, time.monotonic()
+    last_beat, silent_s, last_tick = None, 0.0, time.monotonic()
     while os.getppid() == trainer.pid:
-        # A longer tick means that this process was stopped: with it, the machine.
+        # A longer tick means that the process was suspended, as when a machine sleeps.
         now = time.monotonic()
-        silent, last = silent + min(now - last, 1.0), now
+        silent_s, last_tick = silent_s + min(now - last_tick, 1.0), now
         # A half-written beat is a sign of life too.
         _, phase, step, allowed = beat = LAYOUT.unpack_from(page)
         if beat != last_beat:
-            last_beat, silent = beat, 0.0
-        elif silent > allowed:
+            last_beat, silent_s = beat, 0.0
+        elif silent_s > allowed:
             return Stall(
                 process=trainer.process,
                 host=socket.gethostname(),
                 phase=PHASES[phase],
                 step=step,
-                seconds=silent,
+                seconds=silent_s,
                 allowed=allowed,
             )
         time.sleep(_TICK_S)
@@ -104,44 +104,44 @@ def watch(trainer: WatchedTrainer) -> Stall | None:
 
 
 def report(trainer: WatchedTrainer, stall: Stall, began: float) -> str:
-    """Write stall and stacks to the folder, and return who is behind."""
-    files = _open(trainer.folder)
-    mine = f"{trainer.folder}/process{stall.process}.json"
-    files.pipe_file(mine, json.dumps(stall._asdict()).encode())
+    """Write the stall and the stacks, and return the late processes as text."""
+    storage = _make_folder(trainer.folder)
+    own_report = f"{trainer.folder}/process{stall.process}.json"
+    storage.pipe_file(own_report, json.dumps(stall._asdict()).encode())
     age = time.monotonic() - began
     time.sleep(_OTHERS_S)
     stacks = _keep_stacks(trainer)
     if trainer.processes == 1:
         return f". Stacks: {stacks}"
-    # Older ones are of earlier starts; the storage's clock is the same for all hosts.
-    since = files.modified(mine).timestamp() - age
+    # Older reports are of earlier starts. All hosts compare by the storage's clock.
+    since = storage.modified(own_report).timestamp() - age
 
     def read(path: str) -> bytes:
-        fresh = path.endswith(".json") and files.modified(path).timestamp() >= since
-        return files.cat_file(path) if fresh else b""
+        fresh = path.endswith(".json") and storage.modified(path).timestamp() >= since
+        return storage.cat_file(path) if fresh else b""
 
     with ThreadPoolExecutor(32) as threads:
-        reports = threads.map(read, files.ls(trainer.folder, detail=False))
+        reports = threads.map(read, storage.ls(trainer.folder, detail=False))
     stalls = [Stall(**json.loads(text)) for text in reports if text]
     return f"; behind: {behind(stalls, trainer.processes)}. Stacks: {stacks}"
 
 
 def behind(stalls: list[Stall], processes: int) -> str:
     """Return the names of the processes that the others wait for."""
-    places = {stall: (stall.step, PHASES.index(stall.phase)) for stall in stalls}
-    first = min(places.values())
-    last = [
+    positions = {stall: (stall.step, PHASES.index(stall.phase)) for stall in stalls}
+    earliest = min(positions.values())
+    late = [
         f"process {s.process} on host {s.host} (phase {s.phase}, step {s.step})"
         for s in sorted(stalls)
-        if places[s] == first
+        if positions[s] == earliest
     ]
     silent = sorted({*range(processes)} - {stall.process for stall in stalls})
-    names = _few(last) if len(last) < len(stalls) else "none, all heard of are here"
-    return names + (f"; not heard of: process {_few(silent)}" if silent else "")
+    names = _listing(late) if len(late) < len(stalls) else "none, all heard of are here"
+    return names + (f"; not heard of: process {_listing(silent)}" if silent else "")
 
 
 def end(trainer: WatchedTrainer) -> None:
-    """Abort it, or kill it if that does not help."""
+    """Abort the trainer, or kill it if it does not end."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         _send(trainer, number, signal.SIGCONT)
         deadline = time.monotonic() + _ABORT_S
@@ -155,12 +155,12 @@ def _send(trainer: WatchedTrainer, *numbers: int) -> None:
             os.kill(trainer.pid, number)
 
 
-def _say(trainer: WatchedTrainer, message: str, more: Callable[[], str]) -> None:
-    """Print a message and what `more` adds; if that fails or hangs, the stacks."""
+def _print(trainer: WatchedTrainer, message: str, more: Callable[[], str]) -> None:
+    """Print a message and the text of `more`, or the stacks if that fails or hangs."""
     threads = ThreadPoolExecutor()
     try:
         message += threads.submit(more).result(_PATIENCE_S)
-    except Exception as error:  # whatever a storage raises
+    except Exception as error:  # each storage raises its own errors
         stacks = _stacks(trainer).decode()
         message += f". {trainer.folder} does not answer: {error!r}. Stacks:\n{stacks}"
     line = f"\nwatchdog: {message}\n".encode()
@@ -169,23 +169,23 @@ def _say(trainer: WatchedTrainer, message: str, more: Callable[[], str]) -> None
 
 
 def _keep_stacks(trainer: WatchedTrainer) -> str:
-    """Write the stacks to a file of their own, and give its place."""
+    """Write the stacks to a new file, and return its path."""
     stacks = _stacks(trainer)
     if not stacks:
         return "none, the process did not react"
-    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    path = f"{trainer.folder}/{now}-process{trainer.process}.txt"
-    _open(trainer.folder).pipe_file(path, stacks)
+    timestamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    path = f"{trainer.folder}/{timestamp}-process{trainer.process}.txt"
+    _make_folder(trainer.folder).pipe_file(path, stacks)
     return path
 
 
-def _open(folder: str) -> Any:
-    """Make a folder, on a disk or far away, and give its file system."""
+def _make_folder(folder: str) -> Any:
+    """Create a local or remote folder, and return its file system."""
     from fsspec.core import url_to_fs
 
-    files, path = url_to_fs(folder)
-    files.makedirs(path, exist_ok=True)
-    return files
+    storage, path = url_to_fs(folder)
+    storage.makedirs(path, exist_ok=True)
+    return storage
 
 
 def _stacks(trainer: WatchedTrainer) -> bytes:
@@ -194,13 +194,13 @@ def _stacks(trainer: WatchedTrainer) -> bytes:
     return os.pread(trainer.memory, size, mmap.PAGESIZE)
 
 
-def _few(names: Sequence[object]) -> str:
-    num_omitted = len(names) - _NAMED
-    text = ", ".join(map(str, names[:_NAMED]))
+def _listing(names: Sequence[object]) -> str:
+    num_omitted = len(names) - _MAX_NAMED
+    text = ", ".join(map(str, names[:_MAX_NAMED]))
     return f"{text} and {num_omitted} more" if num_omitted > 0 else text
 
 
 if __name__ == "__main__":
     pid, memory, process, processes = map(int, sys.argv[1:5])
     main(WatchedTrainer(pid, memory, process, processes, sys.argv[5]))
-    os._exit(0)  # whatever may still hang
+    os._exit(0)  # even if a thread still hangs

@@ -1,1 +1,1 @@
-"""Judging a model: its loss on held-out text, and what a finished run has to show."""
+"""Score a model: loss on held-out text, tasks, and the results of a finished run."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from train.distributed.processes import Cluster
 
 log = logging.getLogger(__name__)
-_OF_SETS = ("sets", "num_batches")
-_OF_TASKS = ("task_path", "limit", "num_fewshot")
+_SET_KEYS = ("sets", "num_batches")
+_TASK_KEYS = ("task_path", "limit", "num_fewshot")
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,26 @@ class EvaluateConfig:
 
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[Mistake]:
-    """List the mistakes: no run, or keys that do not go together."""
-    mistakes, usual = must_name_run(config), EvaluateConfig()
-    rule = "is for tasks alone; name some: tasks=[hellaswag]"
+    """List mistakes: a missing run, or keys that cannot be combined."""
+    mistakes, defaults = must_name_run(config), EvaluateConfig()
+    rule = "applies to tasks only; name some: tasks=[hellaswag]"
     if config.tasks:
-        rule = "is for validation sets, not for tasks (limit bounds these); leave one "
-        rule += "of them out"
-    for key in _OF_SETS if config.tasks else _OF_TASKS:
-        if (value := getattr(config, key)) != getattr(usual, key):
+        rule = "applies to validation sets only (for tasks, use limit); leave out this "
+        rule += "key or tasks"
+    for key in _SET_KEYS if config.tasks else _TASK_KEYS:
+        if (value := getattr(config, key)) != getattr(defaults, key):
             mistakes.append(Mistake(key, value, rule))
     return mistakes
 
 
 def main(config: EvaluateConfig) -> int:
-    """Score a checkpoint on validation sets, or by tasks: print it, and keep it."""
+    """Score a checkpoint on validation sets or on tasks; print and save the scores."""
     from train.distributed.processes import join
 
     cluster = join(config.distributed, lambda: None)
-    evaluation = _by_tasks(config, cluster) if config.tasks else _on_sets(config)
+    evaluation = _score_tasks(config, cluster) if config.tasks else _score_sets(config)
     if cluster.is_leader:
-        _keep(config.run, evaluation)
+        _save(config.run, evaluation)
     print(json.dumps({"step": evaluation.step, **evaluation.printed}))
     return 0
 
@@ -103,9 +103,9 @@ def main(config: EvaluateConfig) -> int:
 class Evaluation(NamedTuple):
     """The scores of a checkpoint.
 
-    options: the settings that distinguish it from other evaluations.
+    options: the settings that distinguish this evaluation from others.
     metrics: values by the names of metrics.jsonl.
-    printed: the values as JSON, which the last line of the output holds.
+    printed: the JSON values of the last line of the output.
     """
 
     step: int
@@ -114,31 +114,32 @@ class Evaluation(NamedTuple):
     printed: dict[str, Any]
 
 
-def _by_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
-    """Judge by tasks, the same on all processes; print a table."""
+def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
+    """Score the checkpoint on tasks, with the same result on all processes."""
     from train.console import print_table
-    from train.evaluate.tasks import Asked, Tasks, load_tasks
+    from train.evaluate.tasks import TaskRequest, Tasks, load_tasks
     from train.load_run import load_run
     from train.run.evaluations import format_scores
 
-    wanted = Asked(config.tasks, config.task_path, config.limit, config.num_fewshot)
+    path, limit, num_fewshot = config.task_path, config.limit, config.num_fewshot
+    request = TaskRequest(config.tasks, path, limit, num_fewshot)
     loaded = dict[str, Any]()
-    cluster.agree(lambda: loaded.update(load_tasks(wanted)) or {})
+    cluster.agree(lambda: loaded.update(load_tasks(request)) or {})
     program, sources, step, params = load_run(
         config.run, config.runtime, step=config.step, batch_size=config.batch_size
     )
-    tasks = Tasks(loaded, wanted, program, sources.encoding)
+    tasks = Tasks(loaded, request, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
     metrics = tasks.scores(params)
     rows = [row[:3] for row in format_scores(metrics)]
     title = f"tasks at step {step:,}, {tasks.num_examples:,} examples"
     print_table(rows, ["task", "metric", "value"], title)
-    options = {key: getattr(config, key) for key in ("tasks", *_OF_TASKS)}
+    options = {key: getattr(config, key) for key in ("tasks", *_TASK_KEYS)}
     return Evaluation(step, options, metrics, printed=metrics)
 
 
-def _on_sets(config: EvaluateConfig) -> Evaluation:
-    """Score the validation split, and sets by name; print lines for people."""
+def _score_sets(config: EvaluateConfig) -> Evaluation:
+    """Score the checkpoint on the validation split and on named sets; print lines."""
     from data.sources import open_sets
     from train.evaluate.results import score_lines
     from train.evaluate.validation import as_metrics, evaluate_all
@@ -165,8 +166,8 @@ def _on_sets(config: EvaluateConfig) -> Evaluation:
     return Evaluation(step, options, metrics, printed)
 
 
-def _keep(run: RunConfig, evaluation: Evaluation) -> None:
-    """Write an evaluation into the run's directory, and into its report."""
+def _save(run: RunConfig, evaluation: Evaluation) -> None:
+    """Write an evaluation into the run's directory, and update the run's report."""
     from train.run.evaluations import write_evaluation
     from train.run.folder import run_folder
     from train.run.lease import read_owner
@@ -175,11 +176,11 @@ def _keep(run: RunConfig, evaluation: Evaluation) -> None:
     folder = run_folder(run_dir(Config(run=run)))
     step, options, metrics, _ = evaluation
     try:
-        log.info("kept in %s", write_evaluation(folder, step, options, metrics))
+        log.info("saved in %s", write_evaluation(folder, step, options, metrics))
         owner = read_owner(os.fspath(folder))
-        if owner is None or owner.alive() is False:  # an owner writes its own report
+        if owner is None or owner.alive() is False:  # A live owner writes the report.
             write_report(folder)
-    except OSError as error:  # another's run, say, that is only to be read
+    except OSError as error:  # The run may be read-only, for example.
         log.warning("%s: not written: %s", folder, error)
 
 

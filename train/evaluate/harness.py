@@ -1,6 +1,6 @@
-"""The interface of lm-evaluation-harness to a model: it scores and continues texts.
+"""The model interface of lm-evaluation-harness: score and continue texts.
 
-The harness calls a `TemplateLM`. It decides itself how a task becomes requests, and how
+The harness calls a `TemplateLM`, and decides how a task becomes requests and how
 answers become metrics. Each process gets the same requests and calls the devices in the
 same order.
 
@@ -25,39 +25,39 @@ from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.step import make_score_step
 
-_BLOCK = 128  # positions: of whole blocks any attention kernel takes any number
+_BLOCK = 128  # positions; every attention kernel takes any multiple of it
 
 
 class Window(NamedTuple):
-    """Tokens to score with their prefix, together no longer than a row."""
+    """Tokens to score and their prefix, which fit in one row."""
 
-    request: int  # its number
+    request: int  # the number of the request
     prefix: list[int]
     tokens: list[int]
 
     @property
     def length(self) -> int:
-        """The number of positions of a row that it needs."""
+        """The number of positions that the window takes in a row."""
         return len(self.prefix) + len(self.tokens) - 1
 
 
 class HarnessModel(TemplateLM):
     """A program with parameters; `params` and `beat` may be replaced at any time.
 
-    Each request is scored in a row of its own, padded to one of a few lengths. Of a
-    context that is too long the beginning is left out. What follows an empty context
-    follows an end of text, as a document does in training.
+    Each request is scored in a separate row, padded to one of a few lengths. The start
+    of a context that is too long is left out. An empty context becomes an end-of-text
+    token, as before a document in training.
     """
 
     def __init__(self, program: Program, encoding: Encoding):
-        """Prepare the step that scores; nothing is compiled yet."""
+        """Create the scoring step without compiling it."""
         super().__init__()
         self.params: Any = None
         self.beat: Callable[[], None] = lambda: None
         self._program, self._encoding = program, encoding
         config = program.config
         self.max_length = config.data.sequence_length
-        # A microbatch: what the memory holds at once in training.
+        # One microbatch of training, which fits in memory.
         self._rows = config.data.batch_size // config.train.accumulation_steps
         self._lengths = row_lengths(self.max_length, program)
         self._step = jax.jit(
@@ -70,19 +70,19 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of text, which stands between documents."""
+        """The id of the end-of-text token, which separates documents."""
         return self._encoding.eot_token
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text; special tokens are never added, nor read out of it."""
+        """Encode a text; special tokens are neither added nor recognised."""
         return encode(self._encoding, string.encode()).tolist()
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return what `_loglikelihood_tokens` does of texts, without a bar."""
+        """Score texts as `_loglikelihood_tokens` scores tokens, without a bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -90,9 +90,9 @@ class HarnessModel(TemplateLM):
         requests: Sequence[tuple[Any, list[int], list[int]]],
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, and whether it is the likeliest.
+        """Return each continuation's log-probability, and whether argmax gives it.
 
-        One longer than a row is scored in several, each with all that fits before it.
+        A continuation longer than a row is scored in several windows.
         """
         nats, misses = np.zeros(len(requests)), np.zeros(len(requests))
         windows = [
@@ -101,8 +101,8 @@ class HarnessModel(TemplateLM):
             for window in windows_of(i, context, tokens, self.max_length)
         ]
         windows.sort(key=lambda window: -window.length)
-        for first in range(0, len(windows), self._rows):
-            chunk = windows[first : first + self._rows]
+        for start in range(0, len(windows), self._rows):
+            chunk = windows[start : start + self._rows]
             numbers = [window.request for window in chunk]
             row_nats, row_misses = self._score(chunk)
             np.add.at(nats, numbers, row_nats[: len(chunk)])
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
         return list(zip((-nats).tolist(), (misses == 0).tolist(), strict=True))
 
     def _score(self, windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
-        """Return nats and misses of each row; the first rows are the windows."""
+        """Return each row's nats and argmax misses; rows after windows are padding."""
         longest = max(window.length for window in windows)
         length = min(length for length in self._lengths if length >= longest)
         shape = self._rows, length
@@ -123,19 +123,19 @@ class HarnessModel(TemplateLM):
             targets[row, stop - len(window.tokens) : stop] = window.tokens
             segment_ids[row, :stop] = 1
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-        like = jax.tree.map(lambda x: x.update(shape=shape), self._program.batch)
-        numbers = [np.arange(self._rows)[rows] for rows in local_rows(like)]
+        structs = jax.tree.map(lambda x: x.update(shape=shape), self._program.batch)
+        row_numbers = [np.arange(self._rows)[rows] for rows in local_rows(structs)]
         batch = Batch(inputs, targets, segment_ids, positions)
-        batch = jax.tree.map(lambda x: x[np.concatenate(numbers)], batch)
-        nats, misses = jax.device_get(self._step(self.params, place(batch, like)))
+        batch = jax.tree.map(lambda x: x[np.concatenate(row_numbers)], batch)
+        nats, misses = jax.device_get(self._step(self.params, place(batch, structs)))
         return nats, misses
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each whole text, each of its tokens once."""
-        start = [self.prefix_token_id]
-        texts = [(None, start, self.tok_encode(r.args[0])) for r in requests]
+        """Return the log-probability of each text, in which each token counts once."""
+        prefix = [self.prefix_token_id]
+        texts = [(None, prefix, self.tok_encode(r.args[0])) for r in requests]
         return [score for score, _ in self._loglikelihood_tokens(texts)]
 
     def generate_until(
@@ -143,11 +143,11 @@ class HarnessModel(TemplateLM):
     ) -> list[str]:
         """Return the continuation of each text, up to a stop or the end of the text."""
         arguments: list[Any] = [request.args for request in requests]
-        same_settings: dict[str, list[int]] = {}
+        by_settings: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(arguments):
-            same_settings.setdefault(repr(settings), []).append(number)
+            by_settings.setdefault(repr(settings), []).append(number)
         texts = dict[int, str]()
-        for numbers in same_settings.values():
+        for numbers in by_settings.values():
             contexts = {number: arguments[number][0] for number in numbers}
             settings = generation(arguments[numbers[0]][1])
             texts |= self._generate(contexts, settings)
@@ -157,14 +157,14 @@ class HarnessModel(TemplateLM):
         self, contexts: dict[int, str], settings: "Generation"
     ) -> Iterator[tuple[int, str]]:
         """Yield the number of each context and its continuation."""
-        room = self.max_length - settings.num_tokens
+        max_prompt = self.max_length - settings.num_tokens
         prompts = {
-            number: self.tok_encode(context)[-room:] or [self.prefix_token_id]
+            number: self.tok_encode(context)[-max_prompt:] or [self.prefix_token_id]
             for number, context in contexts.items()
         }
         numbers = sorted(prompts, key=lambda number: -len(prompts[number]))
-        for first in range(0, len(numbers), self._rows):
-            chunk = numbers[first : first + self._rows]
+        for start in range(0, len(numbers), self._rows):
+            chunk = numbers[start : start + self._rows]
             rows = [prompts[number] for number in chunk]
             rows += [rows[-1]] * (self._rows - len(rows))  # one shape for all batches
             texts = continue_rows(
@@ -174,7 +174,7 @@ class HarnessModel(TemplateLM):
                 rows,
                 num_tokens=settings.num_tokens,
                 sampling=settings.sampling,
-                seed=first,
+                seed=start,
                 stop=[*settings.stop, END_OF_TEXT],
             )
             yield from zip(chunk, texts, strict=False)
@@ -194,9 +194,9 @@ def generation(arguments: dict[str, Any]) -> Generation:
     """Read a task's `generation_kwargs`."""
     settings: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
     num_tokens, stop = settings.pop("max_gen_toks"), settings.pop("until", None) or []
-    usual = 1.0 if settings.pop("do_sample") else 0.0
+    default = 1.0 if settings.pop("do_sample") else 0.0
     sampling = Sampling(
-        settings.pop("temperature", usual),
+        settings.pop("temperature", default),
         top_k=settings.pop("top_k", None),
         top_p=settings.pop("top_p", None),
     )
@@ -207,7 +207,7 @@ def generation(arguments: dict[str, Any]) -> Generation:
 def windows_of(
     number: int, context: list[int], tokens: list[int], longest: int
 ) -> Iterator[Window]:
-    """Cut a request's tokens into windows; each has as much before it as fits."""
+    """Divide a request's tokens into windows, with the longest prefixes that fit."""
     all_tokens = [*context, *tokens]
     for start in range(len(context), len(all_tokens), longest):
         stop = min(start + longest, len(all_tokens))
@@ -216,9 +216,9 @@ def windows_of(
 
 
 def row_lengths(longest: int, program: Program) -> list[int]:
-    """Return the lengths to which rows are padded: each half of the one before.
+    """Return the lengths to which rows are padded: the longest, and its halves.
 
-    As long as all devices that share a row hold whole blocks of it.
+    Halving stops when a device would hold less than whole blocks of a shared row.
     """
     shards = program.batch_shards.sequence
     multiple = _BLOCK * (2 * shards if shards > 1 else 1)

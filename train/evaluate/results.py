@@ -1,4 +1,4 @@
-"""The results of a finished run: its score next to compressors, and a sample."""
+"""The results of a finished run: scores, compressors for comparison, and a sample."""
 
 import shlex
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows, prompt_rows
 from train.units import format_bytes
 
-_COMPRESSED_BYTES = 2**24  # the most text to compress; xz would take hours for more
+_COMPRESSED_BYTES = 2**24  # The maximum to compress: xz would take hours for more.
 _PRINTED = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
 _SAMPLE_TOKENS = 400
 
@@ -36,12 +36,13 @@ def results(
 ) -> dict[str, Any]:
     """Return the results of a run as JSON values, with scores as in metrics.jsonl.
 
-    `validation_bytes` is the size of the scored text, and `compressed_bytes` that of
-    its beginning, which was compressed for comparison.
+    `validation_bytes` is the size of the scored text. `compressed_bytes` is the size of
+    the beginning of this text, which is compressed for comparison.
     """
     model, score, encoding = program.config.model, scores[""], sources.encoding
-    learned = model.position is Position.learned
-    room = (model.max_sequence_length or 0) if learned else _SAMPLE_TOKENS + 1
+    max_positions = _SAMPLE_TOKENS + 1
+    if model.position is Position.learned:
+        max_positions = model.max_sequence_length or 0
     num_tokens = sources.num_tokens("validation")
     scored_bytes = num_bytes = sources.num_bytes("validation")
     if program.config.eval.final_num_batches >= 0:
@@ -53,7 +54,7 @@ def results(
         params,
         encoding,
         rows=prompt_rows(encoding, [""]),
-        num_tokens=min(_SAMPLE_TOKENS, room - 1),
+        num_tokens=min(_SAMPLE_TOKENS, max_positions - 1),
         sampling=Sampling(),
     )
     return {
@@ -71,10 +72,10 @@ def results(
 def print_results(
     values: dict[str, Any], command: str, config: Config, run_dir: epath.Path
 ) -> None:
-    """Print results, goodput, and how to go on, at a rate that is not 0.
+    """Print results, goodput, and a command that continues at a rate above 0.
 
     Raises:
-        DataError: if the results lack what is to be printed.
+        DataError: if the results lack a value to print.
     """
     if missing := [key for key in _PRINTED if key not in values]:
         raise DataError(
@@ -82,33 +83,33 @@ def print_results(
             f"and the next start of the run scores its last checkpoint again"
         )
     step, schedule = values["step"], config.schedule
-    more = [f"train.num_steps={2 * step}"]
+    overrides = [f"train.num_steps={2 * step}"]
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
         key = "schedule.final_fraction"
-        # The key is a part of the run's name, unless that is given.
+        # The key is part of the run's name, unless a name is given.
         name = config.run.name or config.run.dir
-        more += [f"{key}=0.1", f"run.allow_change=[{key}]"]
-        more += [] if name else [f"run.name={run_dir.name}"]
+        overrides += [f"{key}=0.1", f"run.allow_change=[{key}]"]
+        overrides += [] if name else [f"run.name={run_dir.name}"]
     print(f"\nfinished    {step:,} steps")
     validation, *sets = score_lines(values)
-    print("\n".join([validation, f"            {_compared(values)}", *sets]))
-    scored_often = read_validations(run_dir)
-    if scored_often and (best := scored_often.best).step != step:
+    print("\n".join([validation, f"            {_compressor_line(values)}", *sets]))
+    validations = read_validations(run_dir)
+    if validations and (best := validations.best).step != step:
         print(f"best        {best} at step {best.step:,}, while training")
-    judged = {key: v for key, v in values.items() if key.startswith("tasks/")}
-    for task, metric, value, *_ in format_scores(judged):
+    task_scores = {key: v for key, v in values.items() if key.startswith("tasks/")}
+    for task, metric, value, *_ in format_scores(task_scores):
         print(f"task        {task} {metric} {value}")
     goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
     print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
-    print(f"to go on    {mask(_changed(command, more))}", flush=True)
+    print(f"to go on    {mask(_with_overrides(command, overrides))}", flush=True)
 
 
 def validation_line(
     step: int, scores: Mapping[str, Score], earlier: Validations | None
 ) -> str:
-    """Return one line about an evaluation: its scores, and the best one before it."""
+    """Return one line with an evaluation's scores and the best earlier loss."""
     loss, bits_per_byte, _ = scores[""]
     parts = [f"{Validation(step, loss, bits_per_byte)}"]
     parts += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
@@ -120,7 +121,7 @@ def validation_line(
 
 
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """Return losses for people: of the validation split, then of each set."""
+    """Return lines with the losses of the validation split and of each set."""
     lines = []
     for key, loss in metrics.items():
         task, _, metric = key.rpartition("/")
@@ -133,8 +134,8 @@ def score_lines(metrics: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _compared(values: dict[str, Any]) -> str:
-    """Return the scores of compressors on the same text, or on its beginning."""
+def _compressor_line(values: dict[str, Any]) -> str:
+    """Return compressors' bits per byte on the scored text or its start, as a line."""
     compressors = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
     scored, total = values.get("scored_tokens"), values.get("validation_tokens")
     size = values["validation_bytes"]
@@ -146,8 +147,8 @@ def _compared(values: dict[str, Any]) -> str:
     return f"{text} in bits per byte: {compressors}"
 
 
-def _changed(command: str, overrides: list[str]) -> str:
-    """Return a command line with other values of some keys."""
+def _with_overrides(command: str, overrides: list[str]) -> str:
+    """Return a command line with overrides, which replace earlier values."""
     keys = {override.partition("=")[0] for override in overrides}
     words = (w for w in shlex.split(command) if w.partition("=")[0] not in keys)
     return shlex.join([*words, *overrides])

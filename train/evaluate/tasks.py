@@ -1,8 +1,8 @@
-"""Benchmarks: a model judged by tasks of lm-evaluation-harness.
+"""Score a model on tasks of lm-evaluation-harness.
 
-A task is one of the harness, or a YAML file in `task_path`. All mistakes in tasks are
+A task is part of the harness or a YAML file in `task_path`. All mistakes in tasks are
 reported when they are loaded, before the run begins. The results are numbers by name:
-`tasks/<task>/<metric>`, and its standard error `..._stderr`.
+`tasks/<task>/<metric>`, and the standard error `tasks/<task>/<metric>_stderr`.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from tiktoken import Encoding
 from train.errors import ConfigError, Mistake, as_typed
 from train.program import Program
 
-_SEED = 1234  # the seed of the few-shot examples, as in the harness' own commands
-_HUB_S = 3.0  # how long to wait for the hub of data sets
-_DRAWS = 1000  # of examples, for the standard error of what is not a mean
+_SEED = 1234  # seed of few-shot examples, as in the harness' command
+_HUB_TIMEOUT_S = 3.0  # the timeout for a connection to the hub of data sets
+_BOOTSTRAPS = 1000  # resamplings for standard errors of metrics that are not means
 
 
-class Asked(NamedTuple):
-    """Which tasks, and how.
+class TaskRequest(NamedTuple):
+    """The tasks to score, and their settings.
 
-    path: a folder of task files.
-    limit: examples of each task; below 1: this part of them; None: all.
-    num_fewshot: examples that are shown first; None: as the task says.
-    key: of the config, for messages.
+    path: a folder of further task files.
+    limit: the number of examples of each task, or below 1 the fraction; None: all.
+    num_fewshot: the number of examples in each prompt; None: the task's own number.
+    key: the key in the config that names the tasks, for messages.
     """
 
     names: Sequence[str]
@@ -51,88 +51,92 @@ class Asked(NamedTuple):
         return f"{self.key.removesuffix('tasks')}task_path"
 
 
-def load_tasks(asked: Asked) -> dict[str, Any]:
-    """Load tasks with their examples, as the harness' `TaskDict`.
+def load_tasks(request: TaskRequest) -> dict[str, Any]:
+    """Load tasks with their examples, and return the harness' `TaskDict`.
 
     Raises:
         ConfigError: if the harness is not installed, or a task cannot be loaded.
     """
     if find_spec("lm_eval") is None:
         rule = 'needs lm-evaluation-harness; pip install -e ".[eval]"'
-        raise ConfigError([Mistake(asked.key, [*asked.names], rule)])
-    # Read when it is imported: no bars, and no forks, which would copy JAX's threads.
+        raise ConfigError([Mistake(request.key, [*request.names], rule)])
+    # The harness reads these when it is imported. Forks would copy JAX's threads.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    if not _hub_answers():  # each data set would be asked for again and again
+    if not _hub_answers():  # Otherwise each data set is retried many times.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # It warns of each default that a task file leaves in force.
+    # The harness warns of each default that a task file does not override.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
     loaded: Any = None
     try:
-        manager = TaskManager(include_path=asked.path, include_defaults=False)
-        if not {*asked.names} <= {*manager.all_tasks}:
-            manager = TaskManager(include_path=asked.path)  # lists thousands
-        unknown = [name for name in asked.names if name not in manager.all_tasks]
+        manager = TaskManager(include_path=request.path, include_defaults=False)
+        if not {*request.names} <= {*manager.all_tasks}:
+            manager = TaskManager(include_path=request.path)  # slow: lists thousands
+        unknown = [name for name in request.names if name not in manager.all_tasks]
         if not unknown:
-            loaded = manager.load([*asked.names])
-    except Exception as error:  # many libraries are called
+            loaded = manager.load([*request.names])
+    except Exception as error:  # Many libraries run here.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        rule = f"cannot be loaded ({reason}). Without a network only data sets serve "
-        rule += "that are on this machine: load the task once where there is one, or "
-        rule += f"take task files of your own ({asked.path_key})"
-        raise ConfigError([Mistake(asked.key, [*asked.names], rule)]) from error
+        rule = f"cannot be loaded ({reason}). Without a network, only data sets on "
+        rule += "this machine can be used. Load the task once with a network, or use "
+        rule += f"your own task files ({request.path_key})"
+        raise ConfigError([Mistake(request.key, [*request.names], rule)]) from error
     if unknown:
         rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
-        rule += f"folder {asked.path_key}={as_typed(asked.path)}"
-        raise ConfigError([Mistake(asked.key, name, rule) for name in unknown])
+        rule += f"folder {request.path_key}={as_typed(request.path)}"
+        raise ConfigError([Mistake(request.key, name, rule) for name in unknown])
     for task in loaded["tasks"].values():
-        # A task that says 0 keeps it, as with the harness' own command.
+        # A task that sets 0 keeps 0, as in the harness' own command.
         task_fewshot = task.config.num_fewshot
-        replaced = asked.num_fewshot is not None and task_fewshot != 0
-        if task_fewshot is None or replaced:
-            task.set_config("num_fewshot", asked.num_fewshot or 0)
+        is_replaced = request.num_fewshot is not None and task_fewshot != 0
+        if task_fewshot is None or is_replaced:
+            task.set_config("num_fewshot", request.num_fewshot or 0)
     return dict(loaded)
 
 
 def _hub_answers() -> bool:
-    """Whether data sets can be fetched, as far as that is known in seconds."""
+    """Return whether the hub of data sets accepts a connection, or a proxy is set."""
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if hub.scheme in getproxies():
         return True
     port = hub.port or {"http": 80}.get(hub.scheme, 443)
     try:
-        socket.create_connection((hub.hostname or "", port), _HUB_S).close()
+        socket.create_connection((hub.hostname or "", port), _HUB_TIMEOUT_S).close()
     except OSError:
         return False
     return True
 
 
 class Tasks:
-    """Loaded tasks, and the program that they judge."""
+    """Loaded tasks, and the program that is scored on them."""
 
     def __init__(
-        self, loaded: dict[str, Any], asked: Asked, program: Program, encoding: Encoding
+        self,
+        loaded: dict[str, Any],
+        request: TaskRequest,
+        program: Program,
+        encoding: Encoding,
     ):
-        """Prepare to judge; nothing is compiled yet.
+        """Create the harness' model without compiling it.
 
         Raises:
-            ConfigError: if a task asks for what is not there.
+            ConfigError: if a task needs an unsupported feature.
         """
         from train.evaluate.harness import HarnessModel
 
         self._loaded = loaded
-        self._limit: Any = asked.limit  # the harness takes parts, but says it does not
+        self._limit: Any = request.limit  # accepts fractions, but is typed as int
         self._model = HarnessModel(program, encoding)
         length = self._model.max_length
-        if mistakes := _mistakes(loaded["tasks"], asked.key, length):
+        if mistakes := _mistakes(loaded["tasks"], request.key, length):
             raise ConfigError(mistakes)
 
     @property
     def fingerprint(self) -> str:
-        """The hash of what all processes must ask: the examples, and the harness."""
+        """A hash of examples and harness, which must be equal on all processes."""
         digest = hashlib.sha256(version("lm_eval").encode())
         for name, task in self._loaded["tasks"].items():
             digest.update(f"{name} {task.config.num_fewshot}".encode())
@@ -142,7 +146,7 @@ class Tasks:
 
     @property
     def num_examples(self) -> int:
-        """How many examples all tasks ask."""
+        """The number of examples of all tasks."""
         return sum(map(self._count, self._loaded["tasks"].values()))
 
     def _count(self, task: Any) -> int:
@@ -154,38 +158,38 @@ class Tasks:
     def scores(
         self, params: Any, beat: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Judge parameters by all tasks; the same on all processes.
+        """Return the metrics of parameters on all tasks, the same on all processes.
 
         Args:
-            params: sharded as the program's.
+            params: sharded as `program.shardings.params`.
             beat: called after each batch.
         """
         from lm_eval.evaluator import evaluate
 
         for task in self._loaded["tasks"].values():
-            task.set_fewshot_seed(_SEED)  # drawn from: the same each time
+            task.set_fewshot_seed(_SEED)  # Drawing advances the generator.
         self._model.params, self._model.beat = params, beat
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        with contextlib.redirect_stdout(io.StringIO()):  # The harness prints progress.
             results = evaluate(
                 self._model,
                 self._loaded,
                 limit=self._limit,
-                bootstrap_iters=_DRAWS,
+                bootstrap_iters=_BOOTSTRAPS,
                 log_samples=False,
             )
-        self._model.params = None  # no longer than needed
+        self._model.params = None  # Release the memory.
         assert results is not None
         return task_metrics(results)
 
 
 def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
-    """List what tasks ask for that is not there."""
+    """List the unsupported features that tasks need."""
     from train.evaluate.harness import generation
 
     mistakes = []
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            rule = "runs code of the model's, or shows it images; leave it out"
+            rule = "runs code that the model writes, or shows images; leave it out"
             mistakes.append(Mistake(key, name, rule))
         if task.OUTPUT_TYPE != "generate_until":
             continue
@@ -196,27 +200,29 @@ def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
             rule += "its generation_kwargs.max_gen_toks"
             mistakes.append(Mistake(key, name, rule))
         if settings.unknown:
-            rule = f"asks for {', '.join(settings.unknown)} of its texts, which only "
-            rule += "know until, max_gen_toks, do_sample, temperature, top_k and top_p"
+            rule = f"sets {', '.join(settings.unknown)} in generation_kwargs; allowed "
+            rule += "are until, max_gen_toks, do_sample, temperature, top_k and top_p"
             mistakes.append(Mistake(key, name, rule))
     return mistakes
 
 
 def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return the harness' results as numbers by name, without the parts of a group.
+    """Return the harness' results as numbers by name, without subtasks of groups.
 
     `exact_match,strict-match` of gsm8k becomes `tasks/gsm8k/exact_match/strict-match`;
-    a filter `none` is left out.
+    the filter name `none` is left out.
     """
     groups, subtasks = results.get("groups", {}), results["group_subtasks"]
-    parts = {part for group in groups for part in subtasks.get(group, ())}
+    grouped = {task for group in groups for task in subtasks.get(group, ())}
     metrics = {}
     for task, values in results["results"].items():
         for key, value in values.items():
-            metric, _, chosen = key.partition(",")
-            if task in parts or not chosen or not isinstance(value, int | float):
+            metric, _, filter_name = key.partition(",")
+            is_number = isinstance(value, int | float)
+            if task in grouped or not filter_name or not is_number:
                 continue
-            name = f"tasks/{task}/{metric}" + f"/{chosen}" * (chosen != "none")
+            suffix = "" if filter_name == "none" else f"/{filter_name}"
+            name = f"tasks/{task}/{metric}{suffix}"
             # Every tracker accepts these characters.
             metrics[re.sub(r"[^\w./ -]", "_", name)] = float(value)
     return metrics

@@ -13,9 +13,9 @@ from train.program import Program
 
 
 class Score(NamedTuple):
-    """Mean cross-entropy per token, and per byte of text."""
+    """Mean cross-entropy in nats per token and in bits per byte of text."""
 
-    loss: float  # nats per token
+    loss: float
     bits_per_byte: float
     num_targets: int
 
@@ -33,7 +33,7 @@ def evaluate(
         program: the model and its layout.
         params: sharded as `program.shardings.params`.
         sources: the tokens to predict.
-        num_batches: the largest number of batches. -1 takes all of them, so that every
+        num_batches: the maximum number of batches. -1 takes all batches, so that every
             token but the first is a target once.
         beat: called after each batch, to tell a watchdog of progress.
     """
@@ -41,7 +41,7 @@ def evaluate(
     batches = validation_batches(sources, program.config.data, num_batches, rows)
     nats = targets = 0.0
     for batch in Feed(batches, program.batch):
-        # The host sums in float64. Its wait also keeps a CPU's virtual devices in step.
+        # The host sums in float64. Waiting also keeps a CPU's virtual devices in step.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats, targets = nats + float(batch_nats), targets + float(batch_targets)
         beat()
@@ -60,7 +60,7 @@ def evaluate_all(
 ) -> dict[str, Score]:
     """Return the scores of the split (""), each source of a mixture, and each set.
 
-    The arguments are those of `evaluate`.
+    The arguments have the same meaning as in `evaluate`.
     """
     sets = sources.validation_sets(program.config.eval.by_source)
     return {

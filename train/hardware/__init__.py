@@ -1,1 +1,1 @@
-"""Rates and devices of chips and networks, also of machines that are not present."""
+"""Chips, networks and machines, including machines that are not present."""

@@ -1,10 +1,10 @@
-"""The parts of the vendors' rates that programs achieve: constants with their sources.
+"""The fractions of vendors' rates that programs achieve, as constants with sources.
 
-TPUs: means of published measurements, fixed before any prediction was compared with a
-published run. The cost of more slices, the rate of experts' products and that of v6e's
-products were fitted to published runs, and other runs judge them. GPUs: published
+TPUs: means of published measurements, chosen before any prediction was compared with a
+published run. Only the cost of more slices, the rate of experts' products and the rate
+of v6e's products are fitted to published runs; other runs judge them. GPUs: published
 measurements of kernels and of NCCL. Products and memory are slower in whole steps than
-in single kernels, so they were fitted to one half of the published runs
+in single kernels, so their fractions are fitted to one half of the published runs
 (benchmarks/published_gpu_rows.py); the other half judges them. This project measured
 nothing here on an accelerator.
 """
@@ -18,25 +18,26 @@ from dataclasses import dataclass, replace
 class AttentionRates:
     """Rates of a causal attention kernel, forward and backward together.
 
-    parts: the part of the chip's bfloat16 peak for long rows, by the least head dim.
-    half_length: the tokens of a row at which half of this rate is reached.
+    fractions: minimal head dim -> fraction of the bfloat16 peak for long rows.
+    half_length: the row length at which the kernel reaches half of that fraction.
     """
 
-    parts: Mapping[int, float]
+    fractions: Mapping[int, float]
     half_length: float
 
-    def part(self, head_dim: int, length: float) -> float:
-        """Return the part of the peak for a head dim and a row length."""
-        dims = [dim for dim in self.parts if dim <= head_dim] or [min(self.parts)]
-        return self.parts[max(dims)] * length / (length + self.half_length)
+    def fraction(self, head_dim: int, length: float) -> float:
+        """Return the fraction of the peak for a head dim and a row length."""
+        dims = [dim for dim in self.fractions if dim <= head_dim]
+        nearest_dim = max(dims, default=min(self.fractions))
+        return self.fractions[nearest_dim] * length / (length + self.half_length)
 
 
 @dataclass(frozen=True)
 class GroupedRates:
     """Rates of products whose rows are grouped by expert.
 
-    rate: the part of the rate of one product with as many rows.
-    intensity: the FLOPs for each byte that the kernel's tiles load from memory.
+    rate: the fraction of the rate of one product with the same number of rows.
+    intensity: the FLOPs per byte that the kernel's tiles load from memory.
     """
 
     rate: float = 1.0
@@ -45,20 +46,20 @@ class GroupedRates:
 
 @dataclass(frozen=True)
 class Achievable:
-    """The achieved parts of the stated rates, and costs that no vendor states.
+    """The achieved fractions of stated rates, and costs that no vendor states.
 
-    products: the part of the matrix units' rate; on GPUs in a whole step, for long
+    products: the fraction of the matrix units' rate; on GPUs in a whole step, for long
         contractions.
-    memory: the part of the main-memory bandwidth.
-    links: the part of the bandwidth of ICI or NVLink.
-    network: the part of the bandwidth of DCN or of network cards.
-    half_depth: the contracted elements at which a GPU's product reaches half its rate.
+    memory: the fraction of the main-memory bandwidth.
+    links: the fraction of the bandwidth of ICI or NVLink.
+    network: the fraction of the bandwidth of DCN or of network cards.
+    half_depth: the contracted dim at which a GPU's product reaches half its rate.
     grouped: the rates of products whose rows are grouped by expert.
     attention: the rates of a GPU's kernel; None if it runs at the rate of products.
-    start_s: the seconds to start a collective; twice for an all-reduce.
+    start_s: the seconds to start a collective; an all-reduce takes twice that.
     hop_s: the additional seconds for each further slice or node.
-    unhidden: the part of an overlapped collective's time that still delays products;
-        on TPUs between slices only, on GPUs because NCCL occupies processors.
+    unhidden: the fraction of an overlapped collective's time that still delays
+        products; on TPUs between slices only, on GPUs because NCCL occupies processors.
     spread: the standard deviation of step times over slices or nodes, relative to
         their mean (`slowest`).
     """
@@ -79,13 +80,13 @@ class Achievable:
 # Sources, TPU:
 # products: AI-Hypercomputer/tpu-recipes at c8cfe2f, microbenchmarks: v6e, 8192 cubed,
 #     827.5 of 918 TFLOP/s; tpu7x, 32768 cubed, 956.4 of 1153.5 a device.
-# memory: the same, copies: v6e 1359.6 of 1638 GB/s, tpu7x 6421 of 7380.
-# links: the same: all-gather on tpu7x, 2 x 2 chips, 178.8 of the 200 GB/s of two links;
-#     all-reduce on v6e, 16 x 16, 235.8 of the 400 GB/s of four.
-# network: the same, all-reduce between slices of v6e, 4.11 of 12.5 GB/s.
+# memory: the same source, copies: v6e 1359.6 of 1638 GB/s, tpu7x 6421 of 7380.
+# links: the same source: all-gather on tpu7x, 2 x 2 chips, 178.8 of the 200 GB/s of two
+#     links; all-reduce on v6e, 16 x 16, 235.8 of the 400 GB/s of four.
+# network: the same source, all-reduce between v6e slices, 4.11 of 12.5 GB/s.
 # hop_s, unhidden, spread: fitted to AI-Hypercomputer/maxtext at e591f30, src/maxtext/
-#     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; those on 4 and 16
-#     judge them (docs/log). unhidden is a part of what overlaps products.
+#     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; the rows on 4 and 16
+#     slices judge them (docs/log).
 # grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512 judges
 #     it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3 FLOPs for
 #     2 x 512^2 values of 2 bytes.
@@ -101,32 +102,33 @@ TPU = Achievable(
 )
 
 # The products of v6e: fitted to Llama 3.1 8B on v6e-8 (AI-Hypercomputer/tpu-recipes at
-# c8cfe2f, training/trillium), since whole steps are slower there than single
-# products; Mixtral 8x7B on v6e-256 judges it.
+# c8cfe2f, training/trillium), because whole steps are slower there than single
+# products; Mixtral 8x7B on v6e-256 judges the fit.
 TPU_V6E = replace(TPU, products=0.65)
 
 # Sources, GPU:
 # half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N = 8192: 386,
-#     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256 to 16384, each the double.
+#     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256, 512, ..., 16384.
 # attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal, 512 to 16384
-#     tokens: heads of 128 315 to 539 TFLOP/s, of 64 225 to 388; backward 305 to 516 and
-#     266 to 433; FlashAttention-2 191 to 335, 180 to 299; 214 to 322, 198 to 291.
-#     Weighed as 2 products forward and 5 backward. A100: arXiv:2307.08691: up to 73 %
-#     of the peak forward, 63 % backward; Triton's older kernel 1.3 to 2.5 x slower.
+#     tokens, for head dims 128 and 64: 315 to 539 and 225 to 388 TFLOP/s; backward 305
+#     to 516 and 266 to 433. FlashAttention-2: 191 to 335 and 180 to 299; backward 214
+#     to 322 and 198 to 291. Weighted as 2 products forward and 5 backward. A100:
+#     arXiv:2307.08691: up to 73 % of the peak forward, 63 % backward; Triton's older
+#     kernel 1.3 to 2.5 x slower.
 # links, network: stas00/ml-engineering at 744d01e, network, 8 GPUs, 16 GiB: H200
 #     all-gather 361.4, reduce-scatter 362.9, ring all-reduce 367.2 of 450 GB/s; A100
-#     all-reduce 234.9 of 300; the same part of network cards.
-# start_s, hop_s: the same, network/benchmarks: all-reduce of 1 to 128 MiB takes 20 to
-#     80 us more than its bytes on 8 x H200, of 1 MiB 160 us on 4 nodes of B200.
-# grouped: as other products; no public run judged it.
+#     all-reduce 234.9 of 300; the same fraction for network cards.
+# start_s, hop_s: the same source, network/benchmarks: all-reduce of 1 to 128 MiB takes
+#     20 to 80 us more than its bytes on 8 x H200, of 1 MiB 160 us on 4 nodes of B200.
+# grouped: the rate of other products; no public run judges it.
 # unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
 # products: fitted to public runs; the best of many shapes, briefly, is 0.87 on A100,
 #     0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), for minutes 0.74
-#     on H100 (huggingface/gpu-fryer, README.md). Blackwell: as Hopper; no
-#     public run.
+#     on H100 (huggingface/gpu-fryer, README.md). Blackwell has no public run, so its
+#     fractions are Hopper's.
 # memory: fitted to public runs, the same for all chips; NVIDIA's own figure for the
 #     A100 is 95 % of the bandwidth.
-# spread: as between slices of TPUs.
+# spread: the value for slices of TPUs.
 HOPPER = Achievable(
     products=0.63,
     memory=0.85,
@@ -147,11 +149,11 @@ AMPERE = replace(
 BLACKWELL = HOPPER
 
 
-def slowest(parts: int, spread: float) -> float:
-    """Return the slowest of several normally distributed step times over their mean.
+def slowest(count: int, spread: float) -> float:
+    """Return the expected ratio of the slowest of several step times to their mean.
 
-    `parts` is the number of step times, `spread` their relative standard deviation.
+    `count` is the number of step times, `spread` their relative standard deviation.
     Source: the expected maximum of n normal variables is close to sqrt(2 ln n) standard
     deviations.
     """
-    return 1 + spread * math.sqrt(2 * math.log(max(1, parts)))
+    return 1 + spread * math.sqrt(2 * math.log(max(1, count)))

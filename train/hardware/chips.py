@@ -19,18 +19,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip. Rates are in FLOP/s and bytes/s; None: the vendor does not state it.
+    """One chip. Rates are in FLOP/s and bytes/s. None means that no figure is stated.
 
     kind: a part of the `device_kind` of its JAX devices.
-    flops: dense FLOP/s by dtype of the operands, for the dtypes that are stated.
+    flops: dense FLOP/s by operand dtype, for the dtypes that the vendor states.
     devices: the number of JAX devices of a chip.
     link_bandwidth: the bandwidth of one link (ICI, NVLink) in one direction.
-    dcn_bandwidth: its share of its host's network cards in one direction.
+    dcn_bandwidth: the chip's share of its host's network cards in one direction.
     host_bandwidth: the bandwidth to its host's memory in one direction.
     program_bytes: the HBM of one JAX device that XLA:TPU gives to a program.
     matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
     sparse_cores: whether its SparseCores are known to hide collectives (TPU).
-    scatters_whole: whether XLA keeps a scatter over all chips of a slice (TPU).
+    scatters_whole: whether XLA keeps a reduce-scatter over a whole slice (TPU).
     achievable: the parts of these rates that programs achieve.
     """
 
@@ -61,24 +61,24 @@ def _flops(
     return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
 
 
-# TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state ICI
-# for a chip, both directions, all links together (v5e 400 GB/s, v6e 800, v5p and
-# tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not at all). FP8
-# and DCN of v5p and v6e: tpu7x's page. int8 is stated for v5e, v5p and v6e alone (of
-# GPUs it is left out: nothing here was compiled in int8 for one). v4's links:
-# arXiv:2304.01433. matrix_unit: v6e's page; of the others jax, in
-# jax/_src/pallas/mosaic/tpu_info.py.
+# TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state a
+# chip's ICI bandwidth for both directions and all links together (v5e 400 GB/s, v6e
+# 800, v5p and tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not
+# at all). FP8 and DCN of v5p and v6e: tpu7x's page. int8: stated only for v5e, v5p and
+# v6e; left out for GPUs, because no program here was compiled in int8 for a GPU. v4's
+# links: arXiv:2304.01433. matrix_unit: v6e's page, and for the others
+# jax/_src/pallas/mosaic/tpu_info.py in jax.
 # program_bytes: "available HBM" in the out-of-memory errors of libtpu 0.0.52.
-# GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as stas00/ml-engineering,
-# torchtitan and MLPerf's system files give them, not read off its datasheets. A100: 312
-# TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200: 1979 (FP8
-# 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200: 2250 (FP8
-# 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense. Network
-# cards: one a GPU, of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as CUDA
-# reports it; openxla/xla, xla/backends/gpu/target_config/specs.
-# host_bandwidth: v4's 16 GB/s each way, and v6e's 15, are those of
-# jax-ml.github.io/scaling-book, "How to Think About TPUs"; for v5e and v5p none is
-# stated, so v4's is used. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
+# GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as quoted by
+# stas00/ml-engineering, torchtitan and MLPerf's system files, not by its datasheets.
+# A100: 312 TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200:
+# 1979 (FP8 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200:
+# 2250 (FP8 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense.
+# Network cards: one a GPU, of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as
+# CUDA reports it; openxla/xla, xla/backends/gpu/target_config/specs.
+# host_bandwidth: v4's 16 GB/s each way, and v6e's 15, come from
+# jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's and
+# v5p's, so they use v4's. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
 # both ways, as NVIDIA states them.
 _H100 = Chip(
     "H100",
@@ -171,7 +171,7 @@ CHIPS = {
     "h200": replace(
         _H100, kind="H200", hbm_bytes=151_397_597_184, hbm_bandwidth=4800 * GB
     ),
-    # Superchips. GH200: 96 or 144 GB, neither of which is what an H200 has.
+    # Superchips. A GH200 has 96 or 144 GB, unlike an H200.
     "gh200": Chip("GH200", _flops(989.5, 1979), achievable=HOPPER),
     "gb200": Chip("GB200", _flops(2500, 5000), achievable=BLACKWELL),
     "b200": Chip(
@@ -188,12 +188,12 @@ CHIPS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip of a JAX device, or None if it is unknown, as any CPU."""
+    """Return the chip of a JAX device kind, or None for unknown chips and CPUs."""
     matches = [chip for chip in CHIPS.values() if chip.kind in device_kind]
     return max(matches, key=lambda chip: len(chip.kind), default=None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of one JAX device, or None if unknown."""
+    """Return the dense bfloat16 FLOP/s of one JAX device, or None if it is unknown."""
     chip = chip_of(device_kind)
     return chip and chip.flops["bfloat16"] / chip.devices

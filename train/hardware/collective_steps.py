@@ -3,8 +3,8 @@
 XLA:TPU gathers in one step over all links. It replaces a scatter over all chips of a
 slice by an all-reduce of the whole array, which sends twice the bytes. A scatter over
 planes of the torus and then over the lines across them remains a scatter, but sends
-most of its bytes over the links of the planes. The shape of the slice decides which one
-takes less time (docs/log).
+most of its bytes over the links of the planes. The shape of the slice decides which
+form takes less time (docs/log).
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from train.hardware.interconnect import (
 )
 from train.mesh import Device
 
-# The chips of the largest slice over which XLA scatters at once, by links of a chip.
-_FEW = {4: 8, 6: 4}
-# The devices of the largest slice without rings over which XLA gathers at once, if a
-# chip has two devices (tpu7x).
-_FEW_HALVES = 32
+# The chips of the largest slice over which XLA scatters in one step, by links a chip.
+_MAX_CHIPS = {4: 8, 6: 4}
+# The devices of the largest slice without rings over which XLA gathers in one step, if
+# a chip has two devices (tpu7x).
+_MAX_DEVICES = 32
 
 
 def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
-    """Return the steps along the mesh axes that need more than one step (TPU)."""
+    """Return the steps of each mesh axis that needs more than one step (TPU only)."""
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
-    if device.platform != "tpu" or chip is None or chip.links not in _FEW:
+    if device.platform != "tpu" or chip is None or chip.links not in _MAX_CHIPS:
         return ()
     all_steps = []
     for axis in mesh.axis_names:
@@ -43,14 +43,16 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
         # Neighbours along axes other than fsdp are in one slice (train/mesh.py).
         if slices > 1 and num_slices(members[:2]) == 1:
             continue
-        near = members[::slices]
+        local_members = members[::slices]
         slice_ = slice_of(mesh, device)
-        gather, scatter = _gather(near, slice_, chip), _scatter(near, slice_, chip)
+        gather = _gather(local_members, slice_, chip)
+        scatter = _scatter(local_members, slice_, chip)
         # XLA gathers small arrays by an all-reduce on a 2D torus.
-        small = scatter if chip.links == 4 else gather
-        if any(size not in (1, len(members)) for size in (*small, slices, *scatter)):
+        small_gather = scatter if chip.links == 4 else gather
+        sizes = (*small_gather, slices, *scatter)
+        if any(size not in (1, len(members)) for size in sizes):
             steps = AxisSteps(
-                axis, (*gather, slices), (*small, slices), (*scatter, slices)
+                axis, (*gather, slices), (*small_gather, slices), (*scatter, slices)
             )
             all_steps.append(steps)
     return tuple(all_steps)
@@ -59,10 +61,10 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
 def _gather(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
-    """Return the steps of a gather over devices of a slice."""
-    size, is_slice = len(members), len(members) == len(slice_)
-    goes_around = all(rings(extents(slice_), chip))
-    if chip.devices == 1 or not is_slice or goes_around or size <= _FEW_HALVES:
+    """Return the group sizes of a gather's steps over devices of a slice."""
+    size, fills_slice = len(members), len(members) == len(slice_)
+    is_torus = all(rings(extents(slice_), chip))
+    if chip.devices == 1 or not fills_slice or is_torus or size <= _MAX_DEVICES:
         return (size,)
     return _planes_and_lines(members)
 
@@ -70,9 +72,9 @@ def _gather(
 def _scatter(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
-    """Return the steps of a scatter over devices of a slice, in mesh order."""
+    """Return the group sizes of a scatter's steps over devices of a slice."""
     size, planes_and_lines = len(members), _planes_and_lines(members)
-    is_small = size <= _FEW[chip.links or 0]
+    is_small = size <= _MAX_CHIPS[chip.links or 0]
     if chip.scatters_whole or is_small or len(planes_and_lines) == 1:
         return (size,)
 
@@ -81,20 +83,20 @@ def _scatter(
         equal = len({extent for extent in extents(group) if extent > 1}) == 1
         return num_links(group, slice_, chip, None if equal else 1)
 
-    all_reduced = size == len(slice_)
+    is_all_reduced = size == len(slice_)
     one_step = (1 - 1 / size) / links(members)
-    if all_reduced:
+    if is_all_reduced:
         one_step = 2 * (1 - 1 / size) / num_links(members, slice_, chip)
     planes, lines = planes_and_lines
     over_planes = (1 - 1 / planes) / links(members[::lines])
     over_lines = (1 / planes - 1 / size) / links(members[:lines])
-    # If the times are equal, prefer the form that sends fewer bytes.
-    limit = one_step * (1.001 if all_reduced else 0.999)
+    # The form that sends fewer bytes is preferred if the times are equal.
+    limit = one_step * (1.001 if is_all_reduced else 0.999)
     return planes_and_lines if over_planes + over_lines < limit else (size,)
 
 
 def _planes_and_lines(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the sizes of a torus along its first dims together, and along its last."""
+    """Return the sizes of a plane and of a line across planes, or only of a line."""
     lines = len(devices)
     for length in range(1, len(devices)):
         if sum(extent > 1 for extent in extents(devices[: length + 1])) > 1:

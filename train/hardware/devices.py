@@ -1,8 +1,8 @@
 """Devices of machines that are not present, for ahead-of-time compilation.
 
 XLA's compilers come with libtpu and with JAX's CUDA plugin; neither needs a chip or a
-driver. If the compiler is not installed, stand-ins with the same coordinates take the
-devices' place: they suffice to shard arrays, but not to compile.
+driver. If the compiler is not installed, stand-ins with the same coordinates replace
+the devices. Stand-ins suffice to shard arrays, but not to compile.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from train.mesh import Device
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask a metadata server about this machine
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may: none drives a chip
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # safe, because no process drives a chip
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",  # any value avoids a warning
     "TPU_WORKER_HOSTNAMES": "localhost",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # a driver is not needed
@@ -58,12 +58,12 @@ def prepare() -> None:
     """Tell the compilers that their chips are absent. Must run before they load."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # XLA can write programs of absent chips to the cache, but not read them back.
+    # XLA can write programs for absent chips to the cache, but not read them back.
     jax.config.update("jax_enable_compilation_cache", False)
 
 
 def missing_compiler(target: Target) -> str | None:
-    """Return what to install to compile for a target, or None if it is installed."""
+    """Return how to install a target's compiler, or None if it is installed."""
     if target.platform == "tpu":
         modules, extra = ["libtpu"], "plan"
     else:
@@ -75,7 +75,7 @@ def missing_compiler(target: Target) -> str | None:
 
 
 def fake_devices(target: Target) -> list[Device]:
-    """Return the devices of an absent machine, or stand-ins if its compiler is missing.
+    """Return the devices of an absent machine, or stand-ins without its compiler.
 
     `prepare` must have run, and the platform of this process must be the CPU.
     """
@@ -104,7 +104,7 @@ def fake_devices(target: Target) -> list[Device]:
 
 
 def _target_config(target: Target) -> str:
-    """Describe a GPU to XLA, as the text of a GpuTargetConfigProto."""
+    """Return XLA's description of a GPU, the text of a GpuTargetConfigProto."""
     chip, (name, fields) = target.chip, _GPUS[target.family]
     return f"""
 gpu_device_info {{
@@ -124,7 +124,7 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class StandIn:
-    """A device that cannot be compiled for."""
+    """A device with coordinates, for which nothing can be compiled."""
 
     id: int
     platform: str
@@ -142,11 +142,11 @@ def _stand_ins(target: Target) -> Iterator[StandIn]:
     on_tpu = target.platform == "tpu"
     hosts: dict[tuple[int, ...], int] = {}
     positions = itertools.product(range(target.slices), *map(range, sizes))
-    for number, (slice_, z, y, x, core) in enumerate(positions):
+    for device_id, (slice_, z, y, x, core) in enumerate(positions):
         coords = (x, y, z)
         host = (slice_, *(c // b for c, b in zip(coords, bounds, strict=True)))
         yield StandIn(
-            id=number,
+            id=device_id,
             platform="tpu" if on_tpu else "gpu",
             device_kind=kind,
             process_index=hosts.setdefault(host, len(hosts)),

@@ -1,21 +1,20 @@
 """Compute the bandwidth of devices along mesh axes.
 
-TPU: chips of a slice form a grid, each linked to its neighbours along every dim of it;
-a dim whose last chip is linked to its first again is a ring. A group of devices uses
-the dims of the grid along which its members differ: of each two links a chip, one in
-either direction, where it goes around a ring, else one, because data must travel from
-end to end. Collectives over several dims use the links of all at once, unless XLA goes
-along one ring through all members, which has two. Devices that share a chip share its
-links, unless they belong to the same group.
+TPU: the chips of a slice form a grid, and links join neighbours along every dim. A dim
+is a ring if a link also joins its last chip to its first. A group of devices uses the
+dims along which its members differ. In each of these dims a chip sends over two links,
+one in either direction, if the group fills a ring, and otherwise over one, because data
+must travel from end to end. A collective over several dims uses all their links at
+once, unless XLA chooses one ring through all members, which has two links a chip.
+Devices of a chip share its links, unless they belong to the same group.
 
 GPU: within a node every GPU reaches every other over all its NVLinks. A ring through
 several nodes enters each of them over the network cards of all members there.
 
-Sources: jax-ml.github.io/scaling-book, "How to Think About TPUs" (links, rings) and
-"Sharded Matrices and How to Multiply Them" (times of collectives). Which slices have
-rings: docs.cloud.google.com/tpu/docs/v4 and /v5p (3D: slices of whole cubes of 4 x 4 x
-4), the first of the former (2D: dims of 16). Twisted tori, which some of the larger
-slices may be wired as on request, are not described here.
+Sources: jax-ml.github.io/scaling-book, "How to Think About TPUs" (links; rings of 2D
+slices: dims of 16) and "Sharded Matrices and How to Multiply Them" (times of
+collectives); docs.cloud.google.com/tpu/docs/v4 and /v5p (rings of 3D slices: whole
+cubes of 4 x 4 x 4). Twisted tori, an option of some larger slices, are not modelled.
 """
 
 import math
@@ -29,7 +28,7 @@ from train.hardware.chips import Chip, chip_of
 from train.mesh import Device
 
 _RING_OF_2D = 16
-_RING_OF_3D = 4  # A slice whose dims are all multiples of it.
+_RING_OF_3D = 4  # All dims of a slice with rings are multiples of this.
 
 # The networks inside and between the domains that `_domain` returns.
 _NETWORKS = {
@@ -50,8 +49,8 @@ class Group:
 
     axes: tuple[str, ...]  # mesh axes along which a group's members differ
     size: int
-    network: str  # the slowest that a group crosses
-    links: int = 0  # of a chip, over which a group of TPUs sends within a slice
+    network: str  # the slowest network that a group crosses
+    links: int = 0  # a chip's links over which a TPU group sends within a slice
 
 
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
@@ -70,10 +69,8 @@ def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) ->
 def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:
     """Return the axes, the network and the links that equal groups of devices span.
 
-    Args:
-        positions: positions in `mesh.devices.flat`, as an array [groups, size].
-        mesh: the mesh of the devices.
-        dims: as in `num_links`.
+    `positions` are positions in `mesh.devices.flat`, as an array [groups, size]. `dims`
+    is that of `num_links`.
     """
     coordinates = np.unravel_index(positions, mesh.devices.shape)
     axes = tuple(
@@ -93,8 +90,8 @@ def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
     chip = chip_of(members[0].device_kind)
     if members[0].platform != "tpu" or chip is None or not chip.links:
         return 0
-    near = _in_slice_of(members[0], members)
-    return num_links(near, slice_of(mesh, members[0]), chip, dims)
+    local_members = _in_slice_of(members[0], members)
+    return num_links(local_members, slice_of(mesh, members[0]), chip, dims)
 
 
 def bandwidth(
@@ -107,39 +104,40 @@ def bandwidth(
         axes: the axes along which the members of a group differ.
         network: the slowest network that a group crosses.
         chip: the chip of each device.
-        links: the links of a TPU that the group spans; 0: those of all devices along
-            the axes.
+        links: the links of a TPU over which the group sends. 0: computed for all
+            devices along the axes.
 
     Raises:
         NotStated: if the chip's vendor does not state the bandwidth of the network.
     """
-    members, part = members_along(mesh, axes), chip.achievable
-    near = _in_slice_of(members[0], members)
+    members, achievable = members_along(mesh, axes), chip.achievable
+    local_members = _in_slice_of(members[0], members)
     if network == "DCN":
-        return part.network * stated(chip, "dcn_bandwidth") / chip.devices
+        return achievable.network * stated(chip, "dcn_bandwidth") / chip.devices
     link = stated(chip, "link_bandwidth")
     if network == "ICI":
-        links = links or num_links(near, slice_of(mesh, members[0]), chip)
-        return part.links * link * links / _rivals(near, chip)
-    fast = part.links * link * stated(chip, "links")
+        links = links or num_links(local_members, slice_of(mesh, members[0]), chip)
+        return achievable.links * link * links / _groups_per_chip(local_members, chip)
+    nvlink = achievable.links * link * stated(chip, "links")
     if network == "NVLink":
-        return fast
-    return min(fast, part.network * len(near) * stated(chip, "dcn_bandwidth"))
+        return nvlink
+    dcn = stated(chip, "dcn_bandwidth")
+    return min(nvlink, achievable.network * len(local_members) * dcn)
 
 
 def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
-    """Count the slices, or nodes, that a group along axes spans (see `group_along`)."""
+    """Count the slices or nodes that the group of `group_along` spans."""
     devices = members_along(mesh, axes)
     return num_slices([devices[member] for member in members] or devices)
 
 
 def num_slices(devices: Iterable[Device]) -> int:
-    """Count the slices, or for GPUs the nodes, of devices."""
+    """Count the slices of TPUs or the nodes of GPUs that devices are in."""
     return len(set(map(_domain, devices)))
 
 
 def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
-    """Count the links that a byte of an all-to-all passes on average."""
+    """Return the mean number of links that a byte of an all-to-all passes."""
     if network != "ICI":
         return 1.0
     sizes = extents(members_along(mesh, axes))
@@ -149,7 +147,7 @@ def hops(mesh: Mesh, axes: Sequence[str], network: str) -> float:
 def rings(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
     """Return whether the links along each dim form a ring.
 
-    `shape` are the chips along each dim of a slice of TPUs.
+    `shape` is the number of chips along each dim of a slice of TPUs.
     """
     if chip.links == 4:
         return tuple(size == _RING_OF_2D for size in shape)
@@ -167,8 +165,8 @@ def num_links(
     A collective along several dims at once sends equal parts along each, so that the
     dim with the fewest links sets the pace.
 
-    `members` are the devices of the group among `slice_`, all devices of the slice.
-    The collective uses `dims` dims of the grid at once; None: all that they span.
+    `members` are the devices of the group, and `slice_` all devices of their slice.
+    The collective uses `dims` dims of the grid at once. None: all that members span.
     """
     slice_sizes, sizes = extents(slice_), extents(members)
     dims_of_group = zip(sizes, slice_sizes, rings(slice_sizes, chip), strict=True)
@@ -198,7 +196,7 @@ def stated(chip: Chip, field: str) -> float:
     """Return a figure of a chip.
 
     Raises:
-        NotStated: if its vendor does not state it.
+        NotStated: if the chip's vendor does not state the figure.
     """
     value = getattr(chip, field)
     if value is None or math.isnan(value):
@@ -212,7 +210,7 @@ def members_along(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
     return list(np.atleast_1d(mesh.devices[index]).flat)
 
 
-def _rivals(members: Sequence[Device], chip: Chip) -> float:
+def _groups_per_chip(members: Sequence[Device], chip: Chip) -> float:
     """Count the groups that use the links of one chip at the same time."""
     on_chip = len(members) / len({_coords(device) for device in members})
     return max(1.0, chip.devices / on_chip)
@@ -229,16 +227,16 @@ def _coords(device: Device) -> tuple[int, ...]:
 
 
 def _domain(device: Device) -> tuple[int, ...]:
-    """Return an id of the part that the fast network joins: a slice, or a node of GPUs.
+    """Return the id of a device's slice or GPU node, which a fast network joins.
 
-    A node may have a process for each GPU, so processes do not tell nodes apart: JAX
-    gives those of one host the same slice index. The coordinates of fake GPUs begin
-    with the node too.
+    A node may have a process for each GPU, so processes do not tell nodes apart. JAX
+    gives the processes of one host the same slice index. The coordinates of fake GPUs
+    begin with the node too.
     Source: BuildGlobalTopology in openxla/xla, xla/pjrt/distributed/topology_util.cc.
     """
     if device.platform == "tpu":
         return (getattr(device, "slice_index", 0),)
     if device.platform == "cpu":
         return (device.process_index,)
-    of_host = getattr(device, "slice_index", device.process_index)
-    return of_host, *getattr(device, "coords", ())[:-2]
+    slice_index = getattr(device, "slice_index", device.process_index)
+    return slice_index, *getattr(device, "coords", ())[:-2]

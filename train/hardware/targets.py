@@ -1,7 +1,7 @@
 """Names of machines: `v5e-256`, `v5p-512x4`, `h100-8x16`.
 
-A TPU's name is the cloud's: v4, v5p and tpu7x count cores, two a chip, v5e and v6e
-count chips; x4 means four slices. A GPU's name counts the GPUs of a node, then nodes.
+TPU names are Google Cloud's: v4, v5p and tpu7x count cores (two a chip), v5e and v6e
+count chips, and x4 means four slices. GPU names count the GPUs of a node, then nodes.
 The rates of chips are in `train/hardware/chips.py`.
 """
 
@@ -16,9 +16,9 @@ CPU = "cpu"  # the devices of this machine
 
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _ONE_HOST = _FLAT[:3]  # v5e-8 and v6e-8 are one host of eight, larger ones of four
-# Below a cube of 4 x 4 x 4 chips, and the chips of a pod. Source: the cloud's pages.
+# Slices smaller than a cube, and the chips of a pod. Source: Google Cloud's pages.
 _BLOCKS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-_CUBE = 64
+_CUBE = 64  # chips, 4 x 4 x 4
 _PODS = {"v4": 4096, "v5p": 8960, "tpu7x": 9216}
 _GPUS_PER_NODE = (1, 2, 4, 8)
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -33,8 +33,8 @@ class Target:
     """A machine.
 
     family: the key of its chip in CHIPS.
-    topology: the chips along each dim of a slice, or the GPUs of a node.
-    slices: the number of slices, or for GPUs of nodes.
+    topology: the number of chips along each dim of a slice, or of GPUs in a node.
+    slices: the number of TPU slices or GPU nodes.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """`tpu` or `cuda`."""
+        """The platform: `tpu` or `cuda`."""
         return "tpu" if self.family in _TPUS else "cuda"
 
     @property
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def host_bounds(self) -> tuple[int, ...]:
-        """The chips of a host along each dim of a slice."""
+        """The number of chips of a host along each dim of a slice."""
         if self.platform == "cuda" or self.topology in _ONE_HOST:
             return self.topology
         return (2, 2, 1)[: len(self.topology)]
@@ -81,21 +81,21 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Return the machine of a name.
+    """Return the machine with this name.
 
     Raises:
-        ConfigError: if there is no such machine; names those that exist.
+        ConfigError: if there is no such machine; names machines that exist.
     """
     match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
     if match is None or (family := match[1]) not in (*_TPUS, *_GPUS):
         raise _no_target(name, f"must be one like {FORMS}")
     size, slices = int(match[2]), int(match[3] or 1)
     if slices < 1:
-        part = "node" if family in _GPUS else "slice"
-        raise _no_target(name, f"must have at least one {part}")
+        unit = "node" if family in _GPUS else "slice"
+        raise _no_target(name, f"must have at least one {unit}")
     topologies = _topologies(family)
     if size not in topologies:
-        raise _no_target(name, _sizes(family, size, topologies))
+        raise _no_target(name, _size_rule(family, size, topologies))
     return Target(name, family, topologies[size], slices)
 
 
@@ -104,7 +104,7 @@ def _no_target(name: str, rule: str) -> ConfigError:
 
 
 def _topologies(family: str) -> dict[int, tuple[int, ...]]:
-    """Return the chips along each dim for each number that a name may contain."""
+    """Return a slice's topology for each size that a name may state."""
     if family in _GPUS:
         return {n: (n,) for n in _GPUS_PER_NODE}
     if family not in _PODS:
@@ -127,13 +127,12 @@ def _compact(chips: int) -> tuple[int, int, int]:
     return 4 * a, 4 * b, 4 * c
 
 
-def _sizes(family: str, size: int, possible: dict[int, tuple[int, ...]]) -> str:
+def _size_rule(family: str, size: int, possible: dict[int, tuple[int, ...]]) -> str:
     if family in _GPUS:
         return f"must be {family}-n or {family}-nxm, m nodes of n = 1, 2, 4 or 8 GPUs"
-    near = [n for n in possible if n < size][-1:] + [n for n in possible if n > size][
-        :1
-    ]
-    names = " and ".join(f"{family}-{n}" for n in near)
+    smaller = [n for n in possible if n < size][-1:]
+    larger = [n for n in possible if n > size][:1]
+    names = " and ".join(f"{family}-{n}" for n in smaller + larger)
     counts = ", ".join(str(n) for n in possible if n <= 256)
     unit = "chips"
     if family in _PODS:

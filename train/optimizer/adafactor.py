@@ -26,8 +26,8 @@ _DECAY_EXPONENT = 0.8  # the decay after t updates is 1 - t**-0.8
 class Factored(NamedTuple):
     """The mean squares of a parameter [..., I, O].
 
-    rows: the means over the output dims, which are 1. A vector keeps every entry.
-    columns: the means over the input dims, which are 1. A vector has None.
+    rows: the means over the output dims, kept as size 1. A vector keeps all entries.
+    columns: the means over the input dims, kept as size 1. A vector has None.
     """
 
     rows: jax.Array
@@ -56,7 +56,7 @@ def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
         count = state.count + 1
         decay = 1 - count.astype(jnp.float32) ** -_DECAY_EXPONENT
         squares = jax.tree.map(
-            lambda info, grad, squares: _averaged(info, grad, squares, decay),
+            lambda info, grad, squares: _update_averages(info, grad, squares, decay),
             infos,
             updates,
             state.squares,
@@ -75,24 +75,24 @@ def _zeros(info: ParamInfo, param: jax.Array) -> Factored:
     rows = jnp.zeros((*inputs, *(1 for _ in outputs)), jnp.float32)
     if not outputs:
         return Factored(rows, None)
-    ones = (1,) * (info.split - info.stack)
-    return Factored(rows, jnp.zeros((*inputs[: info.stack], *ones, *outputs)))
+    ones = (1,) * (info.split - info.stack_dims)
+    return Factored(rows, jnp.zeros((*inputs[: info.stack_dims], *ones, *outputs)))
 
 
-def _averaged(
+def _update_averages(
     info: ParamInfo, grad: jax.Array, squares: Factored, decay: jax.Array
 ) -> Factored:
-    """Return the mean squares, to which a gradient was added."""
+    """Return the mean squares after they take in the square of a gradient."""
     square = grad * grad + _MIN_SQUARE
 
     def average(mean: jax.Array, start: int, stop: int) -> jax.Array:
-        new = jnp.mean(square, tuple(range(start, stop)), keepdims=True)
-        return decay * mean + (1 - decay) * new
+        current = jnp.mean(square, tuple(range(start, stop)), keepdims=True)
+        return decay * mean + (1 - decay) * current
 
     rows = average(squares.rows, info.split, grad.ndim)
     if squares.columns is None:
         return Factored(rows, None)
-    return Factored(rows, average(squares.columns, info.stack, info.split))
+    return Factored(rows, average(squares.columns, info.stack_dims, info.split))
 
 
 def _direction(
@@ -100,7 +100,7 @@ def _direction(
 ) -> jax.Array:
     update = grad * jax.lax.rsqrt(squares.rows)
     if squares.columns is not None:
-        inputs = tuple(range(info.stack, info.split))
+        inputs = tuple(range(info.stack_dims, info.split))
         mean = jnp.mean(squares.rows, inputs, keepdims=True)
         update *= jax.lax.rsqrt(squares.columns / mean)
     update /= jnp.maximum(1.0, _root_mean_square(info, update) / _MAX_UPDATE_RMS)
@@ -109,6 +109,6 @@ def _direction(
 
 def _root_mean_square(info: ParamInfo, x: jax.Array) -> jax.Array:
     """Return the root mean square of each matrix. Padding is zero and not counted."""
-    dims = tuple(range(info.stack, x.ndim))
-    size = info.size(x.shape) // math.prod(x.shape[: info.stack])
+    dims = tuple(range(info.stack_dims, x.ndim))
+    size = info.size(x.shape) // math.prod(x.shape[: info.stack_dims])
     return jnp.sqrt(jnp.sum(x * x, dims, keepdims=True) / size)

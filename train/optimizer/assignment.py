@@ -1,10 +1,10 @@
 """Assign Muon's matrices to devices, in rounds.
 
-In each round a device takes a batch of whole matrices, and the round costs what its
-largest matrix costs. So matrices of one size fill as many rounds as they can. If some
-remain, the next smaller ones complete that round, padded with zeros to its size: zero
-rows and columns stay zero and change nothing else. If there are more devices than
-matrices, some devices idle.
+In each round a device takes a batch of whole matrices, and the round costs as much as
+its largest matrix. So matrices of one size fill as many rounds as possible. If some
+remain, the next smaller matrices complete their round, padded with zeros to the same
+size: zero rows and columns stay zero and change nothing else. If there are more devices
+than matrices, some devices idle.
 """
 
 import math
@@ -26,7 +26,7 @@ class Matrices(NamedTuple):
     def work(self, num_shards: tuple[int, int] = (1, 1)) -> int:
         """Return the multiplications of a Newton-Schulz step on one whole matrix.
 
-        It has `num_shards` parts of its rows and of its columns.
+        Its rows and its columns have these numbers of shards.
         """
         rows, columns = self.rows * num_shards[0], self.columns * num_shards[1]
         short, long = min(rows, columns), max(rows, columns)
@@ -64,9 +64,9 @@ def assign(
 ) -> tuple[tuple[str, ...], list[Rounds]]:
     """Assign all matrices to the devices that hold parts of them, and to replicas.
 
-    `replicas` are sizes of the mesh axes along which devices hold the same parts.
-    Returns those along which devices take different matrices, because that saves work,
-    and the rounds.
+    `replicas` are the sizes of the mesh axes along which devices hold the same parts.
+    Returns the replica axes along which devices share the work, because that saves
+    time, and the rounds.
     """
     axes, devices = (), math.prod(num_shards)
     rounds = _fill_rounds(parameters, num_shards, devices)
@@ -93,21 +93,21 @@ def _fill_rounds(
             for i, span in remaining.items()
             if parameters[i][1:] == largest[1:]
         )
-        number = max(1, num_equal // devices)
-        spans, free = list[MatrixSpan](), number * devices
+        num_rounds = max(1, num_equal // devices)
+        spans, free_places = list[MatrixSpan](), num_rounds * devices
         for i, span in list(remaining.items()):
             if parameters[i].rows > rows or parameters[i].columns > columns:
                 continue
-            stop = min(span.stop, span.start + free)
-            free -= stop - span.start
+            stop = min(span.stop, span.start + free_places)
+            free_places -= stop - span.start
             spans += [MatrixSpan(i, span.start, stop)] if stop > span.start else []
             remaining[i] = MatrixSpan(i, stop, span.stop)
             if stop == span.stop:
                 del remaining[i]
         entries = rows * columns * math.prod(num_shards)
-        divisors = [n for n in range(1, number + 1) if number % n == 0]
+        divisors = [n for n in range(1, num_rounds + 1) if num_rounds % n == 0]
         batch = max(n for n in divisors if n == 1 or n * entries <= _MAX_BATCH_ENTRIES)
-        rounds.append(Rounds(rows, columns, number // batch, batch, tuple(spans)))
+        rounds.append(Rounds(rows, columns, num_rounds // batch, batch, tuple(spans)))
     return rounds
 
 

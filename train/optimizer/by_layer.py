@@ -6,8 +6,8 @@ at most two layers, and only these in float32. Tables are moved whole. Moments o
 vectors stay on the device: they are few, and XLA:TPU cannot read one layer of an
 eight-bit [L, D] in host memory (libtpu 0.0.50).
 
-The result is bitwise equal to one update of all parameters: an update needs nothing of
-other parameters but the norm of all gradients.
+The result is bitwise equal to one update of all parameters: the update of a parameter
+depends on other parameters only through the norm of all gradients.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ Update = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
 def layer_by_layer(
     update: Update, grads: Any, moments: Any, params: Any, on_host: bool, in_place: bool
 ) -> tuple[Any, Any, jax.Array]:
-    """Return parameters and moments after an update, and whether it was accepted.
+    """Return the updated parameters and moments, and whether the update was accepted.
 
     Args:
-        update: works on trees in which some leaves are left out (`optax.MaskedNode`).
+        update: updates trees in which some leaves are left out (`optax.MaskedNode`).
         grads: tree of arrays.
         moments: the state of an optax transformation.
         params: tree of arrays.
@@ -43,7 +43,7 @@ def layer_by_layer(
     parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
         part_grads, part_moments, part_params = (
-            _leaves_of(stack, tree) for tree in (grads, moments, params)
+            _select_stack(stack, tree) for tree in (grads, moments, params)
         )
         if stack is None:
             part_params, part_moments, part_accepted = update(
@@ -63,54 +63,54 @@ def layer_by_layer(
             continue
         parts.append((part_params, part_moments))
         accepted &= part_accepted
-    params, moments = jax.tree.map(_present, *parts, is_leaf=_is_whole)
+    params, moments = jax.tree.map(_unmasked, *parts, is_leaf=_is_masked_or_eight_bits)
     return params, moments, accepted
 
 
 def _update_stack(
     update: Update, grads: Any, moments: Any, params: Any, *, space: Any, in_place: bool
 ) -> tuple[Any, Any, jax.Array]:
-    """Update stacked layers one by one."""
+    """Return the results of `update` for stacked layers, updated one by one."""
     depth = len(jax.tree.leaves(params)[0])
 
     def iterate(carry: tuple[Any, Any], i: jax.Array):
         params, carried = carry
         layer_moments = _to_device(_layer(carried if in_place else moments, i), 3)
-        new_params, new, accepted = update(
+        new_params, new_moments, accepted = update(
             _layer(grads, i), layer_moments, _layer(params, i), i
         )
         params = _with_layer(params, new_params, i)
         if in_place:
-            carried = _with_layer(carried, _move(new, 3, space), i)
+            carried = _with_layer(carried, _move(new_moments, 3, space), i)
             return (params, carried), ((), accepted)
-        new = jax.tree.map(lambda x: x[0] if x.ndim else x, new)
-        return (params, ()), (_move(new, 2, space), accepted)
+        new_moments = jax.tree.map(lambda x: x[0] if x.ndim else x, new_moments)
+        return (params, ()), (_move(new_moments, 2, space), accepted)
 
     carry = params, moments if in_place else ()
-    (params, carried), (stacked, accepted) = jax.lax.scan(
+    (params, carried), (stacked_moments, accepted) = jax.lax.scan(
         iterate, carry, jnp.arange(depth)
     )
-    return params, carried if in_place else stacked, jnp.all(accepted)
+    return params, carried if in_place else stacked_moments, jnp.all(accepted)
 
 
-def _leaves_of(stack: str | None, tree: Any) -> Any:
-    """Mask all leaves but scalars and those of one stack of layers (None: no stack)."""
+def _select_stack(stack: str | None, tree: Any) -> Any:
+    """Return a tree with only scalars and the leaves of one stack (None: no stack)."""
 
     def select(path: tuple[Any, ...], leaf: Any) -> Any:
         names = (getattr(key, "key", None) for key in path)
         leaf_stack = next((name for name in names if name in STACKED), None)
-        is_count = getattr(leaf, "ndim", None) == 0
-        return leaf if leaf_stack == stack or is_count else MaskedNode()
+        is_scalar = getattr(leaf, "ndim", None) == 0
+        return leaf if leaf_stack == stack or is_scalar else MaskedNode()
 
     return jax.tree_util.tree_map_with_path(select, tree, is_leaf=is_eight_bits)
 
 
-def _present(*leaves: Any) -> Any:
+def _unmasked(*leaves: Any) -> Any:
     """Return the first leaf that is not masked; all parts have the same scalars."""
     return next(leaf for leaf in leaves if not isinstance(leaf, MaskedNode))
 
 
-def _is_whole(leaf: object) -> bool:
+def _is_masked_or_eight_bits(leaf: object) -> bool:
     return isinstance(leaf, MaskedNode) or is_eight_bits(leaf)
 
 

@@ -2,23 +2,24 @@
 
 An update computes in float32. Moments are decoded before it and encoded after it, with
 stochastic rounding (train/optimizer/rounding.py). Each entry is encoded by itself, with
-the same result on every mesh: only maxima are needed of other devices, and these are
-exact in any order.
+the same result on every mesh: devices exchange only maxima, which are exact in any
+order.
 
-Eight bits hold the code c of a level c**p, times a scale:
+In eight bits, an entry is the code c of a level c**p, times a scale:
 
 - The scale of an entry is the smaller of two maxima: that of its row and that of its
-  column in the parameter's matrix. So one large entry makes only itself coarser. Blocks
-  achieve this too, but they would have to fit the shards of every mesh and the tiles of
-  a TPU. Source: rank-1 normalization of Li, Chen and Zhu, Memory Efficient Optimizers
-  with 4-bit States, arXiv:2309.01507, section 4.2.
+  column in the parameter's matrix. So one large entry makes only itself coarser. A
+  scale for each block of entries would achieve this too, but blocks would have to fit
+  the shards of every mesh and the tiles of a TPU. Source: rank-1 normalization (section
+  4.2) of Li, Chen and Zhu, Memory Efficient Optimizers with 4-bit States,
+  arXiv:2309.01507.
 - A mean has a sign and 127 levels with p = 2. A mean square has 255 levels with p = 4,
   because the update divides by its root, which then has p = 2 as well. So levels become
-  finer towards zero: below a thousandth of the scale there are still four levels, or
-  eight. Evenly spaced levels have none there.
-- The update divides by a mean square, so the least code of one is 1: it is zero only if
-  its scale is. Section 4.1 of the same source shows the damage otherwise. The scale is
-  zero if all of a row or column is zero, and then every entry decodes to zero.
+  finer towards zero: below a thousandth of the scale, a mean still has four levels and
+  the root of a mean square eight. Evenly spaced levels have none there.
+- The update divides by the root of a mean square, so the least code of a mean square is
+  1. Section 4.1 of the same source shows the damage that zeros would do. If all of a
+  row or column is zero, the scale is zero, and every entry decodes to zero.
 """
 
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ class EightBits(NamedTuple):
     """An array [..., I, O] as codes, with the maxima of its rows and columns.
 
     codes: int8 with the array's shape; uint8 for a mean square.
-    rows: float32 maxima over the output dims, which are 1. A vector has one maximum.
-    columns: float32 maxima over the input dims, which are 1. A vector has None.
+    rows: float32 maxima over the output dims, kept as size 1. A vector has one maximum.
+    columns: float32 maxima over the input dims, kept as size 1. A vector has None.
     """
 
     codes: jax.Array
@@ -56,7 +57,7 @@ class MomentStorage:
 
     dtype: the format of moments.
     infos: tree of `ParamInfo`.
-    seed: seed of the stochastic rounding.
+    seed: the seed of stochastic rounding.
     """
 
     dtype: MomentDtype
@@ -73,9 +74,9 @@ class MomentStorage:
         key = key_of_step(self.seed, step)
         infos = dict(jax.tree_util.tree_leaves_with_path(self.infos, is_leaf=is_info))
 
-        def encode(path: Any, leaf: jax.Array) -> Any:
+        def encode_leaf(path: Any, leaf: jax.Array) -> Any:
             suffixes = (path[start:] for start in range(len(path)))
-            info = next((infos[end] for end in suffixes if end in infos), None)
+            info = next((infos[s] for s in suffixes if s in infos), None)
             if info is None:  # a count
                 return leaf
             bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
@@ -90,10 +91,10 @@ class MomentStorage:
                 case _:
                     assert_never(self.dtype)
 
-        return jax.tree_util.tree_map_with_path(encode, state)
+        return jax.tree_util.tree_map_with_path(encode_leaf, state)
 
     def convert(self, state: Any, step: jax.Array) -> Any:
-        """Return a state in another format, or in host memory, as it is stored here."""
+        """Return a state of any format and memory in this format, on the device."""
         state = jax.device_put(state, jax.memory.Space.Device)
         return self.encode(decode_moments(state), step)
 
@@ -105,13 +106,13 @@ class MomentStorage:
         Stacked arrays may hold only some layers, beginning with `layer`.
         """
 
-        def rounded(path: Any, weight: jax.Array, param: jax.Array) -> jax.Array:
+        def round_leaf(path: Any, weight: jax.Array, param: jax.Array) -> jax.Array:
             if param.dtype != jnp.bfloat16:
                 return weight.astype(param.dtype)
             key, name = key_of_step(self.seed, step), jax.tree_util.keystr(path)
             return to_bfloat16(weight, random_bits(key, name, weight.shape, layer))
 
-        return jax.tree_util.tree_map_with_path(rounded, weights, params)
+        return jax.tree_util.tree_map_with_path(round_leaf, weights, params)
 
 
 def decode_moments(state: Any) -> Any:
@@ -126,7 +127,7 @@ def decode_moments(state: Any) -> Any:
 
 
 def in_saved_format(wanted: Any, saved: Mapping[str, Any]) -> Any:
-    """Return wanted moments as a checkpoint holds them, in eight bits or not.
+    """Return the shapes of wanted moments in the format in which they were saved.
 
     Args:
         wanted: tree of `jax.ShapeDtypeStruct` with shardings.
@@ -146,12 +147,12 @@ def in_saved_format(wanted: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def _sharded_like(leaf: Any, field: Any) -> Any:
-    """Describe codes or maxima with the sharding of the array that they encode."""
+    """Return the shape of codes or maxima, sharded like the array that they encode."""
     if field is None:  # a vector has no columns
         return None
     spec = (*leaf.sharding.spec, *(None for _ in leaf.shape))
     dims = zip(field.shape, leaf.shape, spec, strict=False)
-    entries = (entry if size == full else None for size, full, entry in dims)
+    entries = (entry if saved == size else None for saved, size, entry in dims)
     sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
@@ -168,14 +169,14 @@ def to_eight_bits(
 
     `bits` are random uint32 with the same shape.
     """
-    size, first, split = jnp.abs(x), info.stack, info.split
+    magnitude, first, split = jnp.abs(x), info.stack_dims, info.split
     is_vector = split == x.ndim
     outputs = tuple(range(first if is_vector else split, x.ndim))
-    rows, columns = jnp.max(size, outputs, keepdims=True), None
+    rows, columns = jnp.max(magnitude, outputs, keepdims=True), None
     if not is_vector:
-        columns = jnp.max(size, tuple(range(first, split)), keepdims=True)
+        columns = jnp.max(magnitude, tuple(range(first, split)), keepdims=True)
     top, power = _levels(signed)
-    fraction = size / jnp.maximum(_scale(rows, columns), _TINY)
+    fraction = magnitude / jnp.maximum(_scale(rows, columns), _TINY)
     root = jnp.sqrt(fraction) if signed else jnp.sqrt(jnp.sqrt(fraction))
     code = jnp.floor(root * top)
     level, low, high = fraction * float(top) ** power, code**power, (code + 1) ** power

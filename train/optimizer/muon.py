@@ -28,7 +28,7 @@ def muon(
     mesh: Mesh | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformation:
-    """Return the transformation of gradients into updates, for matrices only.
+    """Return Muon as an optax transformation, for matrices only.
 
     The operands of products and the parts that devices exchange have the compute dtype.
     The devices of the mesh share the work. None means one device.
@@ -72,7 +72,7 @@ def muon(
 
 def _fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a parameter's matrices."""
-    inputs, outputs = shape[info.stack : info.split], shape[info.split :]
+    inputs, outputs = shape[info.stack_dims : info.split], shape[info.split :]
     return math.prod(inputs), math.prod(outputs)
 
 

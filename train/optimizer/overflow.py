@@ -1,4 +1,4 @@
-"""Find updates that exceed the range of float32, and when none can."""
+"""Detect updates that overflow float32, and configs that rule overflows out."""
 
 from collections.abc import Callable
 from typing import Any, assert_never
@@ -13,7 +13,7 @@ from train.config import OptimizerConfig, OptimizerName
 def may_overflow(config: OptimizerConfig) -> bool:
     """Return whether finite gradients may lead to weights that overflow float32.
 
-    The check of an update reads the whole state once more. It is not needed if no entry
+    The check of an update reads the whole state again. It is not needed if no entry
     moves by more than 1e12 and decay shrinks weights: then 10 million steps stay below
     1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
     Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square
@@ -42,10 +42,10 @@ def may_overflow(config: OptimizerConfig) -> bool:
 def num_overflows(
     new: Any, old: Any, bound: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Count the entries of which an update makes the bound overflow.
+    """Return the number of entries whose bound overflows only after an update.
 
-    `new` are the values to be written, before they are rounded. `bound` is a function
-    of an entry that must be finite.
+    `new` are the values to be written, before they are rounded. `bound` maps an
+    entry to a value that must be finite.
     """
 
     def count(new: jax.Array, old: jax.Array) -> jax.Array:

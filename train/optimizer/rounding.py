@@ -2,8 +2,7 @@
 
 Rounding to nearest loses every change below half a step of the format. A mean that
 decays by 0.1 % never falls in bfloat16, whose steps are 0.4 to 0.8 %, and a weight with
-smaller updates never moves. A value that was rounded stochastically is right on
-average.
+smaller updates never moves. Stochastic rounding is exact on average.
 
 The random bits are a function of a key and of an entry's index in the global array, so
 they are the same on any mesh and after a resume. They are hashed from the index:
@@ -27,13 +26,13 @@ def key_of_step(seed: int, step: jax.Array | int) -> jax.Array:
 def random_bits(
     key: jax.Array, name: str, shape: tuple[int, ...], first: jax.Array | int = 0
 ) -> jax.Array:
-    """Return uint32 of a shape whose lower 16 bits are as good as random.
+    """Return a uint32 array whose lower 16 bits are as good as random.
 
     Args:
         key: the key of the step.
         name: the name of the array in the state. Each name gets different bits.
         shape: the shape of the array, or of a part of it.
-        first: the index along the first dim at which that part begins.
+        first: the index along the first dim at which the part begins.
     """
     array_key = hash_bits(key ^ jnp.uint32(zlib.crc32(name.encode())))
     return hash_bits(hash_bits(entry_ids(shape, first) ^ array_key) + array_key)
@@ -43,7 +42,7 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Round float32 to bfloat16 stochastically; infinities and NaN stay.
 
     A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half
-    carries over with the probability that the lower half states.
+    carries into the upper half with probability (lower half) / 2**16.
     """
     half = jnp.uint32(0xFFFF)
     raised = (x.view(jnp.uint32) + (bits & half)) & ~half
@@ -53,7 +52,7 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 def entry_ids(shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
     """Return a uint32 for each entry of an array, or of a part as in `random_bits`.
 
-    They are distinct for up to 2**32 entries.
+    The ids are distinct for up to 2**32 entries.
     """
     ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
     row_stride = math.prod(shape[1:]) * stride % 2**32

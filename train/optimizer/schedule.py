@@ -13,7 +13,7 @@ from train.config import Schedule, ScheduleConfig
 def make_schedule(
     config: ScheduleConfig, num_steps: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return the schedule as a function of the step; its peak is 1.
+    """Return the factor on learning rates as a function of the step. Its peak is 1.
 
     After a linear warm-up, `constant` stays at 1, `cosine` falls to the final fraction
     at num_steps, and `wsd` stays at 1 and falls linearly over the last steps.
@@ -29,7 +29,7 @@ def make_schedule(
             body = optax.constant_schedule(1.0)
         case _:
             assert_never(config.name)
-    # The first update, at step 0, already moves: (step + 1) / warmup.
+    # The first update, at step 0, already has a positive rate: (step + 1) / warmup.
     return lambda step: jnp.where(
         step < warmup, (step + 1) / max(1, warmup), body(jnp.maximum(step - warmup, 0))
     )

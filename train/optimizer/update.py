@@ -2,8 +2,8 @@
 
 optax computes a direction. This module scales it by the schedule at the *step*, which
 advances even if an update is skipped, and applies it. It computes in float32, whatever
-the dtypes of weights and moments are. What is stored in bfloat16 or eight bits is
-rounded stochastically, without a float32 copy. The average is always float32.
+the dtypes of weights and moments are. Arrays that are stored in bfloat16 or eight bits
+are rounded stochastically, without a float32 copy. The average is always float32.
 """
 
 from collections.abc import Callable
@@ -51,11 +51,11 @@ class Optimizer:
     in_place: bool = True
 
     def init(self, params: Any) -> OptimizerState:
-        """Return moments of zero, and averages equal to the weights."""
+        """Return zero moments, and averages equal to the weights."""
         average = None if self.config.ema_decay is None else averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
         if self.storage.dtype is not MomentDtype.float32:
-            # Without it, XLA spends seconds on folding constants when it compiles.
+            # Without the barrier, compilation spends seconds on constant folding.
             state = jax.lax.optimization_barrier(state)
         return OptimizerState(self.storage.encode(state, jnp.int32(0)), average)
 
@@ -77,15 +77,15 @@ class Optimizer:
         An update that would write a NaN or an infinity is not accepted. Then parameters
         and state stay unchanged. If layers are updated one by one, each is checked by
         itself, and layers before a rejected one have changed. If `accepted` is False,
-        the update is rejected in any case. `norm` is that of all gradients.
+        the update is rejected in any case. `norm` is the norm of all gradients.
         """
-        rate = self.schedule(step)
+        factor = self.schedule(step)
 
-        def update(
+        def update_part(
             grads: Any, moments: Any, params: Any, layer: Any
         ) -> tuple[Any, Any, jax.Array]:
             new_params, new_moments, overflows = self._apply_and_check(
-                grads, moments, params, norm=norm, rate=rate, accepted=accepted
+                grads, moments, params, norm=norm, factor=factor, accepted=accepted
             )
             ok = accepted & (overflows == 0)
             new_params = self.storage.round_weights(new_params, params, step, layer)
@@ -94,7 +94,7 @@ class Optimizer:
 
         if self.by_layer:
             params, moments, accepted = layer_by_layer(
-                update,
+                update_part,
                 grads,
                 state.transform,
                 params,
@@ -102,7 +102,7 @@ class Optimizer:
                 in_place=self.in_place,
             )
         else:
-            params, moments, accepted = update(grads, state.transform, params, 0)
+            params, moments, accepted = update_part(grads, state.transform, params, 0)
         average, decay = state.average, self.config.ema_decay
         if decay is not None:
             new_average = jax.tree.map(
@@ -118,18 +118,18 @@ class Optimizer:
         params: Any,
         *,
         norm: jax.Array,
-        rate: jax.Array,
+        factor: jax.Array,
         accepted: jax.Array | bool,
     ) -> tuple[Any, Any, jax.Array]:
         """Return float32 weights and moments after an update, and its overflows."""
-        weights, new_moments = self._apply(grads, moments, params, norm, rate)
+        weights, new_moments = self._apply(grads, moments, params, norm, factor)
         if not may_overflow(self.config):
             return weights, new_moments, jnp.float32(0)
 
         def count(grads: Any, moments: Any, params: Any) -> jax.Array:
             new = weights, new_moments
             if self.config.name is not OptimizerName.muon:
-                new = self._apply(grads, moments, params, norm, rate)
+                new = self._apply(grads, moments, params, norm, factor)
             # Norms need the squares of weights; rounding to bfloat16 adds under 1 %.
             overflows = num_overflows(new[0], _float32_tree(params), jnp.square)
             old_moments = decode_moments(moments)
@@ -144,7 +144,7 @@ class Optimizer:
         return weights, new_moments, overflows
 
     def _apply(
-        self, grads: Any, moments: Any, params: Any, norm: jax.Array, rate: jax.Array
+        self, grads: Any, moments: Any, params: Any, norm: jax.Array, factor: jax.Array
     ) -> tuple[Any, Any]:
         """Return float32 weights and moments after an update."""
         if self.config.clip_norm is not None:
@@ -154,7 +154,7 @@ class Optimizer:
         directions, moments = self.transform.update(
             grads, decode_moments(moments), weights
         )
-        weights = jax.tree.map(lambda w, d: w - rate * d, weights, directions)
+        weights = jax.tree.map(lambda w, d: w - factor * d, weights, directions)
         return weights, moments
 
 
@@ -173,7 +173,7 @@ def _select(accepted: jax.Array, new: Any, old: Any) -> Any:
 def averages(params: Any) -> Any:
     """Return averages equal to the weights, in float32.
 
-    They are copies, because parameters and averages are both donated to the step.
+    Copies are needed, because parameters and averages are both donated to the step.
     """
     return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
 
@@ -194,7 +194,7 @@ def make_optimizer(
 
     Args:
         config: the kind of optimizer, and its rates.
-        schedule: the factor on the rates.
+        schedule: the schedule of learning rates.
         num_steps: the length of the schedule.
         infos: tree of `ParamInfo`.
         compute_dtype: the dtype of the operands of Muon's products.
@@ -220,39 +220,39 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale(config.learning_rate),
     )
-    if config.name is OptimizerName.muon:  # Adam's direction is for all but matrices
+    if config.name is OptimizerName.muon:  # Adam updates all but matrices
         labels = jax.tree.map(
             lambda info: "muon" if info.kind is Kind.matrix else "adamw",
             infos,
             is_leaf=is_info,
         )
-        matrices = muon(
+        muon_part = muon(
             config, infos, compute_dtype=compute_dtype, mesh=mesh, specs=specs
         )
-        transform = optax.partition({"muon": matrices, "adamw": transform}, labels)
+        transform = optax.partition({"muon": muon_part, "adamw": transform}, labels)
     return Optimizer(
         config,
         transform,
         make_schedule(schedule, num_steps),
         MomentStorage(config.moment_dtype, infos, seed),
-        by_layer=_by_layer(config, platform, mesh),
+        by_layer=_needs_loop(config, platform, mesh),
         # XLA:GPU does not learn which arguments are in host memory when it compiles
         # ahead of time.
         in_place=not (config.offload and platform == "gpu"),
     )
 
 
-def _by_layer(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
-    """Return whether layers are updated one by one.
+def _needs_loop(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
+    """Return whether layers must be updated one by one, in a loop.
 
-    Offloaded moments need it, and so do eight-bit moments on a GPU, where XLA would
-    hold those of all layers in float32 at once. The latter excludes Muon, which
+    Offloaded moments need it. Eight-bit moments on a GPU need it too, because XLA would
+    hold the moments of all layers in float32 at once. The exceptions are Muon, which
     exchanges all matrices together, Adafactor, which has no eight-bit moments, and
     pipelines, whose stages hold different layers.
     """
     if config.offload:
         return True
-    staged = mesh is not None and mesh.shape["pipeline"] > 1
+    is_pipelined = mesh is not None and mesh.shape["pipeline"] > 1
     separable = config.name in (OptimizerName.adamw, OptimizerName.lion)
     eight_bits = config.moment_dtype is MomentDtype.int8
-    return platform == "gpu" and eight_bits and separable and not staged
+    return platform == "gpu" and eight_bits and separable and not is_pipelined

@@ -39,7 +39,7 @@ def on_whole_matrices(
         arrays: the parameters.
         infos: the metadata of each parameter.
         specs: the sharding of each parameter on the mesh.
-        mesh: its devices share the work.
+        mesh: the devices that share the work.
         dtype: the dtype in which parts are exchanged.
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
@@ -49,7 +49,7 @@ def on_whole_matrices(
     ]
 
     def per_device(arrays: list[jax.Array]) -> list[jax.Array]:
-        parts = [lay.flatten(x) for lay, x in zip(layouts, arrays, strict=True)]
+        parts = [layout.flatten(x) for layout, x in zip(layouts, arrays, strict=True)]
         for axes in dict.fromkeys(layout.axes for layout in layouts):
             group = [i for i, layout in enumerate(layouts) if layout.axes == axes]
             exchange = _Exchange(function, axes, sizes, dtype)
@@ -75,12 +75,12 @@ class _ShardAxes(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """How a parameter is a stack of matrices.
+    """How a parameter is viewed as a stack of matrices.
 
     first, split: the first input dim of a matrix, and its first output dim.
     transposed: whether outputs are the rows, so that matrices that are sharded over the
         same axes can share rounds.
-    axes: the mesh axes that shard it.
+    axes: the mesh axes that shard the stack.
     """
 
     first: int
@@ -102,7 +102,7 @@ class _Layout(NamedTuple):
 def _layout(
     shape: tuple[int, ...], info: ParamInfo, spec: PartitionSpec, sizes: dict[str, int]
 ) -> _Layout:
-    first, split = info.stack, info.split
+    first, split = info.stack_dims, info.split
 
     def axes_of(dims: slice) -> tuple[str, ...]:
         entries = tuple(spec)[dims]
@@ -127,21 +127,21 @@ class _Exchange(NamedTuple):
     def apply(self, parts: list[jax.Array]) -> list[jax.Array]:
         """Map local parts [matrices, rows, columns] to parts of the function's results.
 
-        Devices along axes that shard nothing hold the same parts. If that needs fewer
-        rounds, they take different matrices and gather the results.
+        Devices along axes that shard nothing hold the same parts. If this saves work,
+        they take different matrices and gather the results.
         """
         num_rows = self._num_shards(self.axes.rows)
         num_columns = self._num_shards(self.axes.columns)
         sharded = {axis for axes in self.axes for axis in axes}
         replicas = {axis: n for axis, n in self.sizes.items() if axis not in sharded}
-        shared, assigned = assign(
+        shared_axes, all_rounds = assign(
             [Matrices(*part.shape) for part in parts], (num_rows, num_columns), replicas
         )
         results = [list[jax.Array]() for _ in parts]
-        for rounds in assigned:
+        for rounds in all_rounds:
             x = [parts[s.parameter][s.start : s.stop] for s in rounds.spans]
             x = jnp.concatenate([_pad(part.astype(self.dtype), rounds) for part in x])
-            y = self._apply_in_rounds(x, rounds, shared)
+            y = self._apply_in_rounds(x, rounds, shared_axes)
             for span in rounds.spans:
                 count = span.stop - span.start
                 result, y = y[:count], y[count:]
@@ -153,44 +153,44 @@ class _Exchange(NamedTuple):
         return num_shards(self.sizes, axes)
 
     def _apply_in_rounds(
-        self, x: jax.Array, rounds: Rounds, shared: tuple[str, ...]
+        self, x: jax.Array, rounds: Rounds, shared_axes: tuple[str, ...]
     ) -> jax.Array:
-        """Map parts [matrices, rows, columns] of one size.
+        """Map local parts [matrices, rows, columns] of one size to the results' parts.
 
         Matrices are numbered by round, then by the device that takes them (its index
-        along `shared`, then along the sharding axes), then within its batch.
+        along `shared_axes`, then along the sharding axes), then within its batch.
         """
-        owners = self.axes.rows + self.axes.columns
-        in_rows = self._num_shards(self.axes.rows)
-        in_columns = self._num_shards(self.axes.columns)
+        sharding_axes = self.axes.rows + self.axes.columns
+        row_shards = self._num_shards(self.axes.rows)
+        column_shards = self._num_shards(self.axes.columns)
         shape = (
-            *(rounds.number, self._num_shards(shared), in_rows * in_columns),
+            *(rounds.number, self._num_shards(shared_axes), row_shards * column_shards),
             *(rounds.batch, *x.shape[1:]),
         )
         count = len(x)
         x = jnp.pad(x, [(0, math.prod(shape[:4]) - count), (0, 0), (0, 0)])
         x = x.reshape(shape)
-        if shared:
-            index = jax.lax.axis_index(shared)
+        if shared_axes:
+            index = jax.lax.axis_index(shared_axes)
             x = jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
         else:
             x = x[:, 0]
 
-        def one_round(x: jax.Array) -> jax.Array:
-            if owners:
+        def run_round(x: jax.Array) -> jax.Array:
+            if sharding_axes:
                 # Turn one part of all matrices into all parts of the local matrices.
-                x = jax.lax.all_to_all(x, owners, 0, 0)
-            whole = x.reshape(in_rows, in_columns, *x.shape[1:])
-            whole = whole.transpose(2, 0, 3, 1, 4)
-            matrices = whole.reshape(
-                rounds.batch, rounds.rows * in_rows, rounds.columns * in_columns
+                x = jax.lax.all_to_all(x, sharding_axes, 0, 0)
+            blocks = x.reshape(row_shards, column_shards, *x.shape[1:])
+            blocks = blocks.transpose(2, 0, 3, 1, 4)
+            matrices = blocks.reshape(
+                rounds.batch, rounds.rows * row_shards, rounds.columns * column_shards
             )
             y = self.function(matrices.astype(jnp.float32)).astype(x.dtype)
-            y = y.reshape(whole.shape).transpose(1, 3, 0, 2, 4).reshape(x.shape)
-            return jax.lax.all_to_all(y, owners, 0, 0) if owners else y
+            y = y.reshape(blocks.shape).transpose(1, 3, 0, 2, 4).reshape(x.shape)
+            return jax.lax.all_to_all(y, sharding_axes, 0, 0) if sharding_axes else y
 
-        y = jax.lax.map(one_round, x) if rounds.number > 1 else one_round(x[0])[None]
-        y = jax.lax.all_gather(y, shared, axis=1) if shared else y
+        y = jax.lax.map(run_round, x) if rounds.number > 1 else run_round(x[0])[None]
+        y = jax.lax.all_gather(y, shared_axes, axis=1) if shared_axes else y
         return y.reshape(-1, *shape[4:])[:count]
 
 

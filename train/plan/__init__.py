@@ -1,1 +1,1 @@
-"""See it before you pay for it: where arrays lie, what a step costs, how fast it is."""
+"""Plan a training step without running it: array layout, memory, cost and speed."""

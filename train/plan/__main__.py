@@ -1,8 +1,8 @@
-"""`python -m train.plan`: the cost of training, without training.
+"""`python -m train.plan`: the layout, memory and speed of training, without training.
 
-With a target it compiles the step of training, with the same shardings, for a machine
-that may not be present. If that machine's compiler is not installed, it estimates. The
-exit code is 0 if the step fits and 4 if it does not.
+If a target is set, the program compiles the training step, with the shardings of
+training, for a machine that may not be present. If that machine's compiler is not
+installed, the program estimates. The exit code is 0 if the step fits and 4 otherwise.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(config: PlanConfig) -> int:
-    """Print the layout and cost of a step; for a target also whether it fits."""
+    """Print the layout and cost of a step, and return the exit code."""
     from train.describe import describe_program, print_parameters
     from train.hardware.devices import missing_compiler
     from train.plan.array_layout import describe_array
@@ -50,7 +50,7 @@ def main(config: PlanConfig) -> int:
     compiler = not missing and (config.target is not None or config.show)
     compiles = config.search_compiles if compiler else 0
     if config.search or config.mesh.planned:
-        check_vocab()  # Otherwise a search would be in vain.
+        check_vocab()  # before a long search
     if config.search:
         result = search(
             config,
@@ -98,10 +98,10 @@ def main(config: PlanConfig) -> int:
 def _prepare(
     config: PlanConfig, target: Target | None
 ) -> "tuple[PlanConfig, list[Device], int, Callable[[], Any]]":
-    """Complete the config, and return it with the target's or this machine's devices.
+    """Set up JAX and return the completed config and its devices.
 
-    The last two results are the number of the tokenizer's ids, and a function that
-    checks that the model's vocabulary contains them.
+    The last two results are the number of token ids, and a function that checks that
+    the model's vocabulary contains all token ids.
     """
     import jax
 
@@ -130,7 +130,7 @@ def _lay_out(
     num_tokens: int,
     check_vocab: Callable[[], Any],
 ) -> "Program":
-    """Make the program, or list all conflicts with devices, data and model at once."""
+    """Return the program, or raise a ConfigError with all mistakes at once."""
     from model.gpt import abstract_gpt, params_of
     from train.plan.array_layout import find_array
     from train.program import make_program
@@ -145,7 +145,7 @@ def _lay_out(
 
 
 def _print(plan: "Plan", verdict: bool) -> None:
-    """Print the figures; for a target also whether they fit and what to change."""
+    """Print the figures; if `verdict`, also whether the step fits, and advice."""
     from train.plan.advice import print_prediction, print_remedy
     from train.plan.cost import print_cost
     from train.plan.memory import print_memory
@@ -182,7 +182,7 @@ def _plan_data(
 
 
 def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
-    """Inspect the compiled step if `show=true`."""
+    """Return the inspection of the compiled step if `show=true`, otherwise None."""
     from model.params import named
     from train.plan.compiled.inspection import inspect
 
@@ -214,15 +214,15 @@ def _page_data(plan: "Plan", inspection: "Inspection | None") -> dict[str, Any]:
 
 
 def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
-    """Write plan.json and plan.html, and with `show=true` the texts of the step."""
+    """Write plan.json and plan.html, and the texts of the step if `show=true`."""
     from data.storage import write_atomically
-    from train.identity import of_training, run_name
+    from train.identity import run_name, training_config
     from train.plan.page import TEMPLATE
     from train.plan.show import write_texts
     from train.run.folder import run_folder
     from train.run.page import write_page
 
-    name = run_name(of_training(config))
+    name = run_name(training_config(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
     write_atomically(folder / "plan.json", json.dumps(values, indent=1) + "\n")
     write_page(folder / "plan.html", TEMPLATE, values)

@@ -15,8 +15,8 @@ from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
-_MUCH_EXPOSED = 0.1  # part of the step
-_NARROW = 0.9  # part of the matrix units that is used
+_MUCH_EXPOSED = 0.1  # fraction of the step
+_LOW_FILL = 0.9  # fraction of the matrix units that is used
 _RANGE = {
     "tpu": "low: everything that can overlap does; high: only what is scheduled to",
     "gpu": "20 % to either side of kernels run one after the other",
@@ -32,12 +32,12 @@ _ACCURACY = {
 
 @dataclass(frozen=True)
 class SuggestedChange:
-    """A change that makes a step smaller, applied after the changes before it.
+    """A change that reduces memory, applied on top of the previous changes.
 
     override: the override that makes the change.
     change: a description of the change.
-    needed_bytes: the estimated memory that a device then needs.
-    fits: whether a device has this much memory.
+    needed_bytes: the estimated memory that a device needs after the change.
+    fits: whether `needed_bytes` are available.
     """
 
     override: str
@@ -50,10 +50,10 @@ class SuggestedChange:
 class Advice:
     """The bottleneck of a step and its remedy.
 
-    bottleneck: a sentence about what the step waits for most, or has no room for.
+    bottleneck: a sentence about the busiest resource, or about missing memory.
     change: a sentence about what to do.
-    override: the override that does it, or "" if no single key helps.
-    changes: if the step does not fit, the changes that make it smaller.
+    override: the overrides that do it; "" if no override helps.
+    changes: the changes that reduce memory, if the step does not fit.
     """
 
     bottleneck: str
@@ -74,9 +74,9 @@ def advise(
     if link and link.seconds > busiest:
         bottleneck = (
             f"bound by the network: {link.name} at {link.bandwidth / 1e9:,.1f} GB/s a "
-            f"device takes {_of(link.seconds, prediction.step_s)} of the step"
+            f"device takes {_share(link.seconds, prediction.step_s)} of the step"
         )
-        return _less_traffic(bottleneck, link, config, mesh)
+        return _for_network(bottleneck, link, config, mesh)
     if prediction.memory > prediction.products:
         return _for_memory(prediction, config)
     return _for_products(prediction, config, mesh, spare_bytes)
@@ -87,32 +87,32 @@ def _for_products(
 ) -> Advice:
     train, step = config.train, prediction.step_s
     policies = policies_keeping_more(train.remat, train.offload)
-    recomputes = policies and prediction.recomputed > _MUCH_RECOMPUTED
+    can_save_more = policies and prediction.recomputed > _MUCH_RECOMPUTED
     link = max(prediction.links, key=lambda link: link.exposed, default=None)
     exposed = sum(link.exposed for link in prediction.links)
-    waits = exposed > _MUCH_EXPOSED * step.middle
+    is_exposed = exposed > _MUCH_EXPOSED * step.middle
     bottleneck = (
         "bound by computing: matrix products take "
-        f"{_of(prediction.products, step)} of the step"
+        f"{_share(prediction.products, step)} of the step"
     )
-    if recomputes:
+    if can_save_more:
         bottleneck += f", {prediction.recomputed:.2f} x what the model needs"
-    if prediction.fill < _NARROW:
+    if prediction.fill < _LOW_FILL:
         bottleneck += f"; the model's dims fill {prediction.fill:.0%} of matrix units"
-    if link and waits:
+    if link and is_exposed:
         bottleneck += (
-            f"; collectives that no product overlaps take {_of(exposed, step)}, most "
-            f"of it {link.name}"
+            f"; collectives that no product overlaps take {_share(exposed, step)}, "
+            f"most of it {link.name}"
         )
-    if recomputes:
+    if can_save_more:
         room = "if its activations fit"
         if spare_bytes is not None:
             room += f" into the remaining {format_bytes(max(0, spare_bytes))}"
         override = f"train.remat={format_policy(policies[0])}"
         return Advice(bottleneck, f"recompute less, {room}", override)
-    if link and waits:
-        return _less_traffic(bottleneck, link, config, mesh)
-    if prediction.fill < _NARROW:
+    if link and is_exposed:
+        return _for_network(bottleneck, link, config, mesh)
+    if prediction.fill < _LOW_FILL:
         change = "make dims multiples of a matrix unit's rows, the head dim first"
         return Advice(bottleneck, change)
     return Advice(
@@ -123,7 +123,7 @@ def _for_products(
 def _for_memory(prediction: Prediction, config: Config) -> Advice:
     bottleneck = (
         "bound by main memory: reading and writing takes "
-        f"{_of(prediction.memory, prediction.step_s)} of the step, if no cache helps"
+        f"{_share(prediction.memory, prediction.step_s)} of the step, if no cache helps"
     )
     if config.train.accumulation_steps > 1:
         return Advice(
@@ -145,8 +145,8 @@ def _fewer_microbatches(config: Config) -> str:
     return f"train.accumulation_steps={microbatches // _least_factor(microbatches)}"
 
 
-def _less_traffic(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Advice:
-    """Advise a change that makes a network less busy."""
+def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Advice:
+    """Return advice that makes a network less busy."""
     if link.network == PCIE:
         override = "train.offload=[]" if config.train.offload else ""
         override = override or "optimizer.offload=false"
@@ -183,25 +183,27 @@ def _move_parts(
     """Return overrides for fewer parts along one mesh axis and more along another.
 
     The factor is the number of slices or nodes along `source` if `across`, otherwise
-    the least factor of its size. If there are too few rows for the new mesh, the batch
-    grows by the factor. Returns "" if the config would be refused or would not change.
+    the least prime factor of the size of `source`. If the new mesh needs more rows, the
+    batch grows by the factor. Returns "" if no valid config has fewer parts.
     """
     size, dcn = mesh.shape[source], config.mesh.dcn
     factor = getattr(dcn, source) if across else _least_factor(size)
     if factor == 1:
         return ""
     sizes = {source: size // factor, target: factor * mesh.shape[target]}
-    parts = {source: 1, target: factor * getattr(dcn, target)} if across else {}
+    dcn_factors = {source: 1, target: factor * getattr(dcn, target)} if across else {}
     overrides = [f"mesh.{axis}={n}" for axis, n in sizes.items()]
-    overrides += [f"mesh.dcn.{axis}={n}" for axis, n in parts.items()]
-    changed = replace(config.mesh, **sizes, dcn=replace(dcn, **parts))
+    overrides += [f"mesh.dcn.{axis}={n}" for axis, n in dcn_factors.items()]
+    new_mesh = replace(config.mesh, **sizes, dcn=replace(dcn, **dcn_factors))
     rows = config.data.batch_size
     for batch_size in (rows, rows * factor):
         data = replace(config.data, batch_size=batch_size)
-        candidate = replace(config, mesh=changed, data=data)
+        candidate = replace(config, mesh=new_mesh, data=data)
         if not (config_mistakes(candidate) or mesh_mistakes(candidate, mesh.size)):
-            batch = [f"data.batch_size={batch_size}"] if batch_size != rows else []
-            return " ".join([*overrides, *batch])
+            batch_override = (
+                [f"data.batch_size={batch_size}"] if batch_size != rows else []
+            )
+            return " ".join([*overrides, *batch_override])
     return ""
 
 
@@ -209,12 +211,12 @@ def _least_factor(number: int) -> int:
     return next((n for n in range(2, number + 1) if number % n == 0), 1)
 
 
-def _of(seconds: float, step: Range) -> str:
+def _share(seconds: float, step: Range) -> str:
     return f"{format_seconds(seconds)} ({seconds / step.middle:.0%})"
 
 
 def print_prediction(prediction: Prediction, advice: Advice) -> None:
-    """Print the time of each resource, the predicted range, and what to change."""
+    """Print the time of each resource, the predicted range and the advice."""
     source = prediction.how
     rows = [
         ["matrix products", format_seconds(prediction.products), "", source],
@@ -234,26 +236,26 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
 
 
 def print_texts(texts: Iterable[tuple[str, str]]) -> None:
-    """Print titles and sentences, one pair a line."""
+    """Print each pair of a title and a sentence on a line."""
     for name, text in texts:
         print(f"{name:<11} {text}")
 
 
 def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
-    """Return titles and sentences: the speed, the bottleneck and what to change."""
+    """Return titles and sentences about the speed, the bottleneck and its remedy."""
     step, middle, mfu = prediction.step_s, prediction.middle, prediction.range("mfu")
     speed = prediction.range("tokens_per_second")
-    a_chip = prediction.range("tokens_per_second_per_chip")
+    per_chip = prediction.range("tokens_per_second_per_chip")
     return [
         (
             "predicted",
-            f"{_span(step, format_seconds)} a step, estimated "
+            f"{_format(step, format_seconds)} a step, estimated "
             f"({_RANGE[prediction.platform]})",
         ),
         (
             "tokens/s",
-            f"{_span(speed, format_count)}, {_span(a_chip, format_count)} a chip; "
-            f"middle {format_count(middle.tokens_per_second)} and "
+            f"{_format(speed, format_count)}, {_format(per_chip, format_count)} a chip"
+            f"; middle {format_count(middle.tokens_per_second)} and "
             f"{format_count(middle.tokens_per_second_per_chip)}",
         ),
         ("so far", _ACCURACY[prediction.platform]),
@@ -279,7 +281,7 @@ def print_remedy(advice: Advice) -> None:
 
 
 def remedy(advice: Advice) -> list[tuple[str, str]]:
-    """Return titles and sentences: the bottleneck and what to change."""
+    """Return titles and sentences about the bottleneck and its remedy."""
     override = f": {advice.override}" if advice.override else ""
     return [
         ("bottleneck", advice.bottleneck),
@@ -287,5 +289,5 @@ def remedy(advice: Advice) -> list[tuple[str, str]]:
     ]
 
 
-def _span(values: Range, format_value: Callable[[float], str]) -> str:
+def _format(values: Range, format_value: Callable[[float], str]) -> str:
     return f"{format_value(values.low)} to {format_value(values.high)}"

@@ -17,7 +17,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 # libtpu says "the total memory required for HLO temporaries (20.1G) exceeds available
 # HBM (15.75G)"; older versions say "Used 20.1G of 15.75G hbm".
-_NEEDED = (
+_OUT_OF_MEMORY = (
     rf"memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)",
     rf"Used {_SIZE} of {_SIZE} hbm",
 )
@@ -33,7 +33,7 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class Compilation:
-    """The time and the peak memory that compiling took in this process."""
+    """The time of compiling, and this process's peak memory afterwards."""
 
     seconds: float
     peak_rss_bytes: int
@@ -43,9 +43,9 @@ def compile_step(program: Program) -> Compiled:
     """Compile the training step of a program for its devices.
 
     Raises:
-        OutOfMemory: if the compiler reports that it does not fit.
+        OutOfMemory: if the compiler reports that the step does not fit.
     """
-    # Autotuning would need the device.
+    # GPU autotuning needs the device, which may not be present.
     gpu = program.mesh.devices.flat[0].platform == "gpu"
     options: Any = {"xla_gpu_autotune_level": 0} if gpu else None
     lowered = lower_step(program)[1]
@@ -64,7 +64,7 @@ def lower_step(program: Program) -> tuple[Traced, Lowered]:
 
 
 def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilation]:
-    """Compile a program and measure this; return OutOfMemory if it does not fit."""
+    """Return the compiled step, or OutOfMemory, and the cost of compiling."""
     start = time.perf_counter()
     try:
         result = compile_step(program)
@@ -76,8 +76,8 @@ def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilati
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """Parse a compiler's message; None if it is not about a device's main memory."""
-    for pattern in _NEEDED:
+    """Parse a compiler's message about a lack of device memory; None for others."""
+    for pattern in _OUT_OF_MEMORY:
         if match := re.search(pattern, message):
             number, unit, limit, limit_unit = match.groups()
             return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit))

@@ -1,9 +1,9 @@
 """Show which chip holds which slice of an array, on the grid of the machine.
 
-A panel is one plane of chips: a two-dimensional slice of TPUs, a plane of a
-three-dimensional one, or a node of GPUs. Most panels differ only in the mesh position
-of their first device. So the page holds each pattern once, and its script computes
-which device holds which slice.
+A panel is one plane of chips: a two-dimensional TPU slice, a plane of a
+three-dimensional TPU slice, or a node of GPUs. Most panels differ only in the mesh
+position of their first device. So the page holds each pattern once, and the page's
+script computes which device holds which slice.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes
 
-_DRAWN = 320  # chips that are drawn at a time
-_COLUMNS = 8  # columns of a node
+_CHIPS_DRAWN = 320  # chips that the page draws at a time
+_NODE_COLUMNS = 8
 
 
 def layout_data(program: Program) -> dict[str, Any]:
@@ -31,71 +31,71 @@ def layout_data(program: Program) -> dict[str, Any]:
 
     Returns:
         axes: [name, size] of each mesh axis, the slowest network first.
-        unit: the machine's part that a panel belongs to: `slice`, `node` or `process`.
+        unit: what a panel is part of: `slice`, `node` or `process`.
         planes: the number of panels in a unit.
         columns: the number of columns of a panel.
         drawn: the number of panels that are drawn at a time.
-        patterns: `places` and `hosts` of the devices of a panel, relative to the
-            least; a place is a position in `mesh.devices.flat`.
+        patterns: `places` (positions in `mesh.devices.flat`) and `hosts` of the devices
+            of a panel, each relative to the least.
         runs: [pattern, first place, step, first host, step, number of panels].
         arrays: name, type, shape, bytes on a device, and spec, which lists for each dim
             the indices of its mesh axes.
     """
     mesh = program.mesh
-    places = {device: position for position, device in enumerate(mesh.devices.flat)}
+    place_of = {device: position for position, device in enumerate(mesh.devices.flat)}
     panels = dict[tuple[int, ...], list[Device]]()
     for device in mesh.devices.flat:
         panels.setdefault(_panel(device), []).append(device)
-    first = next(iter(panels.values()))
-    flat = not _on_grid(first[0])
-    columns = len(first) if flat else len({_column(device) for device in first})
+    panel = next(iter(panels.values()))
+    is_flat = not _on_grid(panel[0])
+    columns = len(panel) if is_flat else len({_column(device) for device in panel})
     patterns, runs = list[dict[str, list[int]]](), list[list[int]]()
     for _, devices in sorted(panels.items()):
-        inside = sorted(devices, key=lambda device: (_row(device), _column(device)))
-        positions = [places[device] for device in inside]
-        hosts = [device.process_index for device in inside]
-        low, host = min(positions), min(hosts)
+        devices = sorted(devices, key=lambda device: (_row(device), _column(device)))
+        places = [place_of[device] for device in devices]
+        hosts = [device.process_index for device in devices]
+        first_place, first_host = min(places), min(hosts)
         pattern = {
-            "places": [p - low for p in positions],
-            "hosts": [h - host for h in hosts],
+            "places": [p - first_place for p in places],
+            "hosts": [h - first_host for h in hosts],
         }
         if pattern not in patterns:
             patterns.append(pattern)
-        _append(runs, patterns.index(pattern), low, host)
+        _append(runs, patterns.index(pattern), first_place, first_host)
     return {
         "axes": [[name, size] for name, size in mesh.shape.items()],
-        "unit": {"tpu": "slice", "cpu": "process"}.get(first[0].platform, "node"),
-        "planes": len({panel[1:] for panel in panels}),
-        "columns": min(columns, _COLUMNS) if flat else columns,
-        "drawn": max(1, _DRAWN // len(first)),
+        "unit": {"tpu": "slice", "cpu": "process"}.get(panel[0].platform, "node"),
+        "planes": len({key[1:] for key in panels}),
+        "columns": min(columns, _NODE_COLUMNS) if is_flat else columns,
+        "drawn": max(1, _CHIPS_DRAWN // len(panel)),
         "patterns": patterns,
         "runs": runs,
         "arrays": [_array(name, leaf) for name, leaf in arrays_of(program)],
     }
 
 
-def _append(runs: list[list[int]], pattern: int, position: int, host: int) -> None:
-    """Extend the last run by a panel if it continues it; otherwise start a run."""
+def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
+    """Extend the last run by a panel that continues it, or start a run."""
     if runs and runs[-1][0] == pattern:
-        _, first, step, first_host, host_step, count = runs[-1]
+        _, first_place, step, first_host, host_step, count = runs[-1]
         if count == 1:
-            step, host_step = position - first, host - first_host
-        expected = first + count * step, first_host + count * host_step
-        if (position, host) == expected:
-            runs[-1] = [pattern, first, step, first_host, host_step, count + 1]
+            step, host_step = place - first_place, host - first_host
+        next_panel = first_place + count * step, first_host + count * host_step
+        if (place, host) == next_panel:
+            runs[-1] = [pattern, first_place, step, first_host, host_step, count + 1]
             return
-    runs.append([pattern, position, 0, host, 0, 1])
+    runs.append([pattern, place, 0, host, 0, 1])
 
 
 def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
-    """Yield parameters, the batch, and all state but moments shaped like parameters."""
+    """Yield parameters, the batch, and the state except parameter-shaped moments."""
     params = list(named(program.state.params))
     yield from params
     for name, leaf in named(program.batch._asdict()):
         yield f"batch.{name}", leaf
     for name, leaf in named(program.state):
-        moment = any(name.endswith(n) and leaf.shape == p.shape for n, p in params)
-        if not moment:
+        is_moment = any(name.endswith(n) and leaf.shape == p.shape for n, p in params)
+        if not is_moment:
             yield name, leaf
 
 
@@ -128,7 +128,7 @@ def _row(device: Device) -> int:
 
 
 def _column(device: Device) -> tuple[int, int]:
-    """Order the devices of a row; those of one chip are adjacent."""
+    """Return a sort key for a row's devices; the devices of a chip are adjacent."""
     if _on_grid(device):
         return device.coords[0], device.core_on_chip
     return device.id, 0
@@ -165,7 +165,7 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
         ConfigError: if there is no such parameter.
     """
     leaf, mesh = find_array(program.state.params, wanted), program.mesh
-    places = {device: index for index, device in np.ndenumerate(mesh.devices)}
+    positions = {device: index for index, device in np.ndenumerate(mesh.devices)}
     indices = leaf.sharding.devices_indices_map(leaf.shape)
     return {
         "name": wanted,
@@ -175,7 +175,7 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
         "held": [
             {
                 "device": str(device),
-                "position": dict(zip(mesh.axis_names, places[device], strict=True)),
+                "position": dict(zip(mesh.axis_names, positions[device], strict=True)),
                 "slice": [
                     part.indices(size)[:2]
                     for part, size in zip(index, leaf.shape, strict=True)
@@ -187,10 +187,10 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
 
 
 def find_array(params: Any, wanted: str) -> Any:
-    """Find a parameter by its name.
+    """Return the parameter of a name.
 
     Raises:
-        ConfigError: if there is none; lists the names of all parameters.
+        ConfigError: if there is none. The error lists the names of all parameters.
     """
     arrays = dict(named(params))
     if wanted not in arrays:

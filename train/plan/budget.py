@@ -9,19 +9,19 @@ from train.hardware.chips import Chip
 from train.mesh import Device
 from train.plan.config import MARGIN
 
-_CLOSE = 0.05  # drivers, and what vendors count as a GB, differ by less
-_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_LIMIT_TOLERANCE = 0.05  # drivers and vendors' units of a GB differ by less
+_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
     """The memory of one device.
 
-    total: all of it; no less than `program`, which some compilers put higher than the
-        vendor does.
-    program: what a program can have; the rest is the system's.
-    available: the least of that, and of all but the margin.
-    note: why a program has no more, and what changes that; "" if nothing does.
+    total: all bytes; at least `program`, because some compilers allow programs more
+        than the vendor states.
+    program: the bytes that a program can use; the system reserves the rest.
+    available: the smaller of `program` and `total` less the margin.
+    note: why a program cannot use more and how to change this, or "".
     """
 
     total: int
@@ -36,11 +36,14 @@ def memory_budget(
     num_devices: int = 1,
     limit: int | None = None,
 ) -> MemoryBudget:
-    """Return the memory of a device; chip None: of this machine's virtual ones.
+    """Return the memory budget of a device.
 
-    `limit` is what a real device's programs have (`memory_limit`). Where that is far
-    from what is stated the card has another memory, as an A100 of 40 GB has. Where it
-    is close what is stated is taken, so that a plan made elsewhere has the same.
+    Args:
+        chip: the device's chip; None means that the devices share the host's memory.
+        margin: the fraction of the memory that must stay free.
+        num_devices: the number of devices that share the host's memory.
+        limit: a real device's `memory_limit`. It replaces the chip's figure only if
+            they differ by more than 5 %, so that plans elsewhere are usually the same.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:
@@ -50,31 +53,31 @@ def memory_budget(
         program = chip.program_bytes
         total = max(chip.hbm_bytes // chip.devices, program)
     else:
-        total, part = chip.hbm_bytes // chip.devices, memory_fraction()
-        program = int(part * total)
+        total, fraction = chip.hbm_bytes // chip.devices, memory_fraction()
+        program = int(fraction * total)
         note = (
-            f"JAX takes {part:.0%} of a GPU; to change that, here and in training, set "
-            f"{_FRACTION[0]}=0.92, say, in the environment"
+            f"JAX takes {fraction:.0%} of a GPU; to change that, here and in training, "
+            f"set {_FRACTION_VARIABLES[0]}=0.92, say, in the environment"
         )
-    if limit is not None and abs(limit / program - 1) > _CLOSE:
+    if limit is not None and abs(limit / program - 1) > _LIMIT_TOLERANCE:
         total, program = total * limit // program, limit
     return MemoryBudget(total, program, min(program, int((1 - margin) * total)), note)
 
 
 def memory_limit(device: Device) -> int | None:
-    """Return the bytes that programs have of a device, as its allocator says.
+    """Return the bytes that a device's allocator can give to programs.
 
-    None where it says nothing: a CPU, and a device that is not this process's.
+    Returns None for a CPU and for a device that this process cannot address.
     """
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
-    except (AttributeError, jax.errors.JaxRuntimeError):  # a stand-in; a fake one
+    except (AttributeError, jax.errors.JaxRuntimeError):  # a fake or remote device
         return None
 
 
 def memory_fraction() -> float:
-    """Return the part of a GPU's memory that JAX takes.
+    """Return the fraction of a GPU's memory that JAX preallocates.
 
     Source: docs.jax.dev, GPU memory allocation.
     """
-    return float(next(filter(None, map(os.environ.get, _FRACTION)), 0.75))
+    return float(next(filter(None, map(os.environ.get, _FRACTION_VARIABLES)), 0.75))

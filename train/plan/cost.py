@@ -1,7 +1,7 @@
 """The FLOPs, bytes and collectives of one device in one step.
 
-They are read from the text of the compiled program (compiled/step.py), or estimated
-without a compiler (estimated/step.py). Both count in the same way.
+The costs are read from the compiled program (compiled/step.py) or estimated without a
+compiler (estimated/step.py). Both count in the same way.
 
 FLOPs are those of matrix products only, two for each multiplication and addition. Bytes
 of main memory are those that each instruction reads and writes by itself, as if no
@@ -9,9 +9,8 @@ cache kept anything from one to the next.
 
 For a collective in groups of n devices, `payload` is the bytes of the gathered array,
 of the array that is reduced (and scattered), or of one device's input of an all-to-all
-or a
-permute. `sent` is the bytes that each device sends over its links if rings are used:
-(n-1)/n of the payload, twice that for an all-reduce, and all of it for a permute.
+or a permute. `sent` is the bytes that each device sends in a ring: (n-1)/n of the
+payload, twice as much for an all-reduce, and the whole payload for a permute.
 """
 
 import dataclasses
@@ -25,11 +24,11 @@ from train.console import print_table
 from train.units import format_bytes, format_flops
 
 COMPILED, ESTIMATED = "compiled", "estimated"
-# The mesh axes along which activations are sent, for which layers wait.
+# Layers wait for the activations that are sent along these mesh axes.
 ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
-# How many products over [T, S] an attention kernel computes. Splash: the backward pass
-# is two kernels, each of which makes the scores and their cotangent again. cuDNN: two
-# of the forward pass; scores again and the four gradients.
+# The number of products over [T, S] in an attention kernel. Splash's backward pass is
+# two kernels, and each recomputes the scores and their cotangent. cuDNN's backward
+# pass recomputes the scores and makes four gradients.
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 CUDNN_PRODUCTS = {False: 2, True: 5}  # True: the backward pass
 _TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
@@ -39,9 +38,9 @@ _TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
 class Flops:
     """FLOPs of one device in one step.
 
-    products: of dots and convolutions.
-    attention: of attention kernels; blocks that causality skips are not counted.
-    whole_attention: as if they skipped none.
+    products: FLOPs of dots and convolutions.
+    attention: FLOPs of attention kernels, without the blocks that they skip.
+    whole_attention: FLOPs of attention kernels as if they skipped no block.
     unknown: kernels whose FLOPs are not counted.
     eight_bits: the part of products whose operands have eight bits.
     grouped: the part of products that multiply rows grouped by expert.
@@ -56,58 +55,58 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All that are executed."""
+        """All executed FLOPs."""
         return self.products + self.attention
 
 
 def expected_part(scope: str) -> float:
-    """Return the part of an array's rows that is in use, by model/scopes.py's scope."""
+    """Return the fraction of used rows that a scope states (model/scopes.py), or 1."""
     numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
     return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
 
 
 def computed_blocks(scope: str) -> tuple[int, int] | None:
-    """Return how many blocks of scores a kernel computes, and of how many.
+    """Return the computed and the total score blocks that a kernel's scope states.
 
-    By model/scopes.py's scope; None: none says so.
+    Source: the scope names in model/scopes.py. Returns None if no scope states them.
     """
     numbers = re.findall(r"computed\.(\d+)\.(\d+)", scope)
     return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None
 
 
 def taken_part(scopes: Iterable[str], outside: str = "") -> Fraction | None:
-    """Return how often a branch is taken by the scopes inside; None: none says so.
+    """Return how often a branch is taken, or None if no scope states this.
 
     Args:
-        scopes: of what is in the branch.
-        outside: of the conditional, which may be in a branch itself.
+        scopes: the scopes of the instructions in the branch.
+        outside: the scope of the conditional, which may itself be in a branch.
     """
-    around = len(_TAKEN.findall(outside))
+    depth = len(_TAKEN.findall(outside))
     matches = [
-        scopes_found[around]
+        scopes_found[depth]
         for scopes_found in map(_TAKEN.findall, scopes)
-        if len(scopes_found) > around
+        if len(scopes_found) > depth
     ]
     return Fraction(int(matches[0][0]), int(matches[0][1])) if matches else None
 
 
 def causal_blocks(grid: Sequence[int]) -> tuple[int, int]:
-    """Return how many blocks of scores a causal kernel computes, and of how many.
+    """Return the computed and the total score blocks of a causal kernel.
 
     Args:
-        grid: of its mask: [n, w] or [w, n], n blocks of a row's queries (or keys), and
-            w as many as a window reaches over.
+        grid: the shape of the kernel's mask: the number of blocks of queries (or keys)
+            and the number of blocks that a window spans, in any order.
     """
-    w, n = sorted(grid)
-    return sum(min(i + 1, w) for i in range(n)), n * n
+    window, blocks = sorted(grid)
+    return sum(min(i + 1, window) for i in range(blocks)), blocks * blocks
 
 
 @dataclass(frozen=True)
 class HbmBytes:
     """Bytes to and from main memory.
 
-    products: of instructions that multiply matrices, perhaps meanwhile.
-    others: of all other instructions.
+    products: bytes of instructions that multiply matrices.
+    others: bytes of all other instructions.
     """
 
     products: int
@@ -115,20 +114,20 @@ class HbmBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All bytes."""
         return self.products + self.others
 
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """The sum of some collectives of a step.
+    """The sum of the collectives of one kind, over one network and set of axes.
 
     axes: mesh axes along which the members of a group differ.
-    network: the slowest that a group crosses.
-    sent: bytes, by each device.
-    overlapped: the part of `sent` that is overlapped with matrix products.
-    serves: the part of the model it belongs to, where totals are itemized by that.
-    links: the links of a chip over which a group sends in a slice of TPUs; 0: unknown.
+    network: the slowest network that a group crosses.
+    sent: the bytes that each device sends.
+    overlapped: the fraction of `sent` that is overlapped with matrix products.
+    serves: the part of the model, if the totals are itemized by use; otherwise "".
+    links: the links of a TPU chip over which a group sends; 0 if this is unknown.
     """
 
     axes: tuple[str, ...]
@@ -146,12 +145,12 @@ class CollectiveTotal:
 class StepCost:
     """The costs of one device in one step.
 
-    model_flops: what the model needs of a device (convention: train/model_flops.py).
-    flops: what is executed.
+    model_flops: a device's share of the model's FLOPs (train/model_flops.py).
+    flops: the executed FLOPs.
     sent: collectives by mesh axes, network and kind.
-    outside_layers: those that no layer does, by what they serve.
-    host_bytes: that travel to host memory, and as many back.
-    unread: instructions that the reader of the program's text does not know.
+    outside_layers: the collectives outside the layers, also by use.
+    host_bytes: bytes sent to host memory; the same number comes back.
+    unread: the parts of the program's text that could not be read.
     how: compiled or estimated.
     """
 
@@ -169,27 +168,27 @@ class StepCost:
         flops, hbm_bytes = self.flops, self.hbm_bytes
         values = dataclasses.asdict(self)
         del values["flops"], values["hbm_bytes"]
-        counted = dataclasses.asdict(flops)
+        flops_values = dataclasses.asdict(flops)
         hbm_bytes = {
             "memory_bytes": hbm_bytes.total,
             "product_bytes": hbm_bytes.products,
         }
         ratio = flops.total / self.model_flops
         return values | {
-            "work": counted | hbm_bytes,
+            "work": flops_values | hbm_bytes,
             "executed_over_model_flops": ratio,
         }
 
 
 def sent_bytes(kind: str, payload: float, size: int) -> float:
-    """Return the bytes that each device of a ring of `size` sends."""
+    """Return the bytes that each device in a ring of `size` devices sends."""
     if kind in ("collective-permute", "collective-broadcast"):
         return payload
     return payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
 def print_cost(cost: StepCost) -> None:
-    """Print what a step computes, then what it sends, and what for."""
+    """Print the FLOPs, bytes and collectives of a step."""
     ratio = cost.flops.total / cost.model_flops
     print(
         f"computes    {format_flops(cost.flops.total)} a device and step, {ratio:.2f} x"
@@ -215,7 +214,7 @@ def print_cost(cost: StepCost) -> None:
 
 
 def cells(total: CollectiveTotal) -> list[str]:
-    """Return axes, network, links, kind, times, payload, sent, overlapped as text."""
+    """Return the total as a table row, with the columns of `print_cost`."""
     return [
         " ".join(total.axes) or "none",
         total.network,

@@ -1,7 +1,7 @@
 """Find changes that make a step fit into memory.
 
-Changes are added one after the other until the step fits according to the estimate from
-shapes. More chips, and sharding layers over `tensor`, are left to the search.
+Changes accumulate until the step fits according to the estimate from shapes. Only the
+search tries more chips and sharding over `tensor`.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def make_fit(
     budget: MemoryBudget,
     searchable: bool = True,
 ) -> Advice:
-    """Return the changes that make a step fit that needs more memory than a device has.
+    """Return advice with the changes that make a step fit into a device's memory.
 
     `searchable` tells whether a search is possible: it needs the rates of the chips.
     """
@@ -45,27 +45,27 @@ def make_fit(
         f"{format_bytes(needed - budget.available)} more than is available. State and "
         f"batch take {format_bytes(state_bytes)}."
     )
-    # The difference between compiler and estimate is assumed not to change.
+    # Assume that the compiler needs as much more than the estimate after each change.
     beyond_estimate = needed - estimate_memory(program).needed.bytes
-    kinds = [_recompute, _cut_batch, _shard]
+    generators = [_recompute, _split_batch, _shard]
     if 2 * state_bytes > budget.available:
-        kinds.insert(0, kinds.pop())
-    kinds.append(partial(_shard, across=True))
-    # The last resort, because these changes cost precision or time.
-    keys = itertools.groupby(SMALLER, lambda change: change.key)
-    kinds += [partial(_make_smaller, tuple(group)) for _, group in keys]
+        generators.insert(0, generators.pop())
+    generators.append(partial(_shard, across=True))
+    # These come last because they cost precision or time.
+    smaller_by_key = itertools.groupby(SMALLER, lambda change: change.key)
+    generators += [partial(_make_smaller, tuple(group)) for _, group in smaller_by_key]
     changes = list[SuggestedChange]()
-    for kind in kinds:
-        sizes = [
+    for generate in generators:
+        candidates = [
             (beyond_estimate + estimate_memory(change.program).needed.bytes, change)
-            for change in kind(program)
+            for change in generate(program)
         ]
-        fitting = (pair for pair in sizes if pair[0] <= budget.available)
-        smallest = min(sizes, key=lambda pair: pair[0], default=(needed, None))
-        size, change = next(fitting, smallest)
-        if change is None or size >= needed:
+        fitting = (pair for pair in candidates if pair[0] <= budget.available)
+        smallest = min(candidates, key=lambda pair: pair[0], default=(needed, None))
+        new_needed, change = next(fitting, smallest)
+        if change is None or new_needed >= needed:
             continue
-        program, needed = change.program, size
+        program, needed = change.program, new_needed
         fits = needed <= budget.available
         changes.append(
             SuggestedChange(change.override, change.description, needed, fits)
@@ -74,23 +74,23 @@ def make_fit(
             override = " ".join(change.override for change in changes)
             remedy = "make these changes; then it fits, estimated"
             return Advice(bottleneck, remedy, override, tuple(changes))
-    more = "use more or larger chips, or split layers into more parts"
+    change_text = "use more or larger chips, or split layers into more parts"
     if changes:
-        more = f"the changes in the table are not enough: {more}"
+        change_text = f"the changes in the table are not enough: {change_text}"
     if not searchable:
-        return Advice(bottleneck, more, changes=tuple(changes))
-    more += "; a search compares layouts"
-    return Advice(bottleneck, more, "search=true", tuple(changes))
+        return Advice(bottleneck, change_text, changes=tuple(changes))
+    change_text += "; a search compares layouts"
+    return Advice(bottleneck, change_text, "search=true", tuple(changes))
 
 
 def _shard(program: Program, across: bool = False) -> list[_Candidate]:
-    """Shard the state over its replicas in a slice or node, or over all replicas."""
+    """Return the change that shards the state over replicas, also `across` slices."""
     config, shape = program.config, program.mesh.shape
     dcn = config.mesh.dcn
-    copies = 1 if across else dcn.data
-    if shape["data"] == copies:
+    replicas = 1 if across else dcn.data
+    if shape["data"] == replicas:
         return []
-    sizes = {"data": copies, "fsdp": shape["fsdp"] * shape["data"] // copies}
+    sizes = {"data": replicas, "fsdp": shape["fsdp"] * shape["data"] // replicas}
     overrides = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
     if across:
         dcn = replace(dcn, data=1, fsdp=dcn.fsdp * dcn.data)
@@ -107,7 +107,7 @@ def _shard(program: Program, across: bool = False) -> list[_Candidate]:
 
 
 def _recompute(program: Program) -> list[_Candidate]:
-    """Save fewer intermediates of each layer."""
+    """Return the changes that save fewer intermediates of each layer."""
     train = program.config.train
     return [
         _Candidate(
@@ -119,15 +119,15 @@ def _recompute(program: Program) -> list[_Candidate]:
     ]
 
 
-def _cut_batch(program: Program) -> list[_Candidate]:
-    """Multiply the microbatches by 2, 4, 8, ..., down to one row on each device.
+def _split_batch(program: Program) -> list[_Candidate]:
+    """Return the changes to 2, 4, 8, ... times as many microbatches.
 
-    A pipeline splits the rows of a microbatch further.
+    Each device keeps at least one row for each pass of a pipeline.
     """
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
     steps, candidates = train.accumulation_steps, list[_Candidate]()
-    while rows % (program.pipeline.own * (steps := 2 * steps)) == 0:
+    while rows % (program.pipeline.local_microbatches * (steps := 2 * steps)) == 0:
         changed = program.with_train_config(replace(train, accumulation_steps=steps))
         override = f"train.accumulation_steps={steps}"
         description = "split the batch into smaller microbatches"
@@ -136,13 +136,13 @@ def _cut_batch(program: Program) -> list[_Candidate]:
 
 
 def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Candidate]:
-    """Apply changes of `precision` that are open and that these devices allow."""
+    """Return the changes to keys at their defaults that these devices support."""
     devices, candidates = list(program.mesh.devices.flat), list[_Candidate]()
     for change in changes:
         config = change.applied(program.config)
         if change.applies_to(program.config) and not config_mistakes(config):
             with suppress(ConfigError):  # unsupported on these devices
                 changed = make_program(config, devices, num_tokens=program.num_tokens)
-                description = f"use {change.words}"
+                description = f"use {change.description}"
                 candidates.append(_Candidate(description, change.override, changed))
     return candidates

@@ -1,18 +1,18 @@
-"""Simulate one layer: what a device computes, sends and waits for, and when.
+"""Simulate the timeline of one layer: what a device computes, sends and waits for.
 
-A layer is one trip of the loop over layers in a compiled step, in the order in which
-XLA scheduled its instructions. The model:
+A layer is one trip of the loop over layers in a compiled step. Instructions run in the
+order in which XLA scheduled them. The model:
 
 - A device runs one instruction after the other. Each takes as long as its FLOPs or its
   main-memory traffic, whichever is longer, at the given rates.
 - A collective takes as long as a device needs to send its bytes at the rate of its
   group. Collectives on the same network and mesh axes run one after the other.
-- Asynchronous work starts when its lane is free, and the instruction that needs it
-  waits for its end. All other work is awaited at once.
+- Asynchronous work starts when its lane is free, and the instruction that needs the
+  result waits for its end. The device waits at once for synchronous collectives.
 - Asynchronous copies between memories have a separate lane. The bandwidth that they
   take from overlapped instructions is neglected.
 
-So these are the shortest times that the schedule allows; no instruction has overhead.
+So the simulated times are the shortest that the schedule allows, without overheads.
 """
 
 import functools
@@ -42,7 +42,7 @@ _HOST = ("send", "recv", "send-done", "recv-done")
 
 @dataclass(frozen=True)
 class Span:
-    """A time span of a lane. `kind` is one of the above or the kind of a collective."""
+    """A time span of a lane. `kind` is PRODUCT, ..., WAIT or a collective's kind."""
 
     lane: str
     kind: str
@@ -57,8 +57,8 @@ class Timeline:
     """One trip of a loop over layers.
 
     name: `forward` or `backward`.
-    trips: the trips of the loop in one run of it.
-    spans: the spans sorted by start; those of one lane do not overlap.
+    trips: the number of trips of the loop.
+    spans: the spans sorted by start. Spans of the same lane do not overlap.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Timeline:
         return max((s.start_s + s.seconds for s in self.spans), default=0.0)
 
     def busy(self, *kinds: str) -> float:
-        """Return the total seconds of spans of some kinds."""
+        """Return the total seconds of the spans of the given kinds."""
         return sum(span.seconds for span in self.spans if span.kind in kinds)
 
 
 def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
-    """Simulate a layer's forward and backward pass; empty if no loop runs layers."""
+    """Simulate a layer's forward and backward pass; [] if no loop runs layers."""
     timelines = []
     for name, loop in layer_loops(module).items():
         device = _Device(module, mesh, rates)
@@ -87,18 +87,18 @@ def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
 
 
 def layer_loops(module: Module) -> dict[str, Loop]:
-    """Find the longest loops over layers, keyed by `forward` and `backward`."""
+    """Return the longest loop over layers of each pass, `forward` and `backward`."""
     loops_by_pass = dict[str, list[Loop]]()
     for executed in module.executed:
         if executed.instruction.opcode != "while":
             continue
         loop = executed.instruction.loop
-        bodies = [known.body for known in itertools.chain(*loops_by_pass.values())]
+        bodies = [layers.body for layers in itertools.chain(*loops_by_pass.values())]
         if any(outer.body in bodies for outer in executed.loops):
             continue  # a loop inside a layer
         loops = (*executed.loops, loop)
-        inside = Executed(loop.instruction, executed.times, loops)
-        scope, _, pass_name = scope_of(inside, loop.instruction).partition(" ")
+        inner = Executed(loop.instruction, executed.times, loops)
+        scope, _, pass_name = scope_of(inner, loop.instruction).partition(" ")
         if scope == "layers" and pass_name:
             loops_by_pass.setdefault(pass_name, []).append(loop)
 
@@ -115,8 +115,8 @@ def layer_loops(module: Module) -> dict[str, Loop]:
 class _Cost:
     """The cost of an instruction.
 
-    collectives: the collectives that it starts.
-    copied: for an asynchronous copy, the name of the instruction that awaits it.
+    collectives: the collectives that the instruction starts.
+    until: the instruction that waits for an asynchronous copy; otherwise "".
     """
 
     kind: str
@@ -124,7 +124,7 @@ class _Cost:
     label: str
     detail: str
     collectives: tuple[Collective, ...] = ()
-    copied: str = ""
+    until: str = ""
 
 
 class _Device:
@@ -132,9 +132,9 @@ class _Device:
 
     def __init__(self, module: Module, mesh: Mesh, rates: Rates):
         self._mesh, self._rates = mesh, rates
-        self._now = 0.0
-        self._free = dict[str, float]()  # the time from which a lane is free
-        # The end and label of asynchronous work, by the instruction that awaits it.
+        self._now = 0.0  # simulated seconds
+        self._free = dict[str, float]()  # when each lane becomes free
+        # The end and label of asynchronous work, by the waiting instruction's name.
         self._pending = dict[str, tuple[float, str]]()
         self._spans = list[Span]()
         self._bodies = defaultdict[Computation, list[Executed]](list)
@@ -158,7 +158,7 @@ class _Device:
                 for _ in range(instruction.loop.trips):
                     self.run(instruction.body)
             elif instruction.opcode in ("call", "conditional"):
-                # The branch that is taken most often stands for all.
+                # The branch that is taken most often represents all branches.
                 self.run(max(instruction.called, key=self._times))
             else:
                 self._step(instruction, self._cost_of(executed))
@@ -167,28 +167,29 @@ class _Device:
         return max((executed.times for executed in self._bodies[called]), default=0)
 
     def _step(self, instruction: Instruction, cost: _Cost) -> None:
-        if cost.copied:
-            self._expect(cost.copied, self._book(COPIES, cost), cost.label)
+        if cost.until:
+            self._expect(cost.until, self._book(COPIES, cost), cost.label)
             return
         sent = [(c, self._send(c)) for c in cost.collectives]
         if cost.seconds:
             self._now = self._book(COMPUTE, cost)
         for collective, end in sent:
             until = collective.until if collective.is_async else instruction.name
-            self._expect(until, end, _sent_label(collective))
+            self._expect(until, end, _collective_label(collective))
             if not collective.is_async:
                 self._wait(until)
 
-    def _send(self, sent: Collective) -> float:
-        group = sent.group
+    def _send(self, collective: Collective) -> float:
+        group = collective.group
         axes = " and ".join(group.axes) or "no axis"
-        seconds = sent.sent / self._rates.send(group)
+        seconds = collective.sent / self._rates.send(group)
         detail = (
-            f"{sent.name}: {format_bytes(sent.sent)} sent of "
-            f"{format_bytes(sent.payload)}, by each of {group.size}"
+            f"{collective.name}: {format_bytes(collective.sent)} sent of "
+            f"{format_bytes(collective.payload)}, by each of {group.size}"
         )
         lane = f"{group.network}: {axes}"
-        return self._book(lane, _Cost(sent.kind, seconds, _sent_label(sent), detail))
+        label = _collective_label(collective)
+        return self._book(lane, _Cost(collective.kind, seconds, label, detail))
 
     def _expect(self, until: str, end: float, label: str) -> None:
         self._pending[until] = max((end, label), self._pending.get(until, (0.0, "")))
@@ -217,37 +218,35 @@ class _Device:
             self._now = self._free[COMPUTE] = end
 
     def _cost(self, executed: Executed) -> _Cost:
-        instruction, sent = (
-            executed.instruction,
-            tuple(started_collectives(executed, self._mesh)),
-        )
+        instruction = executed.instruction
+        collectives = tuple(started_collectives(executed, self._mesh))
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
-            return _Cost(MEMORY, 0.0, "", "", sent)
-        products = attention = busy = 0.0
+            return _Cost(MEMORY, 0.0, "", "", collectives)
+        products = attention = busy_s = 0.0
         for inner in instruction.with_nested:
             product, rate = product_flops(inner), self._rates.flops
             if product and has_eight_bits(inner):
                 rate = self._rates.eight_bits
-            products, busy = products + product, busy + product / rate
+            products, busy_s = products + product, busy_s + product / rate
             if inner.opcode == "custom-call":
                 attention += attention_kernel_flops(inner).computed
         traffic = memory_traffic(instruction)
         flops = products + attention
-        busy += attention / self._rates.flops
-        seconds = max(busy, traffic / self._rates.memory)
+        busy_s += attention / self._rates.flops
+        seconds = max(busy_s, traffic / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
-        done = [u.name for u in instruction.users if u.opcode.endswith("-done")]
-        copied = done[0] if opcode.endswith("-start") and seconds and done else ""
-        work = f"{format_flops(flops)}, " if flops else ""
-        detail = f"{instruction.name}: {work}{format_bytes(traffic)}"
+        dones = [u.name for u in instruction.users if u.opcode.endswith("-done")]
+        until = dones[0] if opcode.endswith("-start") and seconds and dones else ""
+        flops_text = f"{format_flops(flops)}, " if flops else ""
+        detail = f"{instruction.name}: {flops_text}{format_bytes(traffic)}"
         label = "attention" if attention else _label(instruction)
-        return _Cost(kind, seconds, label, detail, collectives=sent, copied=copied)
+        return _Cost(kind, seconds, label, detail, collectives, until)
 
 
-def _sent_label(sent: Collective) -> str:
-    uses = dict.fromkeys(use for use, _ in sent.serves if use != "scalars")
-    return f"{sent.kind} {', '.join(uses) or 'scalars'}"
+def _collective_label(collective: Collective) -> str:
+    uses = dict.fromkeys(use for use, _ in collective.serves if use != "scalars")
+    return f"{collective.kind} {', '.join(uses) or 'scalars'}"
 
 
 def _label(instruction: Instruction) -> str:

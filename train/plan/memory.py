@@ -1,8 +1,8 @@
-"""The memory of one device, and of a host while it saves, by what holds it.
+"""Itemise the memory of one device, and of a host during a save.
 
-Each figure says whether it is computed, from shapes and shardings, exactly; compiled,
-the compiler's own; or estimated. The compiler's temporaries hold gradients and
-activations: `gradients` says how much gradients are where all exist at once.
+Each figure is computed (exact, from shapes and shardings), compiled (reported by the
+compiler) or estimated. The compiler's temporaries include gradients and activations.
+The item `gradients` is the size of all gradients, if all exist at once.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ HELD = ("parameters", "optimizer state", "batch")  # resident during the whole r
 
 @dataclass(frozen=True)
 class Figure:
-    """Bytes, and how they are known."""
+    """A number of bytes, and whether it is computed, compiled or estimated."""
 
     bytes: int
     how: str
@@ -60,21 +60,21 @@ class DeviceMemory:
     devices_per_host: int = 1
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Tell whether the step fits."""
+        """Return whether the step fits into the budget."""
         return self.needed.bytes <= budget.available
 
     @property
     def held(self) -> int:
-        """Bytes of one device from the first step to the last: state and batch."""
+        """The bytes on one device that the state and the batch hold during the run."""
         return sum(self.parts[name].bytes for name in HELD)
 
     @property
     def host_held(self) -> int:
-        """Bytes of one host that a step keeps there, at most."""
+        """The most bytes that a step keeps on one host."""
         return self.devices_per_host * sum(part.bytes for part in self.host.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return each figure as {"bytes", "how"}."""
+        """Return the figures as plain values, each as {"bytes", "how"}."""
         figures = dataclasses.asdict(self)
         del figures["devices_per_host"]
         host = {"host_held_bytes": self.host_held}
@@ -84,25 +84,22 @@ class DeviceMemory:
 def device_memory(
     program: Program, compiled: Compiled | OutOfMemory | None = None
 ) -> DeviceMemory:
-    """Add up what a program's step needs.
+    """Return the memory that a program's step needs.
 
-    `compiled` is the step, or what became of it; None: of state and batch alone.
+    `compiled` is the compiled step or the compiler's error. If it is None, only the
+    state and the batch are counted.
     """
     state, batch = program.state, program.batch
-    without_params, host_moved = (
-        state._replace(params=None),
-        _per_device(program.host_state),
-    )
+    other_state = _per_device(state._replace(params=None))
+    in_host_memory = _per_device(program.host_state)
     parts = {
         "parameters": _per_device(state.params),
-        "optimizer state": Figure(
-            _per_device(without_params).bytes - host_moved.bytes, COMPUTED
-        ),
+        "optimizer state": Figure(other_state.bytes - in_host_memory.bytes, COMPUTED),
         "batch": _per_device(batch),
         "gradients": _per_device(state.params),
     }
     needed = Figure(sum(parts[name].bytes for name in HELD), COMPUTED)
-    host = {"optimizer state": host_moved} if host_moved.bytes else {}
+    host = {"optimizer state": in_host_memory} if in_host_memory.bytes else {}
     if isinstance(compiled, OutOfMemory):
         needed = Figure(compiled.needed_bytes, COMPILED)
     elif compiled is not None:
@@ -119,14 +116,14 @@ def device_memory(
         host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
         checkpoint=Figure(size, COMPUTED),
         host=host,
-        devices_per_host=len(_of_one_host(program.mesh)),
+        devices_per_host=len(_first_host_positions(program.mesh)),
     )
 
 
 def print_memory(
     memory: DeviceMemory, budget: MemoryBudget | None, compilation: Compilation | None
 ) -> None:
-    """Print every figure with how it is known; the verdict if there is a budget."""
+    """Print every figure and its source; with a budget also whether the step fits."""
     meanings = {
         "arguments": "state and batch, as they lie in memory",
         "temporaries": "activations, gradients, buffers",
@@ -145,8 +142,8 @@ def print_memory(
         if figure.bytes
     ]
     if rows:
-        all_of_them = sum(figure.bytes for figure in memory.temporaries.values())
-        rows.append(["together", format_bytes(all_of_them)])
+        total = sum(figure.bytes for figure in memory.temporaries.values())
+        rows.append(["together", format_bytes(total)])
         title = "what the temporaries hold, estimated from shapes"
         print_table(rows, ["temporaries", "bytes"], title)
     if compilation:
@@ -166,10 +163,10 @@ def print_memory(
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
     if budget is None:
         return
-    part = f", of which a program has {format_bytes(budget.program)}"
+    program_note = f", of which a program has {format_bytes(budget.program)}"
     print(
         f"memory      {format_bytes(budget.total)} a device"
-        f"{part if budget.program < budget.total else ''}; "
+        f"{program_note if budget.program < budget.total else ''}; "
         f"{format_bytes(budget.available)} with the margin"
     )
     if budget.note:
@@ -183,17 +180,18 @@ def print_memory(
 
 
 def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
-    """Read a compiler's figures.
+    """Return the bytes of one device that the compiler reports, by name.
 
-    XLA:TPU's size of temporaries counts twice what loops hand on, and is more than
-    devices have for steps that it says fit (docs/log): there the peak is taken.
+    XLA:TPU counts the carry of a loop twice in the size of temporaries (docs/log). So
+    there the temporaries are derived from the peak.
     """
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     # The new state is written over the old one.
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporaries = stats.temp_size_in_bytes
-    if on_tpu and stats.peak_memory_in_bytes:  # in it are arguments on the host
+    if on_tpu and stats.peak_memory_in_bytes:
+        # The peak includes arguments in host memory.
         peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
         temporaries = peak - arguments - outputs
     return {
@@ -205,7 +203,7 @@ def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
 
 
 def _compiled_host_parts(compiled: Compiled) -> dict[str, Figure]:
-    """Read a compiler's figures of host memory; none if it uses none."""
+    """Return the host memory that the compiler reports, without empty items."""
     stats: Any = compiled.memory_analysis()
     sizes = {
         "arguments": stats.host_argument_size_in_bytes,
@@ -215,8 +213,8 @@ def _compiled_host_parts(compiled: Compiled) -> dict[str, Figure]:
     return {name: Figure(size, COMPILED) for name, size in sizes.items() if size}
 
 
-def _of_one_host(mesh: Mesh) -> list[dict[str, int]]:
-    """Return the places on the mesh of the first host's devices."""
+def _first_host_positions(mesh: Mesh) -> list[dict[str, int]]:
+    """Return the mesh positions of the first host's devices."""
     host = mesh.devices.flat[0].process_index
     return [
         dict(zip(mesh.axis_names, index, strict=True))
@@ -230,12 +228,12 @@ def _per_device(tree: Any) -> Figure:
 
 
 def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
-    """Count the bytes that one host's devices hold, copies once."""
-    places, total = _of_one_host(mesh), 0
+    """Count the bytes that one host's devices hold, each replicated shard once."""
+    positions, total = _first_host_positions(mesh), 0
     for leaf in leaves:
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)
         axes = [axis for entry in sharding.spec for axis in mesh_axes(entry)]
-        shards = {tuple(coordinates[axis] for axis in axes) for coordinates in places}
+        shards = {tuple(position[axis] for axis in axes) for position in positions}
         total += len(shards) * bytes_per_device(leaf)
     return total

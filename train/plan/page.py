@@ -1,7 +1,7 @@
-"""Collect the data of the plan's page, one HTML file that needs no network.
+"""Collect the data of the plan's page, an HTML file that works without a network.
 
-The template `plan.html` in this folder draws the page from the content of `plan.json`:
-the plan's figures, a timeline of one layer, and how arrays are sharded.
+The template `plan.html` in this folder draws the page from `plan.json`: the plan's
+figures, the timelines of one layer, and how arrays are sharded.
 """
 
 import shlex
@@ -43,7 +43,7 @@ def page_data(
 
     Args:
         program: the program on the planned devices.
-        module: its compiled step; None if it was not compiled.
+        module: the compiled step; None if the step was not compiled.
         summary: titles and sentences about the predicted speed.
         command: the arguments that reproduce this plan.
     """
@@ -60,10 +60,10 @@ def page_data(
 
 
 def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
-    """Return the timelines of a layer and the rates they are computed from.
+    """Return the timelines of a layer and the rates that determine them.
 
     Returns:
-        missing: the reason why there are none, or "".
+        missing: the reason why there are no timelines, or "".
         flops: the rate of products, in FLOP/s.
         memory: the rate of main memory, in bytes/s.
         passes: `pass_data` of each timeline.
@@ -87,9 +87,9 @@ def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
 
 
 def pass_data(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline by lanes, with spans merged that are too short to see.
+    """Return the lanes of a timeline; spans that are too short to see are merged.
 
-    `longest` lists the labels of a lane whose spans together take longest.
+    `longest` lists the labels whose spans take the most time in total.
     """
     lanes, labels = defaultdict(list), defaultdict(list)
     for span in timeline.spans:
@@ -120,9 +120,9 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Join adjacent spans that cannot be told apart, and drop those too short to see.
+    """Join adjacent spans that look like one, and drop spans too short to see.
 
-    Joined spans get the label of the longest one.
+    A joined span has the label of the longest span in it.
 
     Args:
         spans: the spans of one lane, sorted by start.

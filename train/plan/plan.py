@@ -1,7 +1,6 @@
-"""Plan a step on its devices: memory, cost, speed, and what to change.
+"""Plan a step on its devices: memory, cost, predicted speed and advice.
 
-The step is compiled if the compiler of the devices is available, and otherwise
-estimated.
+`compile_and_read` compiles the step; `estimate` needs no compiler.
 """
 
 from contextlib import suppress
@@ -34,23 +33,23 @@ from train.plan.scaling import Scaled, weak_scaling
 from train.program import Program
 from train.units import format_flops
 
-_ROUNDING = 0.98  # the tolerance of counting FLOPs
+_MIN_COUNTED = 0.98  # the part of the needed FLOPs that must be counted
 
 
 class ImpossibleCost(Exception):
-    """The planner counted less work than there is. That is its own bug."""
+    """The planner counted fewer FLOPs than the model needs, which is a planner bug."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one step, with figures for one device. Each part is computed once.
+    """The plan of one step, with figures for one device.
 
     program: the planned program.
-    budget: the memory of a device.
+    budget: the memory that a device has.
     memory: the memory that the step needs.
     cost: the step's FLOPs, bytes and collectives.
-    text: the compiled program; None if it was not compiled, or found to be too large.
-    compilation: the cost of compiling.
+    text: the optimized HLO; None if there is no compiled program to read.
+    compilation: the time and host memory that compiling took, if it was tried.
     """
 
     program: Program
@@ -81,21 +80,21 @@ class Plan:
 
     @cached_property
     def _predicted(self) -> Prediction | str:
-        """The speed, or why there is none.
+        """The predicted speed, or the reason why there is no prediction.
 
         Raises:
-            ImpossibleCost: if the step computes less than the model needs.
+            ImpossibleCost: if fewer FLOPs were counted than the model needs.
         """
         program, chip = self.program, self._chip
         if chip is None:
             kind = program.mesh.devices.flat[0].device_kind
             return f"the speed of {kind} is not known"
         config, tokens = program.config, program.tokens_per_step
-        of_attention = attention_flops(config.model, config.data.sequence_length)
-        # Causal kernels skip half of what the convention counts.
-        needed = program.flops_per_step - tokens * of_attention / 2
+        attention = attention_flops(config.model, config.data.sequence_length)
+        # Causal kernels skip half of the attention that the convention counts.
+        needed = program.flops_per_step - tokens * attention / 2
         computed = self.cost.flops.total * program.mesh.size
-        if computed < _ROUNDING * needed and not self.cost.flops.unknown:
+        if computed < _MIN_COUNTED * needed and not self.cost.flops.unknown:
             raise ImpossibleCost(
                 f"the {self.cost.how} step computes {format_flops(computed)}, but the "
                 f"model needs at least {format_flops(needed)}. Its MFU would be higher "
@@ -108,7 +107,7 @@ class Plan:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The bottleneck of a step, memory if it does not fit, and a remedy."""
+        """The bottleneck (memory, if the step does not fit) and its remedy."""
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
             has_prediction = self.prediction is not None
@@ -122,11 +121,11 @@ class Plan:
         if not advice.override.startswith("train.remat="):
             return advice
         speeds = dict[str, float]()
-        for way in policies_keeping_more(config.train.remat, config.train.offload):
-            train = replace(config.train, remat=way)
-            other_memory = estimate(self.program.with_train_config(train), self.budget)
-            if other_memory.fits:
-                speeds[f"train.remat={format_policy(way)}"] = _step_s(other_memory)
+        for policy in policies_keeping_more(config.train.remat, config.train.offload):
+            train = replace(config.train, remat=policy)
+            other_plan = estimate(self.program.with_train_config(train), self.budget)
+            if other_plan.fits:
+                speeds[f"train.remat={format_policy(policy)}"] = _step_s(other_plan)
         if not speeds:
             change = "recomputing less does not fit, but with other meshes may"
             return replace(advice, change=change, override="search=true")
@@ -138,16 +137,16 @@ class Plan:
 
     @cached_property
     def scaling(self) -> list[Scaled]:
-        """Weak scaling; [] for a single slice, or a step that does not fit."""
+        """The weak scaling; [] for a single slice or a step that does not fit."""
         program, chip = self.program, self._chip
         if chip is None or self.prediction is None or not self.fits:
             return []
         return weak_scaling(self.cost, program.config, program.mesh, chip)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as plain values: the keys of plan.json.
+        """Return all figures as plain values, under the keys of plan.json.
 
-        What does not fit cannot run, so its prediction is None.
+        The prediction is None if the step does not fit.
         """
         program, advice = self.program, self.advice
         prediction = self.prediction if self.fits else None
@@ -179,9 +178,9 @@ class Plan:
 
 
 def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Plan without a compiler, in milliseconds.
+    """Return a plan estimated from shapes, without a compiler, in milliseconds.
 
-    `budget` is that of a device; default: what its chip has, less the usual margin.
+    `budget` defaults to the memory of the device's chip, less the default margin.
     """
     budget, step = budget or _budget_of(program), local_step(program)
     memory, cost = estimate_memory(program, step), estimate_step(program, step)
@@ -189,10 +188,10 @@ def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
 
 
 def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Plan by compiling the step, and reading what came of it.
+    """Compile the step, and return the plan that is read from the optimized program.
 
-    What does not fit, or cannot be printed by XLA, leaves nothing to read: its cost is
-    estimated. Arguments: as `estimate`.
+    The cost is estimated if the step does not fit or XLA cannot print the program.
+    `budget` is the same as in `estimate`.
     """
     step = local_step(program)
     result, compilation = measure_compile(program)
@@ -221,6 +220,6 @@ def _step_s(plan: Plan) -> float:
 
 def _budget_of(program: Program) -> MemoryBudget:
     devices = program.mesh.devices
-    first = devices.flat[0]
-    chip, limit = chip_of(first.device_kind), memory_limit(first)
+    device = devices.flat[0]
+    chip, limit = chip_of(device.device_kind), memory_limit(device)
     return memory_budget(chip, num_devices=devices.size, limit=limit)

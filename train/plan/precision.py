@@ -1,7 +1,7 @@
 """Changes of a config that save memory or time with fewer bits or host memory.
 
-They affect what is learned, if only slightly, or transfer a part of the state over PCIe
-in each step. So a plan suggests them only if nothing else makes a step fit, and a
+The changes may alter what is learned slightly, or transfer a part of the state over
+PCIe in each step. So a plan suggests them only if nothing else makes a step fit, and a
 search tries them only with `search_precision=true`.
 """
 
@@ -15,16 +15,16 @@ from train.config import MomentDtype
 
 
 class Change(NamedTuple):
-    """A new value for a config key. At most one change of a key is applied."""
+    """A new value for a config key."""
 
     section: str
     field: str
     value: Any
-    words: str
+    description: str
 
     @property
     def key(self) -> str:
-        """The key that changes."""
+        """The changed key, for example `train.offload`."""
         return f"{self.section}.{self.field}"
 
     @property
@@ -42,12 +42,12 @@ class Change(NamedTuple):
         return replace(config, **{self.section: section})
 
     def applies_to(self, config: Any) -> bool:
-        """Return whether a config leaves the key at its default."""
+        """Return whether the key has its default value in a config."""
         section = getattr(config, self.section)
         return getattr(section, self.field) == getattr(type(section)(), self.field)
 
 
-# Changes that save memory, sorted by the time that they cost.
+# Changes that save memory, the least costly in time first.
 SMALLER = (
     Change("optimizer", "moment_dtype", MomentDtype.bfloat16, "bfloat16 moments"),
     Change("optimizer", "moment_dtype", MomentDtype.int8, "moments of eight bits"),
@@ -72,9 +72,9 @@ def with_changes(config: Any, overrides: Sequence[str]) -> Any:
 
 
 def combinations(config: Any) -> list[tuple[str, ...]]:
-    """Return all combinations of changes to keys at their defaults, fewest first."""
+    """Return the combinations of changes to keys at their defaults, shortest first."""
     changes = [change for change in CHANGES.values() if change.applies_to(config)]
     by_key = itertools.groupby(changes, lambda change: change.key)
-    choices = [("", *(change.override for change in group)) for _, group in by_key]
-    chosen = (tuple(filter(None, combo)) for combo in itertools.product(*choices))
-    return sorted(filter(None, chosen), key=len)
+    options = [("", *(change.override for change in group)) for _, group in by_key]
+    selections = (tuple(filter(None, each)) for each in itertools.product(*options))
+    return sorted(filter(None, selections), key=len)

@@ -1,9 +1,10 @@
-"""How long a device's own units are busy in a step: matrix units and main memory.
+"""Compute how long a device's matrix units and main memory are busy in a step.
 
-TPU: products at what programs get of the peak, times what the model's dims fill of the
-matrix units. GPU: products at a rate that grows with the dim they contract, attention
-at the rate of its kernel, by head dim and length of rows. Products of rows grouped by
-expert: at a part of the rate of others, and no faster than memory brings their tiles.
+On TPUs, products run at the achievable fraction of the peak times the fraction of the
+matrix units that the model's dims fill. On GPUs, the rate of products grows with the
+contracted dim, and the rate of attention depends on the head dim and the row length.
+Products of rows grouped by expert run at a fraction of the rate of other products, and
+no faster than main memory supplies their tiles.
 """
 
 import math
@@ -21,11 +22,11 @@ from train.plan.cost import StepCost
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of one JAX device, each for one second.
+    """The achievable rates of one JAX device, per second.
 
     flops: FLOPs of matrix products that fill the units.
     memory: bytes to and from main memory.
-    send: bytes that the device sends to a group.
+    send: returns the bytes that the device sends to a group.
     eight_bits: FLOPs of matrix products whose operands have eight bits.
     """
 
@@ -36,19 +37,19 @@ class Rates:
 
 
 def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
-    """Return what programs get of the vendor's figures; compute: model.compute_dtype.
+    """Return the achievable rates of a chip for the dtype `model.compute_dtype`.
 
     Raises:
-        NotStated: if the vendor does not state a figure, also when it is asked for.
+        NotStated: if the vendor does not state a figure. `Rates.send` raises it too.
     """
-    part, bfloat16 = chip.achievable, chip.flops["bfloat16"]
+    share, bfloat16 = chip.achievable, chip.flops["bfloat16"]
     return Rates(
-        flops=part.products * bfloat16 / chip.devices,
-        memory=part.memory * stated(chip, "hbm_bandwidth") / chip.devices,
+        flops=share.products * bfloat16 / chip.devices,
+        memory=share.memory * stated(chip, "hbm_bandwidth") / chip.devices,
         send=lambda group: bandwidth(
             mesh, group.axes, group.network, chip, group.links
         ),
-        eight_bits=part.products * chip.flops.get(compute, bfloat16) / chip.devices,
+        eight_bits=share.products * chip.flops.get(compute, bfloat16) / chip.devices,
     )
 
 
@@ -71,44 +72,39 @@ class Busy:
 def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
     """Return how long a device computes, reads and writes in a step.
 
-    The model's dims fill the matrix units more or less.
-
     Raises:
-        NotStated: as `rates_of`.
+        NotStated: if the vendor does not state a figure.
     """
     model, length = config.model, config.data.sequence_length
     rates = rates_of(mesh, chip, model.compute_dtype)
     flops, hbm_bytes = cost.flops, cost.hbm_bytes
-    saved = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
+    saved_s = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
     tensor, kernel = mesh.shape["tensor"], chip.achievable.attention
     if kernel is None:
         fill, attention_fill = matrix_fill(model, tensor, chip.matrix_unit)
         filled = flops.products / fill + flops.attention / attention_fill
-        products = filled / rates.flops - saved / fill
+        products = filled / rates.flops - saved_s / fill
         fill = flops.total / filled if filled else 1.0
     else:
         fill = depth_fill(model, tensor, chip.achievable.half_depth)
         peak = chip.flops["bfloat16"] / chip.devices
-        attention = flops.attention / (kernel.part(model.head_size, length) * peak)
-        # The time lost in short contractions does not depend on the operands.
-        products = flops.products / fill / rates.flops - saved + attention
-    part = chip.achievable.grouped
-    slowed = max(1 / part.rate, rates.flops * fill / (part.intensity * rates.memory))
-    products += (slowed - 1) * flops.grouped / fill / rates.flops
-    memory, product_s = (
-        hbm_bytes.total / rates.memory,
-        hbm_bytes.products / rates.memory,
-    )
-    return Busy(products, memory, product_s, fill)
+        attention = flops.attention / (kernel.fraction(model.head_size, length) * peak)
+        # The time lost in short contractions does not depend on the operands' dtype.
+        products = flops.products / fill / rates.flops - saved_s + attention
+    group = chip.achievable.grouped
+    factor = max(1 / group.rate, rates.flops * fill / (group.intensity * rates.memory))
+    products += (factor - 1) * flops.grouped / fill / rates.flops
+    memory = hbm_bytes.total / rates.memory
+    return Busy(products, memory, hbm_bytes.products / rates.memory, fill)
 
 
 def matrix_fill(
     model: ModelConfig, tensor: int, unit: int | None
 ) -> tuple[float, float]:
-    """Return the parts of matrix units that products with weights, and attention, use.
+    """Return the fractions of matrix units that weights and attention fill.
 
-    A dim that is no multiple of a unit's rows or columns leaves some of them idle.
-    None: they are few enough for any dim. `tensor` devices share a layer.
+    A dim that is not a multiple of a unit's rows or columns leaves some of them idle;
+    with None any dim fills the units. `tensor` devices share a layer.
     """
     if unit is None:
         return 1.0, 1.0
@@ -123,11 +119,11 @@ def matrix_fill(
 
 
 def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:
-    """Return the part of the rate of long contractions that a model's products reach.
+    """Return the fraction of the rate of long contractions that products reach.
 
-    Each matrix is multiplied three times: contracted are its rows forward, its columns
-    for the gradient of what it was multiplied with, tokens for its own.
-    Half of it is reached at `half` contracted elements. `tensor` devices share a layer.
+    Each matrix is in three products: the forward pass contracts its rows, the gradient
+    of its input its columns, and its own gradient the tokens. A contraction of `half`
+    elements reaches half of the rate. `tensor` devices share a layer.
     """
     matrices = _matrices(model, tensor)
     used = sum(rows * columns for rows, columns in matrices)
@@ -136,15 +132,15 @@ def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:
 
 
 def _matrices(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
-    """Return rows and columns of a device's part of what a token is multiplied with."""
+    """Return the local rows and columns of the matrices that a token meets."""
     D, H = model.embed_dim, model.head_size
     heads, kv = model.num_heads * H // tensor, max(1, model.kv_heads // tensor) * H
     attention = [(D, heads)] * 2 + [(D, kv)] * 2
-    widened, with_experts = 3 if model.gated else 2, model.expert_layers
+    matrices_per_mlp, expert_layers = 3 if model.gated else 2, model.expert_layers
     # Experts that every token takes are one MLP (model/experts/experts.py).
     F, shared = model.expert_size, model.shared_experts * model.expert_size
-    sizes = [model.mlp_size] * (model.num_layers - with_experts)
-    sizes += [*[F] * model.experts_per_token, shared] * with_experts
-    mlps = [(D, size // tensor) for size in sizes if size] * widened
+    sizes = [model.mlp_size] * (model.num_layers - expert_layers)
+    sizes += [*[F] * model.experts_per_token, shared] * expert_layers
+    mlps = [(D, size // tensor) for size in sizes if size] * matrices_per_mlp
     head = (D, (model.vocab_size or 1) // tensor)
     return [*attention * model.num_layers, *mlps, head]

@@ -3,7 +3,7 @@
 Every product of a layer needs the same number of saved bytes for each FLOP that is not
 recomputed: 2 / (2 D) in bfloat16, where D is the contracted dim. Attention's output
 needs 2 / (2 T) for T positions, and its kernel is slower for each FLOP. So attention is
-saved first, then its inputs and output, and last the intermediates of the MLP, which
+saved first, then its inputs and output, and then the intermediates of the MLP, which
 are the largest.
 """
 
@@ -16,24 +16,24 @@ from train.config import Remat
 
 RematPolicy = Remat | tuple[Intermediate, ...]
 
-_AROUND: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
+_QKVO: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
 _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
 _OTHERS = "intermediates other than products"
 # Sorted from the policy that saves least to the one that saves most.
 WAYS: tuple[RematPolicy, ...] = (
     Remat.full,
     ("attention",),
-    ("attention", *_AROUND),
+    ("attention", *_QKVO),
     Remat.dots,
-    ("attention", *_AROUND, *_MLP),
+    ("attention", *_QKVO, *_MLP),
     Remat.none,
 )
 
 
 def policies_for(model: ModelConfig) -> list[RematPolicy]:
-    """Return the policies that differ for a model, those that save least first."""
+    """Return the policies that are distinct for a model, the least saving first."""
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
-    return [way for way in WAYS if not (no_mlp and {*_MLP} <= {*way})]
+    return [p for p in WAYS if not (no_mlp and {*_MLP} <= {*p})]
 
 
 def format_policy(policy: RematPolicy) -> str:
@@ -52,25 +52,23 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def policies_with_offload(offload: Sequence[OffloadName]) -> list[RematPolicy]:
-    """List the policies that save nothing that is offloaded, the least first."""
-    return [way for way in WAYS if not (offload and _saved(way) & {*offload, _OTHERS})]
+    """Return the policies that save nothing offloaded, the least saving first."""
+    return [p for p in WAYS if not (offload and _saved(p) & {*offload, _OTHERS})]
 
 
 def policies_keeping_less(
     policy: RematPolicy, offload: Sequence[OffloadName] = ()
 ) -> list[RematPolicy]:
-    """List the policies that save a subset of what a policy saves, the most first."""
+    """Return the policies that save less than `policy`, the most saving first."""
     candidates = reversed(policies_with_offload(offload))
-    return [way for way in candidates if _saved(way) < _saved(policy)]
+    return [p for p in candidates if _saved(p) < _saved(policy)]
 
 
 def policies_keeping_more(
     policy: RematPolicy, offload: Sequence[OffloadName] = ()
 ) -> list[RematPolicy]:
-    """List the policies that save all that a policy saves and more, the least first."""
-    return [
-        way for way in policies_with_offload(offload) if _saved(way) > _saved(policy)
-    ]
+    """Return the policies that save more than `policy`, the least saving first."""
+    return [p for p in policies_with_offload(offload) if _saved(p) > _saved(policy)]
 
 
 def _saved(policy: RematPolicy) -> frozenset[str]:
@@ -79,7 +77,7 @@ def _saved(policy: RematPolicy) -> frozenset[str]:
     return frozenset(
         {
             Remat.full: (),
-            Remat.dots: (*_AROUND, *_MLP),
+            Remat.dots: (*_QKVO, *_MLP),
             Remat.none: (*INTERMEDIATES, _OTHERS),
         }[policy]
     )

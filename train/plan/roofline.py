@@ -1,8 +1,8 @@
 """Predict the time of a step from its FLOPs, bytes, collectives and the chips' rates.
 
-Each resource gets the time that it is busy: matrix units, main memory, and every
-network along every set of mesh axes (a link). The time of a step follows from these.
-For TPUs there are two cases:
+The resources are the matrix units, main memory, and every network along every set of
+mesh axes (a link). The time of a step follows from the busy time of each resource. For
+TPUs there are two cases:
 
 optimistic: matrix units, memory and collectives all overlap, except collectives that a
     layer must wait for: activations along the tensor, context and expert axes that the
@@ -13,7 +13,7 @@ pessimistic: only matrix products hide their own memory traffic; all other instr
 
 The middle of a range is the mean of both times. On GPUs kernels run one after another,
 as in the pessimistic case; the range is the error seen in public runs. Between slices
-or nodes, hosts start each collective once for each hop, and all wait for the slowest.
+or nodes each hop of a collective costs a start-up, and all wait for the slowest part.
 
 Rates are those of the vendors times the fraction that programs achieve
 (hardware/achievable.py), and for matrix products times what the model's dims allow
@@ -45,7 +45,7 @@ GPU_SPREAD = 0.2
 
 @dataclass(frozen=True)
 class Range:
-    """A figure between two, which are in order."""
+    """The bounds of a figure: low <= high."""
 
     low: float
     high: float
@@ -60,11 +60,11 @@ class Range:
 class Link:
     """One network along one set of mesh axes.
 
-    bandwidth: bytes a second that a device can send, averaged over its collectives,
+    bandwidth: bytes a second that a device can send, averaged over the collectives,
         which may use only some of a chip's links.
-    seconds: the time of its collectives, if nothing else slows them.
-    hidden: the seconds that are overlapped with matrix products.
-    waited_for: of the other seconds, those that no schedule could hide.
+    seconds: the time of the collectives if nothing else slows them.
+    hidden: the part of `seconds` that is overlapped with matrix products.
+    waited_for: the part of `seconds` that no schedule could hide.
     """
 
     axes: tuple[str, ...]
@@ -82,7 +82,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """A description for people."""
+        """The mesh axes and the network, for people."""
         axis = "host memory" if self.network == PCIE else "no axis"
         return f"{' and '.join(self.axes) or axis} over {self.network}"
 
@@ -110,7 +110,7 @@ class Prediction:
     step_s: seconds of a step.
     tokens: tokens of a step on all devices.
     peak: model FLOPs in a second at an MFU of 1.
-    how: compiled or estimated: the source of these figures.
+    how: whether the cost is compiled or estimated.
     platform: tpu or gpu.
     """
 
@@ -130,18 +130,18 @@ class Prediction:
     platform: str
 
     def at(self, step_s: float) -> Speed:
-        """Return the speed of steps that take so long (MFU: train/model_flops.py)."""
+        """Return the speed if a step takes `step_s` (MFU: train/model_flops.py)."""
         rate = self.tokens / step_s
         mfu = self.model_flops / step_s / self.peak
         return Speed(step_s, rate, rate / self.chips, mfu)
 
     @property
     def middle(self) -> Speed:
-        """The one figure, if there must be one."""
+        """The speed at the middle of the range of `step_s`."""
         return self.at(self.step_s.middle)
 
     def range(self, field: str) -> Range:
-        """Return what a figure of `Speed` lies between."""
+        """Return the predicted range of a field of `Speed`."""
         slow, fast = self.at(self.step_s.high), self.at(self.step_s.low)
         return Range(getattr(slow, field), getattr(fast, field))
 
@@ -163,14 +163,14 @@ def predict(
     """Predict the speed of a step.
 
     Args:
-        cost: what one device does in it.
-        config: of the step.
-        mesh: its devices, which need not be there.
-        chip: of each device.
-        parts: slices of TPUs, or nodes of GPUs; None: those of the mesh.
+        cost: the cost of one device in the step.
+        config: the config of the step.
+        mesh: the devices, which need not be present.
+        chip: the chip of each device.
+        parts: the number of TPU slices or GPU nodes; None means that of the mesh.
 
     Raises:
-        NotStated: if the vendor does not say how fast something is that the step needs.
+        NotStated: if the vendor does not state a rate that the step needs.
     """
     num_domains = num_parts(mesh, mesh.axis_names)
     parts = parts or num_domains
@@ -179,7 +179,7 @@ def predict(
     if cost.host_bytes:
         links += (_host_link(cost.host_bytes, chip),)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    step = _step(units, links, on_tpu)
+    step = _step_seconds(units, links, on_tpu)
     slow = slowest(parts, chip.achievable.spread)
     return Prediction(
         **dataclasses.asdict(units),
@@ -197,13 +197,13 @@ def predict(
 
 
 def _host_link(sent: int, chip: Chip) -> Link:
-    """Time what goes to host memory; as much comes back at the same time."""
+    """Time the transfers to host memory; those from host memory run concurrently."""
     rate = stated(chip, "host_bandwidth") / chip.devices
     return Link((), PCIE, rate, sent, sent / rate, hidden=0.0, waited_for=0.0)
 
 
-def _step(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
-    """Return the seconds of a step, as this module's docstring has it."""
+def _step_seconds(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
+    """Return the seconds of a step, as defined in this module's docstring."""
     products, memory, product_memory = (
         units.products,
         units.memory,
@@ -211,61 +211,62 @@ def _step(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
     )
     hidden = sum(link.hidden for link in links)
     exposed = sum(link.exposed for link in links)
-    high = max(products, product_memory, hidden) + memory - product_memory + exposed
+    slow = max(products, product_memory, hidden) + memory - product_memory + exposed
     if not on_tpu:
-        return Range((1 - GPU_SPREAD) * high, (1 + GPU_SPREAD) * high)
-    free = [link.seconds - link.waited_for for link in links]
+        return Range((1 - GPU_SPREAD) * slow, (1 + GPU_SPREAD) * slow)
+    overlappable = [link.seconds - link.waited_for for link in links]
     waited_for = sum(link.waited_for for link in links)
-    return Range(max(products, memory, *free, 0.0) + waited_for, high)
+    return Range(max(products, memory, *overlappable, 0.0) + waited_for, slow)
 
 
 def _links(
-    sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, more: float
+    sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
 ) -> tuple[Link, ...]:
-    """Time collectives on `more` times the slices or nodes of the mesh."""
+    """Time collectives on `growth` times the slices or nodes of the mesh."""
     groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
     for total in sent:
         groups[total.axes, total.network].append(total)
     links = []
     for (axes, network), totals in groups.items():
-        parts = num_parts(mesh, axes) * more if network in FAR else 1
+        parts = num_parts(mesh, axes) * growth if network in FAR else 1
         rates = [bandwidth(mesh, axes, network, chip, t.links) for t in totals]
-        timed = [
-            _timed(total, rate, parts, mesh, chip)
+        times = [
+            _time_collectives(total, rate, parts, mesh, chip)
             for total, rate in zip(totals, rates, strict=True)
         ]
-        seconds, hidden = (sum(column) for column in zip(*timed, strict=True))
+        seconds, hidden = (sum(column) for column in zip(*times, strict=True))
         total_sent = sum(t.sent for t in totals)
-        sending = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
-        waits = ACTIVATION_AXES & {*axes} or network == "DCN"
+        sending_s = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
+        never_hidden = ACTIVATION_AXES & {*axes} or network == "DCN"
         link = Link(
             axes=axes,
             network=network,
-            bandwidth=total_sent / sending if sending else rates[0],
+            bandwidth=total_sent / sending_s if sending_s else rates[0],
             sent=total_sent,
             seconds=seconds,
             hidden=hidden,
-            waited_for=seconds - hidden if waits else 0.0,
+            waited_for=seconds - hidden if never_hidden else 0.0,
         )
         links.append(link)
     return tuple(sorted(links, key=lambda link: -link.seconds))
 
 
-def _timed(
+def _time_collectives(
     total: CollectiveTotal, rate: float, parts: float, mesh: Mesh, chip: Chip
 ) -> tuple[float, float]:
-    """Return the seconds of collectives, and the part that products hide.
+    """Return the seconds of collectives, and the seconds that products hide.
 
-    Hosts start transfers between slices of TPUs; this start is never hidden.
+    Between TPU slices the hosts start each transfer; this start-up is never hidden.
     """
-    part = chip.achievable
-    far = hops(mesh, total.axes, total.network)
-    seconds = total.sent * (far if total.kind.endswith("all-to-all") else 1.0) / rate
+    achievable = chip.achievable
+    num_hops = hops(mesh, total.axes, total.network)
+    distance = num_hops if total.kind.endswith("all-to-all") else 1.0
+    seconds = total.sent * distance / rate
     rounds = total.count * (2 if total.kind == "all-reduce" else 1)
-    start = rounds * (part.start_s + part.hop_s * max(0.0, parts - 1))
+    start_s = rounds * (achievable.start_s + achievable.hop_s * max(0.0, parts - 1))
     if total.network == "ICI":
         return seconds, seconds * total.overlapped
     if total.network == "DCN":
-        return seconds + start, seconds * total.overlapped * (1 - part.unhidden)
-    seconds += start
-    return seconds, seconds * total.overlapped * (1 - part.unhidden)
+        return seconds + start_s, seconds * total.overlapped * (1 - achievable.unhidden)
+    seconds += start_s
+    return seconds, seconds * total.overlapped * (1 - achievable.unhidden)

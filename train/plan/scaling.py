@@ -1,10 +1,10 @@
 """Weak scaling: predict the speed of more slices with the same rows on each.
 
-The prediction starts from one program for several slices. With the number n of slices
-grow the terms (n-1)/n of the rings, the hops that each collective starts, and the delay
-of the slowest slice. A single slice does not use the data center's network. Between TPU
-slices one chip of each forms a ring; rings of GPUs go through all members in all nodes,
-and within a node over NVLink.
+The prediction starts from one program for several slices. Three costs grow with the
+number n of slices: the factor (n-1)/n of ring traffic, the start-up of each hop, and
+the delay of the slowest slice. A single slice does not use the data center's network.
+Between TPU slices a ring has one chip of each slice. A ring of GPUs has all members in
+all nodes, and within a node it uses NVLink.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.roofline import FAR, Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
-# The parts of each platform, their network, and the error seen in public runs.
+# The unit of scaling, its network, and the error seen in public runs, by platform.
 _WORDS = {
     "tpu": ("slices", "DCN", "four public runs on v5e, up to 32, within 3 points"),
     "gpu": ("nodes", "network", "no public series judged it"),
@@ -31,10 +31,10 @@ POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
 
 @dataclass(frozen=True)
 class Scaled:
-    """A number of slices.
+    """The prediction for a number of slices.
 
-    sent: bytes that each chip sends to other slices in a step.
-    efficiency: tokens a second and chip, over those of a single slice.
+    sent: the bytes that each chip sends to other slices in a step.
+    efficiency: tokens per second and chip, relative to a single slice.
     """
 
     slices: int
@@ -50,37 +50,37 @@ def weak_scaling(
     chip: Chip,
     points: Iterable[int] = POINTS,
 ) -> list[Scaled]:
-    """Predict the speed of other numbers of slices.
+    """Predict the speed of a program on other numbers of slices.
 
-    Arguments: as `predict`, of a program for several slices.
+    The arguments are those of `predict`; `points` are the numbers of slices.
 
     Returns:
-        [] for a program of one slice, or whose stages lie in several: more of them
-        would need more layers.
+        [] for a program on one slice, or with pipeline stages across slices, because
+        more stages need more layers.
 
     Raises:
-        NotStated: as `predict`.
+        NotStated: if the vendor does not state a rate that the step needs.
     """
-    compiled = num_slices(mesh.devices.flat)
-    if compiled < 2 or num_parts(mesh, ["pipeline"]) > 1:
+    planned_slices = num_slices(mesh.devices.flat)
+    if planned_slices < 2 or num_parts(mesh, ["pipeline"]) > 1:
         return []
 
-    def at(slices: int) -> tuple[float, Prediction]:
+    def predict_at(slices: int) -> tuple[float, Prediction]:
         sent = [_scaled(total, mesh, slices) for total in cost.sent]
         prediction = predict(replace(cost, sent=sent), config, mesh, chip, slices)
-        more = slices / compiled
-        far = sum(total.sent for total in sent if total.network in FAR)
-        return far * chip.devices, replace(
+        growth = slices / planned_slices
+        sent_far = sum(total.sent for total in sent if total.network in FAR)
+        return sent_far * chip.devices, replace(
             prediction,
-            tokens=round(prediction.tokens * more),
-            devices=round(prediction.devices * more),
-            chips=round(prediction.chips * more),
+            tokens=round(prediction.tokens * growth),
+            devices=round(prediction.devices * growth),
+            chips=round(prediction.chips * growth),
         )
 
-    alone = at(1)[1].step_s
+    alone = predict_at(1)[1].step_s
     rows = []
     for slices in points:
-        sent, prediction = at(slices)
+        sent, prediction = predict_at(slices)
         step = prediction.step_s
         low, high = sorted((alone.low / step.low, alone.high / step.high))
         rows.append(Scaled(slices, sent, prediction, Range(low, high)))
@@ -88,8 +88,8 @@ def weak_scaling(
 
 
 def print_weak_scaling(rows: Sequence[Scaled]) -> None:
-    """Print one line a number of slices, or of nodes."""
-    unit, network, measured = _WORDS[rows[0].prediction.platform]
+    """Print a table with one row for each number of slices or nodes."""
+    unit, network, accuracy = _WORDS[rows[0].prediction.platform]
     print_table(
         [
             [
@@ -105,22 +105,22 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
         ],
         [unit, "chips", f"{network} a chip", "a step", "tokens/s", "kept"],
         f"more {unit} (bytes of rings, latency of each hop, the slowest of them; "
-        f"{measured})",
+        f"{accuracy})",
     )
 
 
 def _scaled(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
-    """Return the collective for another number of slices."""
+    """Scale the traffic of a collective to another number of slices."""
     if total.network not in FAR:
         return total
-    near = 1  # members in a slice
+    near = 1  # members of a group in one slice
     if total.network != "DCN":
         near = num_shards(mesh.shape, total.axes) // num_parts(mesh, total.axes)
     if slices == near == 1:
         return replace(total, count=0, sent=0.0)
-    old, now = (
-        sent_bytes(total.kind, 1, near * parts)
-        for parts in (num_slices(mesh.devices.flat), slices)
+    old, new = (
+        sent_bytes(total.kind, 1, near * count)
+        for count in (num_slices(mesh.devices.flat), slices)
     )
     network = "NVLink" if slices == 1 else total.network
-    return replace(total, network=network, sent=total.sent * now / old)
+    return replace(total, network=network, sent=total.sent * new / old)

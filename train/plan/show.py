@@ -1,4 +1,4 @@
-"""Show the compiled step to people: its texts in files, and a summary."""
+"""Write the texts of a compiled step to files, and print its summary."""
 
 from dataclasses import asdict
 from typing import Any
@@ -12,13 +12,13 @@ from train.plan.compiled.inspection import Inspection
 from train.program import Program
 from train.units import format_bytes
 
-_NAMED = 3  # arrays that are named if they are not updated in place
+_MAX_NAMED = 3  # arrays named in the sentence about copied arrays
 
 
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
-    """Write the traced, lowered and optimized step; return the names of the files.
+    """Write the traced, lowered and optimized step, and return the file names.
 
-    `text` is the text of the optimized module. The folder must exist.
+    `text` is the optimized HLO. The folder must exist.
     """
     traced, lowered = lower_step(program)
     texts = {
@@ -36,17 +36,17 @@ def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     updated, copied = inspection.in_place
     in_place = f"all {len(updated)} arrays of the state are updated in place"
     if copied:
-        named = ", ".join(copied[:_NAMED]) + ", ..." * (len(copied) > _NAMED)
+        examples = ", ".join(copied[:_MAX_NAMED]) + ", ..." * (len(copied) > _MAX_NAMED)
         in_place = f"{len(updated)} of {len(updated + copied)} arrays of the state are "
-        in_place += f"updated in place, but not {named}"
+        in_place += f"updated in place, but not {examples}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
     total = sum(inspection.operand_bytes.values())
     dtypes = (
         f"{dtype} {n / total:.1%}" for dtype, n in inspection.operand_bytes.items()
     )
     copies = [
-        f"{one.share:.1%} of all bytes: {one.name} ({one.what})"
-        for one in inspection.copies
+        f"{copy.share:.1%} of all bytes: {copy.name} ({copy.what})"
+        for copy in inspection.copies
     ]
     return [
         ("in place", in_place),

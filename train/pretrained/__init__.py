@@ -1,1 +1,1 @@
-"""Weights as others load them: folders of transformers, vLLM, llama.cpp."""
+"""Read and write weights in the folder format of transformers, vLLM and llama.cpp."""

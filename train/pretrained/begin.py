@@ -1,7 +1,7 @@
-"""Begin a run with weights that are there: of a folder, or of another run.
+"""Begin a run with existing weights, from a folder or from another run.
 
-Size and SHA-256 of what the first start read are kept in `init_from.json` of the run's
-directory; a start that has to read it again refuses anything else.
+The first start records the size and SHA-256 of each file of weights in the run's
+`init_from.json`. A later start that reads the weights again refuses other files.
 """
 
 import json
@@ -32,11 +32,11 @@ _AGAIN = "Bring it back, or take another run.name"
 
 
 def check_weights(path: str, program: Program) -> dict[str, str]:
-    """Compare weights with a model; return what must be the same for all processes.
+    """Compare weights with a model; return values that all processes must agree on.
 
     Raises:
-        ConfigError: with all that differs.
-        DataError: naming a file that is missing or damaged.
+        ConfigError: with every difference.
+        DataError: with the name of a missing or damaged file.
     """
     return check_run(path, program) if is_run(path) else check_folder(path, program)
 
@@ -44,7 +44,7 @@ def check_weights(path: str, program: Program) -> dict[str, str]:
 def start_from(path: str, program: Program) -> TrainState:
     """Return the state of step 0 with the weights of a folder, or of another run.
 
-    Rows of the vocabulary that these lack stay as they are drawn.
+    Vocabulary rows that the weights lack keep their random initial values.
 
     Raises:
         ConfigError: as `check_weights`.
@@ -65,20 +65,20 @@ def start_from(path: str, program: Program) -> TrainState:
 
 
 def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
-    """Record digests of what weights are read from, or compare them with the record.
+    """Record digests of the weights' files, or compare the digests with the record.
 
-    Each process hashes a part of the files; process 0 compares.
+    Each process hashes some of the files, and process 0 compares all digests.
 
     Args:
-        path: a folder, or another run.
+        path: the folder of weights, or the directory of another run.
         run: the directory of this run.
-        cluster: the processes.
+        cluster: the processes of this run.
 
     Raises:
-        DataError: naming a file that is not what the first start read.
+        DataError: with the name of a file that has changed since the first start.
     """
     record = run / RECORD
-    recorded = cluster.broadcast(lambda: _read_known(record))
+    recorded = cluster.broadcast(lambda: _read_recorded(record))
     try:
         names = sealed_files(path) if is_run(path) else recorded
         hashed = digests(
@@ -91,7 +91,7 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
         raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from error
     if cluster.processes > 1:
         texts = cluster.gather("init_from", json.dumps(hashed))
-        hashed = {name: x for text in texts for name, x in json.loads(text).items()}
+        hashed = {k: v for text in texts for k, v in json.loads(text).items()}
 
     def compare_or_record() -> None:
         if not recorded:
@@ -110,8 +110,8 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
     cluster.on_leader(compare_or_record)
 
 
-def _read_known(record: epath.Path) -> dict[str, Any]:
-    """Return size and SHA-256 of the files that the first start read, if it did."""
+def _read_recorded(record: epath.Path) -> dict[str, Any]:
+    """Return the recorded size and SHA-256 of each file; empty without a record."""
     record_values = read_record(record, _RECORD_REMEDY) or {}
     if not all(isinstance(digest, list) for digest in record_values.values()):
         raise damaged(record, "does not hold sizes and hashes", _RECORD_REMEDY)

@@ -1,6 +1,6 @@
-"""Open a folder of weights that transformers, or `train.export`, wrote, and compare it.
+"""Open a folder of weights from transformers or `train.export`, and compare it.
 
-Settings, names and shapes are compared with the model's before anything is read.
+Settings, tensor names and shapes are compared with the model before weights are read.
 """
 
 import hashlib
@@ -34,18 +34,18 @@ from train.program import Program
 _KEY = "init_from"
 _INDEX = "model.safetensors.index.json"
 _AGAIN = "Fetch or export the folder again"
-# Older files contain masks and angles, which are no weights.
-_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# Older files also contain masks and rotary frequencies, which are ignored.
+_IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class Folder:
-    """The opened files of a folder of weights: its settings, and shapes by tensor.
+    """An opened folder of weights: its settings, and its tensors' shapes by name.
 
     The files are closed with `stack`.
 
     Raises:
-        ConfigError: if it is no such folder.
-        DataError: naming a file that is missing or damaged.
+        ConfigError: if the folder has no readable config.json.
+        DataError: with the name of a missing or damaged file.
     """
 
     def __init__(self, path: str, family: Family, stack: ExitStack):
@@ -67,22 +67,22 @@ class Folder:
             except (OSError, SafetensorError) as error:
                 raise _unreadable(folder / file, error) from error
             stored |= {*opened.keys()}
-            for name in opened.keys():  # noqa: SIM118, it is no mapping
+            for name in opened.keys():  # noqa: SIM118, a safetensors file is not iterable
                 # GPT-2's files on the hub lack the prefix.
-                long = name.startswith((prefix, "lm_head"))
-                short_name = name if long else prefix + name
-                if not short_name.endswith(_NO_WEIGHTS):
-                    self.shapes[short_name] = tuple(opened.get_slice(name).get_shape())
-                    self._files[short_name] = opened, name, file
-        if missing := {*listed} - stored:
-            lost = min(missing)
-            file, rule = folder / listed[lost], f"which {_INDEX} says it holds"
-            raise DataError(f"{file}: lacks {lost}, {rule}. {_AGAIN}")
+                is_full = name.startswith((prefix, "lm_head"))
+                full_name = name if is_full else prefix + name
+                if not full_name.endswith(_IGNORED_TENSORS):
+                    self.shapes[full_name] = tuple(opened.get_slice(name).get_shape())
+                    self._files[full_name] = opened, name, file
+        if missing_names := {*listed} - stored:
+            missing = min(missing_names)
+            file, rule = folder / listed[missing], f"which {_INDEX} says it holds"
+            raise DataError(f"{file}: lacks {missing}, {rule}. {_AGAIN}")
 
-    def read(self, name: str, places: Sequence[slice]) -> np.ndarray:
-        """Read a part of a tensor: one slice for each dim."""
+    def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
+        """Return the part of a tensor in one slice of each dim."""
         file, stored_name, _ = self._files[name]
-        return file.get_slice(stored_name)[tuple(places)]
+        return file.get_slice(stored_name)[tuple(slices)]
 
     def file(self, name: str) -> str:
         """Return the file that holds a tensor."""
@@ -91,23 +91,23 @@ class Folder:
     @property
     def digest(self) -> str:
         """The hash of settings, names and shapes."""
-        described = [self.settings, sorted(self.shapes.items())]
-        text = json.dumps(described, sort_keys=True)
+        description = [self.settings, sorted(self.shapes.items())]
+        text = json.dumps(description, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the files of a folder that decide which weights are read.
+    """Return the names of the files from which a folder's weights are read.
 
     Raises:
-        DataError: if its index is damaged.
+        DataError: if the index is damaged.
     """
     listed, files = _listed(folder)
     return ["config.json", *([_INDEX] if listed else []), *files]
 
 
 def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the file of each tensor as the index has it, if any, and all files."""
+    """Return the index (tensor to file; empty if none), and all files of tensors."""
     index = folder / _INDEX
     if not index.exists():
         return {}, ["model.safetensors"]
@@ -123,29 +123,29 @@ def _unreadable(file: Path, error: Exception) -> DataError:
 
 
 def check_folder(path: str, program: Program) -> dict[str, str]:
-    """Compare a folder with a model; return what must be the same for all processes.
+    """Compare a folder with a model; return values that all processes must agree on.
 
     Raises:
-        ConfigError: with all that differs.
-        DataError: naming a file that is missing or damaged.
+        ConfigError: with every difference.
+        DataError: with the name of a missing or damaged file.
     """
     family = family_of_folder(path, program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         parts = parts_of_folder(folder, family, program)
-        if rules := [*_other_tensors(folder, parts, program)]:
+        if rules := [*_tensor_differences(folder, parts, program)]:
             raise ConfigError([Mistake(_KEY, path, rule) for rule in rules])
         return {"weights to start from": folder.digest}
 
 
 def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
-    """Return what the tensors are made of, with as many tokens as the folder has."""
+    """Return the map from parameters to tensors, for the folder's vocabulary size."""
     rows = folder.shapes.get(family.table, (0,))[0]
     return Parts(family, program.config.model, program.infos, rows)
 
 
 def _settings_in(path: str) -> dict[str, Any]:
-    """Return what is in a folder's config.json."""
+    """Return the content of a folder's config.json."""
     try:
         return json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -154,14 +154,14 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 
 def family_of_folder(path: str, model: ModelConfig) -> Family:
-    """Return the family of a folder's model, if by its settings it is this model.
+    """Return the family of a folder's model, which must have the settings of `model`.
 
     Raises:
-        ConfigError: if not, with what to type to take its settings.
+        ConfigError: if settings differ, with the overrides that adopt the folder's.
     """
     theirs = _settings_in(path)
     kind, quantization = theirs.get("model_type"), theirs.get("quantization_config")
-    named = [f for f in FAMILIES if kind in (f.name, *f.also)]
+    named = [f for f in FAMILIES if kind in (f.name, *f.compatible_types)]
     if quantization:
         rule = f"holds quantized weights ({quantization.get('quant_method')}), which "
         rule += "cannot be read; load it in transformers with dequantize=True in its "
@@ -176,36 +176,37 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
             f"model.{key}": (have, None if callable(family.needs[key]) else need)
             for key, (have, need) in family.unmet(model).items()
         }
-        differing |= _other_settings(theirs, family, model)
+        differing |= _differing_settings(theirs, family, model)
         if theirs.get("vocab_size", 0) > (model.vocab_size or 0):
             differing["model.vocab_size"] = model.vocab_size, theirs["vocab_size"]
         if not differing:
             return family
         our_settings = family.settings(model)
         for name, key in _keys(family).items():  # settings that depend on keys
-            there = theirs.get(name) if name in our_settings else None
-            if there is not None and getattr(model, key) is None:
-                there = pattern_of(there) if name == "layer_types" else there
-                differing.setdefault(f"model.{key}", (None, there))
+            their_value = theirs.get(name) if name in our_settings else None
+            if their_value is not None and getattr(model, key) is None:
+                if name == "layer_types":
+                    their_value = pattern_of(their_value)
+                differing.setdefault(f"model.{key}", (None, their_value))
         rule = f"holds a model of type {kind}, and model.* makes another:"
-        for key, (here, there) in differing.items():
-            there = "set" if there is SOME else as_typed(there)
-            rule += f"\n  {key} is {as_typed(here)}, there {there}"
+        for key, (our_value, their_value) in differing.items():
+            their_value = "set" if their_value is SOME else as_typed(their_value)
+            rule += f"\n  {key} is {as_typed(our_value)}, there {their_value}"
         typed = [
-            f"{key}={as_typed(there)}"
-            for key, (_, there) in differing.items()
-            if key.startswith("model.") and there is not SOME
+            f"{key}={as_typed(their_value)}"
+            for key, (_, their_value) in differing.items()
+            if key.startswith("model.") and their_value is not SOME
         ]
         rule += f"\nto take its settings type {shlex.join(typed)}" if typed else ""
     raise ConfigError([Mistake(_KEY, path, rule)])
 
 
-def _other_settings(
+def _differing_settings(
     theirs: dict[str, Any], family: Family, model: ModelConfig
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the model's value and that of config.json, where it has another one.
+    """Return (model's value, config.json's value) for each setting that differs.
 
-    By our key, where one makes that setting, else by the setting's name.
+    The key is the `model.*` key of the setting, or the setting's name without one.
     """
     ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
     ours |= family.settings(model)
@@ -215,34 +216,38 @@ def _other_settings(
     others = {k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES}
     pairs = [(others, theirs, _keys(family))]
     if family.needs["position"] is Position.rotary:
-        there, here = rope_of(theirs), rope_of(ours)
+        their_rope, our_rope = rope_of(theirs), rope_of(ours)
         for layers, keys in ROPE_KEYS.items():
-            our_values, their = here.get(layers, {}), there.get(layers, {})
-            if our_values.get("rope_type") != their.get("rope_type"):
-                our_values = dict.fromkeys(keys.keys() & their.keys()) | our_values
-            pairs.append((our_values, their, keys))
+            our_values = our_rope.get(layers, {})
+            their_values = their_rope.get(layers, {})
+            if our_values.get("rope_type") != their_values.get("rope_type"):
+                unset = dict.fromkeys(keys.keys() & their_values.keys())
+                our_values = unset | our_values
+            pairs.append((our_values, their_values, keys))
     differing = dict[str, tuple[Any, Any]]()
-    for our_values, their, keys in pairs:
+    for our_values, their_values, keys in pairs:
         for name, value in our_values.items():
-            there = their.get(name)
-            is_set = there is not None or (name in their and name in NULL_IS_NONE)
-            if is_set and there != value:
+            their_value = their_values.get(name)
+            is_null = name in their_values and name in NULL_IS_NONE
+            if (their_value is not None or is_null) and their_value != value:
                 key = f"model.{keys[name]}" if name in keys else name
-                if name == "layer_types" and there is not None:
-                    value, there = pattern_of(value), pattern_of(there)
-                pair = ("none" if x == "default" else x for x in (value, there))
+                if name == "layer_types" and their_value is not None:
+                    value, their_value = pattern_of(value), pattern_of(their_value)
+                pair = ("none" if x == "default" else x for x in (value, their_value))
                 differing[key] = next(pair), next(pair)
     return differing
 
 
 def _keys(family: Family) -> dict[str, str]:
-    """Return the key of `model.*` that makes a setting of this family."""
+    """Return the key of `model.*` for each setting of this family, by setting."""
     experts = family.needs.get("mlp") is Mlp.moe
     return KEYS | {"intermediate_size": "expert_dim"} if experts else KEYS
 
 
-def _other_tensors(folder: Folder, parts: Parts, program: Program) -> Iterator[str]:
-    """Yield tensors that one side lacks, or has in another shape."""
+def _tensor_differences(
+    folder: Folder, parts: Parts, program: Program
+) -> Iterator[str]:
+    """Yield a sentence for each tensor that one side lacks or has in another shape."""
     model = program.config.model
     if parts.vocab_size > (model.vocab_size or 0):
         theirs, file = parts.vocab_size, folder.file(parts.family.table)

@@ -1,4 +1,4 @@
-"""The families of models that others know, by the switches of ours that make them.
+"""Known families of models, and the `ModelConfig` values that each of them needs.
 
 Sources: transformers 5.23, models/*/modeling_*.py and configuration_*.py, for names,
 layouts and settings. Our rotary pairs (i, i + P) are those of transformers, so no dim
@@ -23,8 +23,8 @@ from model.config import ModelConfig
 from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained import names, settings
 
-SOME = object()  # anything but null
-# Switches whose other choices a family has by saying so.
+SOME = object()  # any value but null
+# The values that a family needs unless its entry in FAMILIES says otherwise.
 _USUAL: dict[str, Any] = {
     "norm": Norm.rmsnorm,
     "norm_placement": NormPlacement.before,
@@ -48,7 +48,7 @@ _USUAL: dict[str, Any] = {
 
 
 def _usual(*free: str, **required: Any) -> dict[str, Any]:
-    """Return the usual switches but for some; those that are free may be anything."""
+    """Return the usual needs, updated by `required` and without the `free` fields."""
     return {k: v for k, v in (_USUAL | required).items() if k not in free}
 
 
@@ -76,16 +76,16 @@ _EXPERTS = {
 class Family(NamedTuple):
     """A family of models.
 
-    name: `model_type` of transformers.
-    architecture: its class in transformers.
+    name: the `model_type` in transformers.
+    architecture: the class in transformers.
     needs: required values of `ModelConfig` fields: a value, SOME, or a function of the
         model.
-    names: the names of tensors, and the parameters that each concatenates (names.py).
+    names: the parameters that each tensor concatenates, by tensor name (names.py).
     settings: a function that returns the settings in config.json.
-    also: other model types whose folders differ only in config.json.
-    turned: whether matrices have the dims [outputs, inputs].
-    zeros: whether biases that our model lacks are written as zeros.
-    length: the name of the setting for the longest row.
+    compatible_types: other model types whose folders differ only in config.json.
+    transposed: whether matrices have the dims [outputs, inputs].
+    zero_biases: whether biases that our model lacks are written as zeros.
+    length: the name of the setting for the maximum row length.
     """
 
     name: str
@@ -93,18 +93,18 @@ class Family(NamedTuple):
     needs: dict[str, Any]
     names: dict[str, list[str]]
     settings: Callable[[ModelConfig], dict[str, Any]]
-    also: tuple[str, ...] = ()
-    turned: bool = True
-    zeros: bool = False
+    compatible_types: tuple[str, ...] = ()
+    transposed: bool = True
+    zero_biases: bool = False
     length: str = "max_position_embeddings"
 
     @property
     def table(self) -> str:
-        """The tensor of the embedding, which has a row for each token."""
+        """The name of the embedding's tensor, which has one row per token."""
         return next(iter(self.names))
 
     def unmet(self, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-        """Return what a model has, and what this family needs, where these differ."""
+        """Return (model's value, needed value) for each field where the two differ."""
         unmet_switches = dict[str, tuple[Any, Any]]()
         sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
         for field, need in self.needs.items():
@@ -115,7 +115,7 @@ class Family(NamedTuple):
         return unmet_switches
 
     def mistakes(self, model: ModelConfig) -> list[Mistake]:
-        """List what a model of this family cannot be."""
+        """Return a mistake for each field that keeps a model out of this family."""
         best = f"for transformers' {self.name}, the family that fits best; a model "
         best += "that no family can hold stays in the run's checkpoints"
         needed = {
@@ -128,11 +128,11 @@ class Family(NamedTuple):
         ]
 
     def tensors(self) -> dict[str, list[str]]:
-        """Return the parameters that lie side by side in each tensor, by its name."""
+        """Return the parameters that each tensor concatenates, by tensor name."""
         return {
-            name.replace("*", end): [param.replace("*", end) for param in params]
+            name.replace("*", leaf): [param.replace("*", leaf) for param in params]
             for name, params in self.names.items()
-            for end in (("weight", "bias") if name.endswith("*") else ("",))
+            for leaf in (("weight", "bias") if name.endswith("*") else ("",))
         }
 
 
@@ -144,7 +144,7 @@ FAMILIES = (
         _usual(_SCALED),
         names.LLAMA,
         settings.llama,
-        also=("mistral",),
+        compatible_types=("mistral",),
     ),
     Family(
         "mistral",
@@ -244,8 +244,8 @@ FAMILIES = (
         ),
         names.GPT2,
         settings.gpt2,
-        turned=False,
-        zeros=True,
+        transposed=False,
+        zero_biases=True,
         length="n_positions",
     ),
 )
@@ -255,7 +255,7 @@ def family_of(model: ModelConfig) -> Family:
     """Return the family that a model belongs to.
 
     Raises:
-        ConfigError: if there is none, with all that keeps it from the nearest.
+        ConfigError: if there is none, with every difference from the nearest family.
     """
 
     def distance(family: Family) -> tuple[int, bool]:

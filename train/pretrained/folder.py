@@ -1,7 +1,7 @@
 """Write a run's model as a folder that transformers loads.
 
-The folder holds weights, settings, tokenizer and a card. Each file appears whole or not
-at all. config.json, without which the folder is not taken for a model, comes last.
+The folder holds weights, settings, a tokenizer and a model card. Each file is written
+atomically. config.json comes last, because a folder without it is not a model.
 """
 
 import json
@@ -34,14 +34,14 @@ from train.run.folder import run_folder
 from train.run.starts import read_results
 from train.units import format_count
 
-_CHECKED_BYTES = 10_000_000  # how much of the run's own text is encoded both ways
+_CHECKED_BYTES = 10_000_000  # validation text that both tokenizers encode
 
 
 def empty_folder(output: str) -> epath.Path:
-    """Return the folder to write, new or empty.
+    """Return the output folder, creating a local folder if needed.
 
     Raises:
-        ConfigError: if there is something in it, or it cannot be reached.
+        ConfigError: if the folder is not empty, or cannot be reached.
     """
     folder = run_folder(output, key="output")
     if folder.exists() and any(folder.iterdir()):
@@ -67,7 +67,7 @@ def write_folder(
 
     Raises:
         ConfigError: if no family holds the model.
-        DataError: if the tokenizer would give other ids.
+        DataError: if the exported tokenizer would give other ids.
     """
     config, encoding = program.config, sources.encoding
     model, length = config.model, config.data.sequence_length
@@ -85,8 +85,10 @@ def write_folder(
         text = card(config, encoding, count, step, results)
         write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
-        end = {key: settings[key] for key in ("bos_token_id", "eos_token_id")}
-        write_json(folder / "generation_config.json", end)
+        special_tokens = {
+            key: settings[key] for key in ("bos_token_id", "eos_token_id")
+        }
+        write_json(folder / "generation_config.json", special_tokens)
         write_json(folder / "config.json", settings)
     counted = f"{format_count(count)} parameters in {dtype}"
     return f"{counted}, a model of family {family.name}"
@@ -99,12 +101,12 @@ def exported_settings(
     length: int,
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the content of config.json; `length` is a training row's."""
+    """Return the content of config.json; `length` is the length of a training row."""
     if model.position is Position.learned:
         length = model.max_sequence_length or length
     scaling = model.rope_scaling
     if scaling.kind is Scaling.yarn and scaling.original_length:
-        # Version 4 of transformers takes the factor from the two lengths.
+        # Version 4 of transformers computes the factor from the two lengths.
         length = round(scaling.factor * scaling.original_length)
     return {
         "architectures": [family.architecture],
@@ -113,10 +115,10 @@ def exported_settings(
         family.length: length,
         "tie_word_embeddings": model.tied_head,
         "dtype": dtype,
-        "torch_dtype": dtype,  # before version 5 of transformers
+        "torch_dtype": dtype,  # read by transformers before version 5
         "bos_token_id": encoding.eot_token,
         "eos_token_id": encoding.eot_token,
-        "pad_token_id": None,  # some families' own is a token like others here
+        "pad_token_id": None,  # some families' default id is an ordinary token here
         **family.settings(model),
     }
 
@@ -128,7 +130,7 @@ def card(
     step: int,
     results: dict[str, Any],
 ) -> str:
-    """Return a model card: what it is, what it was trained on, how well it predicts."""
+    """Return a model card with the model, its training data and its validation loss."""
     tokens = step * config.data.batch_size * config.data.sequence_length
     lines = [
         f"# {config.model.name}",

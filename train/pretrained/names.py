@@ -1,9 +1,8 @@
-"""Tensors of each family of models, and the parameters of ours that lie in each.
+"""The tensors of each family of models, and the parameters that make up each tensor.
 
-Source: what `save_pretrained` of transformers 5.23 writes. {} is the layer's number, a
-second {} the expert's, and * stands for a weight and for a bias. Where a tensor holds
-all experts of a layer, it is [E, inputs, outputs], and the outputs of what lies in it
-side by side take turns.
+Source: files from `save_pretrained` of transformers 5.23. {} is the layer's index, a
+second {} the expert's, and * stands for both `weight` and `bias`. A tensor of
+all experts is [E, inputs, outputs], with the outputs of its parameters interleaved.
 """
 
 LLAMA = {
@@ -41,8 +40,8 @@ GPT2 = {
 }
 
 
-_PLACES = ("input_layernorm", "post_attention_layernorm")
-_OUTPUTS = {
+_INPUT_NORMS = ("input_layernorm", "post_attention_layernorm")
+_OUTPUT_NORMS = {
     "model.layers.{}.post_attention_layernorm.weight": [
         "layers.attention_output_norm.scale"
     ],
@@ -50,10 +49,12 @@ _OUTPUTS = {
         "layers.mlp_output_norm.scale"
     ],
 }
-OLMO2 = {k: v for k, v in LLAMA.items() if k.split(".")[-2] not in _PLACES} | _OUTPUTS
+OLMO2 = {
+    k: v for k, v in LLAMA.items() if k.split(".")[-2] not in _INPUT_NORMS
+} | _OUTPUT_NORMS
 GEMMA = (
     LLAMA
-    | _OUTPUTS
+    | _OUTPUT_NORMS
     | {"model.layers.{}.pre_feedforward_layernorm.weight": ["layers.mlp_norm.scale"]}
 )
 MIXTRAL = LLAMA | {

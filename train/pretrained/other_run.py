@@ -1,4 +1,4 @@
-"""Start from the weights of another run: of its newest checkpoint, on any mesh."""
+"""Start from the newest checkpoint of another run, which may have another mesh."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import jax
 from model.params import ParamInfo, is_info
 from train.config import Config
 from train.errors import ConfigError, Mistake, as_typed
-from train.identity import config_differences, covered
+from train.identity import config_differences, is_covered
 from train.program import Program, make_program
 from train.run.digests import SEAL
 from train.run.folder import run_folder
@@ -19,7 +19,7 @@ from train.run.restore import SavedSteps
 from train.run.starts import known_run_id, read_run
 from train.state import TrainState
 
-# Keys of the model that may be others than the other run's: how it is run or drawn.
+# Model keys that may differ between the runs: execution and initialisation.
 _FREE = (
     *("model.name", "model.vocab_size", "model.init", "model.embedding_std"),
     *("model.param_dtype", "model.compute_dtype", "model.attention", "model.dropout"),
@@ -29,18 +29,18 @@ _FREE = (
 
 
 def is_run(path: str) -> bool:
-    """Return whether a folder is a run's."""
+    """Return whether a folder is the directory of a run."""
     return (run_folder(path, "init_from") / "config.yaml").exists()
 
 
 def check_run(path: str, program: Program) -> dict[str, str]:
-    """Compare a run's model with this one; return what all processes must agree on.
+    """Compare another run's model; return values that all processes must agree on.
 
     Raises:
-        ConfigError: with all that differs, or if there is no checkpoint.
+        ConfigError: with every difference, or if there is no checkpoint.
     """
     other_config = read_run(path)
-    if rules := [*_other_model(other_config, program.config)]:
+    if rules := [*_model_differences(other_config, program.config)]:
         raise ConfigError([Mistake("init_from", path, rule) for rule in rules])
     _program_of(other_config, program)
     (_, seal) = sealed_files(path)
@@ -49,10 +49,10 @@ def check_run(path: str, program: Program) -> dict[str, str]:
 
 
 def read_run_weights(path: str, program: Program) -> TrainState:
-    """Return the state of step 0 with a run's weights (the average where one is kept).
+    """Return the state of step 0 with a run's weights, or their average if one is kept.
 
     Raises:
-        DataError: if the checkpoint is not what was written.
+        DataError: if the checkpoint differs from its recorded hashes.
     """
     other_config, state = read_run(path), program.init()
     other_program = _program_of(other_config, program)
@@ -77,15 +77,15 @@ def read_run_weights(path: str, program: Program) -> TrainState:
 
 
 def sealed_files(path: str) -> list[str]:
-    """Return the files that say what a run is and what its newest checkpoint holds."""
+    """Return a run's config file and the file of its newest checkpoint's hashes."""
     return ["config.yaml", f"checkpoints/{_newest(path)}/{SEAL}"]
 
 
 def _newest(path: str) -> int:
-    """Return the newest step whose files were hashed.
+    """Return the newest step whose checkpoint has hashes.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is no such checkpoint.
     """
     folder = run_folder(path) / "checkpoints"
     steps = SavedSteps(folder).steps() if folder.exists() else []
@@ -97,7 +97,7 @@ def _newest(path: str) -> int:
 
 
 def _program_of(other_config: Config, program: Program) -> Program:
-    """Return the other run's program on this one's devices."""
+    """Return the other run's program on the devices of this run."""
     own_config = program.config
     model = replace(
         other_config.model,
@@ -109,12 +109,12 @@ def _program_of(other_config: Config, program: Program) -> Program:
     return make_program(config, [*program.mesh.devices.flat])
 
 
-def _other_model(other_config: Config, own_config: Config) -> Iterator[str]:
-    """Yield in what the other run's model is another one."""
+def _model_differences(other_config: Config, own_config: Config) -> Iterator[str]:
+    """Yield a sentence for each key in which the other run's model differs."""
     for change in config_differences(
         Config(model=other_config.model), Config(model=own_config.model)
     ):
-        if not covered(change.key, _FREE):
+        if not is_covered(change.key, _FREE):
             old, new = as_typed(change.old), as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
     theirs, ours = (c.model.vocab_size or 0 for c in (other_config, own_config))

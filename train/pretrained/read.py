@@ -28,54 +28,54 @@ def read_folder(path: str, program: Program) -> TrainState:
     holds little more than the weights.
 
     Raises:
-        DataError: a file is missing or damaged; it is named.
+        DataError: with the name of a missing or damaged file.
     """
     family = family_of(program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         parts = parts_of_folder(folder, family, program)
-        likes = dict(named(program.state.params))
-        lacking = {name for name in likes if parts.rows(likes, name) > parts.vocab_size}
-        state = _drawn(program, lacking)
-        reader = _Reader(folder, parts, likes)
-        leaves = [reader.param(name, state.params.get(name)) for name in likes]
+        abstract = dict(named(program.state.params))
+        padded = {n for n in abstract if parts.rows(abstract, n) > parts.vocab_size}
+        state = _initial_state(program, padded)
+        reader = _Reader(folder, parts, abstract)
+        leaves = [reader.param(name, state.params.get(name)) for name in abstract]
     params = jax.tree.unflatten(jax.tree.structure(program.state.params), leaves)
     return state._replace(params=params)
 
 
-def _drawn(program: Program, names: Collection[str]) -> TrainState:
-    """Return the state of step 0 with only the named parameters, by name."""
+def _initial_state(program: Program, names: Collection[str]) -> TrainState:
+    """Return the initial state with only the named parameters, as a dict by name."""
 
     def select(state: TrainState) -> TrainState:
         params = {name: x for name, x in named(state.params) if name in names}
         optimizer = state.optimizer._replace(average=None)
         return state._replace(params=params, optimizer=optimizer)
 
-    draw = inspect.unwrap(program.init)
-    return jax.jit(lambda: select(draw()), out_shardings=select(program.shardings))()
+    init = inspect.unwrap(program.init)
+    return jax.jit(lambda: select(init()), out_shardings=select(program.shardings))()
 
 
 class _Reader:
     """Reads parameters from the tensors of a folder."""
 
     def __init__(
-        self, folder: Folder, parts: Parts, likes: dict[str, jax.ShapeDtypeStruct]
+        self, folder: Folder, parts: Parts, abstract: dict[str, jax.ShapeDtypeStruct]
     ):
         self.folder, self.parts, self.infos = folder, parts, parts.infos
-        self.likes = likes
+        self.abstract = abstract
         self.tensors = {
-            (param, tensor.at): (name, tensor.params)
+            (param, tensor.stack_index): (name, tensor.params)
             for name, tensor in parts.tensors.items()
             for param in tensor.params
         }
 
-    def param(self, name: str, drawn: jax.Array | None) -> jax.Array:
+    def param(self, name: str, initial: jax.Array | None) -> jax.Array:
         """Return a parameter with the sharding and dtype of the program.
 
-        Rows that the folder lacks keep their values in `drawn`.
+        Rows that the folder lacks keep their values in `initial`.
         """
-        like, read_spans = self.likes[name], dict[tuple[_Span, ...], jax.Array]()
-        shards = drawn.addressable_shards if drawn is not None else ()
+        like, read_spans = self.abstract[name], dict[tuple[_Span, ...], jax.Array]()
+        shards = initial.addressable_shards if initial is not None else ()
         local_shards = {_span(shard.index, like.shape): shard.data for shard in shards}
         assert like.sharding is not None
         places, arrays = like.sharding.addressable_devices_indices_map(like.shape), []
@@ -93,9 +93,10 @@ class _Reader:
         )
 
     def _fill(self, part: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
-        """Fill the spans of a parameter, except for rows that the folder lacks."""
+        """Read the spans of a parameter into `part`, except rows not in the folder."""
         info = self.infos[name]
-        lead, inside = info.stack, [*spans[info.stack :]]  # after layers and experts
+        lead = info.stack_dims  # layers and experts
+        inside = [*spans[lead:]]
         if "vocab" in info.axes:
             dim = info.axes.index("vocab")
             first, last = inside[dim]
@@ -111,26 +112,27 @@ class _Reader:
     def _read(
         self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
-        """Read the spans of a parameter of one layer or expert."""
-        lead, together = len(index), (name, index) not in self.tensors
-        experts = [slice(e, e + 1) for e in index[1:]] if together else []
+        """Return the given spans of one layer's or expert's parameter."""
+        lead, all_experts = len(index), (name, index) not in self.tensors
+        experts = [slice(e, e + 1) for e in index[1:]] if all_experts else []
         tensor, siblings = self.tensors[name, index[: lead - len(experts)]]
-        dims = self.likes[name].shape[lead:]
+        dims = self.abstract[name].shape[lead:]
         inputs = self.parts.inputs(name)
         rows, shape_in, cut_in = _flat(spans[:inputs], dims[:inputs])
         columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
         earlier = siblings[: siblings.index(name)]
-        if together:
-            turns = len(siblings)
-            columns = slice(turns * columns.start, turns * columns.stop)
+        if all_experts:
+            stride = len(siblings)
+            columns = slice(stride * columns.start, stride * columns.stop)
             places = [*experts, rows, columns] if inputs else [*experts, columns]
-            x = self.folder.read(tensor, places)[..., len(earlier) :: turns]
+            x = self.folder.read(tensor, places)[..., len(earlier) :: stride]
             return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
-        skipped = sum(math.prod(self.likes[b].shape[lead:][inputs:]) for b in earlier)
+        shapes = [self.abstract[sibling].shape[lead + inputs :] for sibling in earlier]
+        skipped = sum(map(math.prod, shapes))
         columns = slice(columns.start + skipped, columns.stop + skipped)
         if not inputs:
             x = self.folder.read(tensor, [columns])
-        elif self.parts.turned(name):
+        elif self.parts.transposed(name):
             x = self.folder.read(tensor, [columns, rows]).T
         else:
             x = self.folder.read(tensor, [rows, columns])
@@ -145,7 +147,7 @@ def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[_Span, ...]
 def _flat(
     spans: Sequence[_Span], dims: Sequence[int]
 ) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
-    """Return the slice of flattened dims to read, its shape, and slices of that."""
+    """Return the slice of flattened dims to read, its shape, and slices within it."""
     columns = math.prod(dims[1:])
     if all(span == (0, dim) for span, dim in zip(spans[1:], dims[1:], strict=True)):
         first, last = spans[0] if spans else (0, 1)

@@ -6,15 +6,15 @@ from typing import Any
 from model.choices import Scaling
 from model.config import ModelConfig
 
-# Keys of dropout: others' rates do not bind a training of ours.
+# Dropout settings, which are not compared: a run may train with other rates.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
-# Settings for which null means "none"; for others, null means that others decide.
+# Settings for which null means "none". Null leaves any other setting undefined.
 NULL_IS_NONE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
 )
 
-# Keys of `model.*` that make a setting what it is.
+# The key of `model.*` that determines each setting.
 KEYS = {
     **{"hidden_size": "embed_dim", "n_embd": "embed_dim"},
     **{"num_hidden_layers": "num_layers", "n_layer": "num_layers"},
@@ -45,7 +45,7 @@ _SCALING = {
 # Defaults of rope_theta other than 10,000. Source: transformers 5.23,
 # configuration_*.py of these families.
 _USUAL_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
-# The same of rotary positions, by kind of layer.
+# The key of `model.*` for each setting of rotary positions, by kind of layer.
 ROPE_KEYS = {
     "full_attention": _SCALING,
     "sliding_attention": {"rope_theta": "rope_theta_local"},
@@ -53,7 +53,7 @@ ROPE_KEYS = {
 
 
 def _rope(model: ModelConfig) -> dict[str, Any]:
-    """Return how positions are rotated, for versions 5 and 4 of transformers."""
+    """Return the rotary settings, for versions 5 and 4 of transformers."""
     scaling, scaling_settings = model.rope_scaling, dict[str, Any]()
     if scaling.kind is not Scaling.none:
         scaling_settings = {"rope_type": str(scaling.kind), "factor": scaling.factor}
@@ -61,11 +61,11 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
         scaling_settings["original_max_position_embeddings"] = scaling.original_length
     if scaling.kind is Scaling.llama3:
         scaling_settings["low_freq_factor"] = scaling.slow_turns
-        scaling_settings["high_freq_factor"] = scaling.most_turns
+        scaling_settings["high_freq_factor"] = scaling.fast_turns_or_default
     if scaling.kind is Scaling.yarn:
         scaling_settings |= {
             "beta_slow": scaling.slow_turns,
-            "beta_fast": scaling.most_turns,
+            "beta_fast": scaling.fast_turns_or_default,
         }
         scaling_settings["truncate"] = scaling.truncate
         scaling_settings["attention_factor"] = scaling.yarn_factor
@@ -105,7 +105,7 @@ def qwen(model: ModelConfig) -> dict[str, Any]:
 def qwen2(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Qwen 2 and 2.5."""
     settings = qwen(model)
-    del settings["attention_bias"]  # there always is one
+    del settings["attention_bias"]  # Qwen 2 always has biases
     return settings
 
 
@@ -117,7 +117,7 @@ def mistral(model: ModelConfig) -> dict[str, Any]:
 def mixtral(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Mixtral."""
     settings = mistral(model)
-    del settings["attention_bias"], settings["mlp_bias"]  # there is none
+    del settings["attention_bias"], settings["mlp_bias"]  # Mixtral has no biases
     return settings | {
         "intermediate_size": model.expert_size,
         "num_local_experts": model.num_experts,
@@ -158,7 +158,7 @@ def _layer_types(model: ModelConfig) -> list[str]:
 def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the settings in config.json, with the default kinds of layers if missing.
 
-    `num_layers` is used if the settings lack it. Source: transformers 5.23,
+    `num_layers` is the default of num_hidden_layers. Source: transformers 5.23,
     configuration_*.py of these families: the last layer of each group is full.
     """
     usual = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(settings["model_type"])
@@ -172,7 +172,7 @@ def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any
 
 
 def pattern_of(layer_types: Sequence[str]) -> list[str]:
-    """Return the shortest pattern that is repeated over layers, as the model has it."""
+    """Return the shortest repeated pattern of layers, as in `model.layer_pattern`."""
     reach = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
     lengths = range(1, len(reach) + 1)
     repeated = (n for n in lengths if reach[n:] == reach[: len(reach) - n])
@@ -222,7 +222,7 @@ def gpt2(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what config.json says of rotary positions, by kind of layer.
+    """Return the rotary settings in config.json, by kind of layer.
 
     Source: transformers 5.23, modeling_rope_utils.py, for what older versions wrote.
     """
@@ -237,5 +237,5 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if kind != "gemma3_text":
         return {"full_attention": usual}
     local = settings.get("rope_local_base_freq") or 10e3
-    of_local = {"rope_type": "default", "rope_theta": local}
-    return {"full_attention": usual, "sliding_attention": of_local}
+    local_settings = {"rope_type": "default", "rope_theta": local}
+    return {"full_attention": usual, "sliding_attention": local_settings}

@@ -1,8 +1,8 @@
-"""Write weights as files of tensors.
+"""Write weights as safetensors files.
 
 Tensors go one by one from the devices of all processes to files of at most two
-gigabytes, so that memory holds one tensor besides what the devices hold; under s3:// or
-gs:// it holds one file. Process 0 writes.
+gigabytes. So host memory holds one tensor at a time, or one file under s3:// or gs://.
+Only process 0 writes.
 """
 
 import collections
@@ -24,9 +24,9 @@ FILE_BYTES = 2 * 10**9
 def write_weights(
     folder: epath.Path, parts: Parts, params: dict[str, jax.Array], dtype: np.dtype
 ) -> int:
-    """Write the weights and, if they are several files, an index.
+    """Write weights, with an index for several files; return the parameter count.
 
-    `params` are arrays by name, sharded in any way. Returns the number of parameters.
+    `params` maps names to arrays with any sharding.
     """
     shapes = parts.shapes(params)
     files = list(_files({k: math.prod(s) * dtype.itemsize for k, s in shapes.items()}))
@@ -38,7 +38,7 @@ def write_weights(
         content = _content(parts, params, {n: shapes[n] for n in names}, dtype)
         if jax.process_index() == 0:
             write_atomically(folder / file, content)
-        collections.deque(content, maxlen=0)  # the others take part
+        collections.deque(content, maxlen=0)  # other processes take part in each gather
         file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
     if len(files) > 1 and jax.process_index() == 0:
@@ -54,7 +54,7 @@ def _content(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
 ) -> Iterator[bytes]:
-    """Yield a file of tensors piece by piece; all processes must iterate over it.
+    """Yield the bytes of a file in pieces; all processes must iterate together.
 
     Source: safetensors 0.8, README, "Format". Older versions of transformers refuse a
     file whose metadata do not say "pt".
@@ -62,8 +62,8 @@ def _content(
     dtype_name = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
-        first, end = end, end + math.prod(shape) * dtype.itemsize
-        offsets = [first, end]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        offsets = [start, end]
         header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -73,7 +73,7 @@ def _content(
 
 
 def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Divide tensors, in order, into files of at most FILE_BYTES; one at least each."""
+    """Yield the tensors of each file, in order: at most FILE_BYTES, or one tensor."""
     names, total = list[str](), 0
     for name, size in sizes.items():
         if names and total + size > FILE_BYTES:
@@ -85,5 +85,5 @@ def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def write_json(file: epath.Path, content: Any) -> None:
-    """Write a file of JSON."""
+    """Write a JSON file atomically."""
     write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

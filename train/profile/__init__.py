@@ -1,1 +1,1 @@
-"""The command that shows what the time of a step goes to, and its trace reader."""
+"""Show how the time of a training step is spent, from a profiler trace."""

@@ -1,4 +1,4 @@
-"""`python -m train.profile run.dir=...`: what the time of a step goes to."""
+"""`python -m train.profile run.dir=...`: show how the time of a step is spent."""
 
 import gzip
 import os
@@ -38,10 +38,10 @@ class ProfileConfig:
 
 
 def main(config: ProfileConfig) -> int:
-    """Request a profile, or read one that exists, and print what the time went to.
+    """Request a profile, or read an existing one, and print how the time was spent.
 
     Raises:
-        ConfigError: if there is no such run or profile, or the run is not training.
+        ConfigError: if the run or profile does not exist, or the run is not training.
         Exit: if the trainer does not answer, or has ended.
     """
     from train.run.starts import existing_run
@@ -85,16 +85,16 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
 
 
 def _show(folder: epath.Path) -> None:
-    """Print what the time of the traced steps went to."""
+    """Print how the time of the traced steps was spent, by scope and by kind."""
     from train.console import print_table
     from train.profile.times import read_times
     from train.run.records import damaged, read_record
 
-    traced = read_record(folder / "profile.json", _REMEDY) or {}
-    numbers = [traced.get(key) for key in ("first", "last", "seconds")]
+    record = read_record(folder / "profile.json", _REMEDY) or {}
+    numbers = [record.get(key) for key in ("first", "last", "seconds")]
     if not all(isinstance(number, int | float) for number in numbers):
         raise damaged(folder / "profile.json", "does not say its steps", _REMEDY)
-    steps = traced["last"] - traced["first"] + 1
+    num_steps = record["last"] - record["first"] + 1
     program = folder / "step.hlo.gz"
     try:
         text = gzip.decompress(program.read_bytes()).decode()
@@ -105,15 +105,15 @@ def _show(folder: epath.Path) -> None:
     times, devices = read_times(folder, text)
     total = sum(times.values())
     print(f"profile     {folder}")
-    mean = _ms(traced["seconds"] / steps)
-    print(f"steps       {traced['first']:,} to {traced['last']:,}, {mean} each")
+    mean = _ms(record["seconds"] / num_steps)
+    print(f"steps       {record['first']:,} to {record['last']:,}, {mean} each")
     print(f"devices     {devices}\n")
     for column, title in enumerate(("scope", "kind")):
         sums = defaultdict[str, float](float)
         for label, seconds in times.items():
             sums[label[column]] += seconds
         rows = [
-            [name, _ms(seconds / steps), f"{seconds / total:.1%}"]
+            [name, _ms(seconds / num_steps), f"{seconds / total:.1%}"]
             for name, seconds in sorted(sums.items(), key=lambda row: -row[1])
         ]
         print_table(rows, [title, "a step", "share"], f"by {title}, {_DEVICES}")

@@ -1,6 +1,6 @@
 """Label the instructions of a traced step by scope and kind.
 
-The labels are read from the text of the compiled step and the names in it
+Labels come from the text of the compiled step and the operation names in it
 (train/plan/compiled).
 """
 
@@ -24,7 +24,7 @@ from train.plan.compiled.trip_counts import read_module
 WAITING, UNNAMED, OTHER = "waiting", "unnamed", "other programs"
 _SCOPE = re.compile(r"(?:transpose\(|jvp\()*(\w+)\)*")
 _NO_SCOPES = {"shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
-_MOVES = {
+_COPIES = {
     *("copy", "copy-start", "copy-done", "transpose", "reshape", "bitcast", "slice"),
     *("dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"),
     *("reverse", "gather", "tuple", "get-tuple-element", "parameter", "constant"),
@@ -35,7 +35,7 @@ _MOVES = {
 class Label(NamedTuple):
     """The label of an instruction.
 
-    scope: for example "layers forward attention.query".
+    scope: the part of the model, such as "layers forward attention.query".
     kind: collectives, attention, products, copies or elementwise.
     """
 
@@ -44,13 +44,13 @@ class Label(NamedTuple):
 
 
 class Labels:
-    """The labels of one compiled step."""
+    """The labels of the instructions of one compiled step."""
 
     def __init__(self, text: str):
-        """Read `compiled.as_text()`.
+        """Parse the result of `compiled.as_text()`.
 
         Raises:
-            ValueError: if this is not the text of an HLO module.
+            ValueError: if `text` is not an HLO module.
         """
         self._module = read_module(text)
         self._by_name = {
@@ -60,7 +60,7 @@ class Labels:
         self._labels = dict[str, Label | None]()
 
     def label(self, instruction: str, program: str) -> Label | None:
-        """Return the label of an event, or None for a loop, whose body has labels."""
+        """Return an event's label, or None for a loop: labels belong to its body."""
         if program and program.split("(")[0] != self._program:
             return Label(OTHER, OTHER)
         if instruction not in self._labels:
@@ -73,17 +73,17 @@ class Labels:
         instruction = executed.instruction
         if instruction.opcode == "while":
             return None
-        inner = instruction.with_nested
-        opcodes = {part.opcode for part in inner}
-        if names := split_name(instruction.op_name):  # It serves several operations.
-            scopes = _by_count(scope_in_name(n) or _outermost(n) for n in names)
+        nested = instruction.with_nested
+        opcodes = {part.opcode for part in nested}
+        if names := split_name(instruction.op_name):  # XLA merged several operations.
+            scopes = _most_common(scope_in_name(n) or _outermost(n) for n in names)
             return Label((*scopes, UNNAMED)[0], self._kind(executed, "", opcodes))
-        inner_scopes = (scope_of(executed, part) for part in inner if part.op_name)
-        stack = _first([scope_of(executed, instruction), *_by_count(inner_scopes)])
-        names = [instruction.op_name, *_by_count(part.op_name for part in inner)]
+        nested_scopes = (scope_of(executed, part) for part in nested if part.op_name)
+        stack = _first([scope_of(executed, instruction), *_most_common(nested_scopes)])
+        names = [instruction.op_name, *_most_common(part.op_name for part in nested)]
         part = _first(map(part_in_name, names))
         name = f"{stack} {part}".strip() or _first(map(_outermost, names))
-        if not name:  # The instruction has no name: take that of an operand's producer.
+        if not name:  # Use the name of an operand's producer instead.
             operands = producers(instruction)
             part = name = _first(part_in_name(operand.op_name) for operand in operands)
         return Label(name or UNNAMED, self._kind(executed, part, opcodes))
@@ -91,18 +91,18 @@ class Labels:
     def _kind(self, executed: Executed, part: str, opcodes: set[str]) -> str:
         if any(opcode.removesuffix("-start") in KINDS for opcode in opcodes):
             return "collectives"
-        if part.split(".")[-1] == "attention":  # The kernel alone.
+        if part.split(".")[-1] == "attention":  # Only the kernel.
             return "attention"
         if multiplies(executed.instruction):
             return "products"
-        return "copies" if opcodes <= _MOVES else "elementwise"
+        return "copies" if opcodes <= _COPIES else "elementwise"
 
 
 def _first(names: Iterable[str]) -> str:
     return next(filter(None, names), "")
 
 
-def _by_count(names: Iterable[str]) -> list[str]:
+def _most_common(names: Iterable[str]) -> list[str]:
     return [name for name, _ in Counter(filter(None, names)).most_common()]
 
 

@@ -1,10 +1,9 @@
 """Read a trace of jax.profiler (`.xplane.pb`): what each device did, and when.
 
-On a CPU, instructions are events of the threads that run them and name their device. An
-instruction that other threads help with ends with an event of its own. GPUs and TPUs
-have one plane for each device. If a device does several things at once, the time
-belongs to the most useful one: products before collectives, and the innermost of nested
-instructions.
+On a CPU, instructions are events of threads, and an event names its device. If several
+threads share an instruction, a separate event marks its end. GPUs and TPUs have one
+plane for each device. If instructions overlap on a device, the time counts for the most
+useful one: products before collectives, and the innermost of nested instructions.
 """
 
 import heapq
@@ -39,14 +38,14 @@ class Trace(NamedTuple):
 
 
 def read_trace(file: Path) -> Trace:
-    """Read a trace.
+    """Read the trace of one process.
 
     Raises:
-        ValueError: if the mark around the steps is missing.
+        ValueError: if the event that marks the traced steps is missing.
     """
     devices, ends = defaultdict[str, list[Event]](list), defaultdict[str, list](list)
     mark: tuple[float, float] | None = None
-    data = ProfileData.from_file(str(file))  # Planes and events point into it.
+    data = ProfileData.from_file(str(file))  # Planes and events point into `data`.
     for plane in data.planes:
         lines = list(plane.lines)
         on_device = plane.name.startswith("/device:")
@@ -70,24 +69,24 @@ def read_trace(file: Path) -> Trace:
                         program = str(stats.get("hlo_module", ""))
                         devices[device].append(Event(begin, end, name, program))
     if mark is None:
-        raise ValueError(f"{file}: these are not the steps of a run")
+        raise ValueError(f"{file}: has no event that marks the steps of a run")
     begin, end = mark
     extended = {name: extend_events(events, ends) for name, events in devices.items()}
     return Trace(begin, end, extended)
 
 
 def extend_events(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
-    """Extend events that other threads help with to their ends."""
+    """Return events in order, extended to their separate end events, if any."""
     sorted_ends = {name: sorted(times) for name, times in ends.items()}
-    next_ends, result = Counter[str](), list[Event]()
+    next_index, result = Counter[str](), list[Event]()
     for event in sorted(events):
         times = sorted_ends.get(event.instruction, ())
-        number = next_ends[event.instruction]
-        while number < len(times) and times[number] < event.begin:
-            number += 1
-        if number < len(times):
-            event = event._replace(end=max(event.end, times[number]))
-        next_ends[event.instruction] = number + 1
+        index = next_index[event.instruction]
+        while index < len(times) and times[index] < event.begin:
+            index += 1
+        if index < len(times):
+            event = event._replace(end=max(event.end, times[index]))
+        next_index[event.instruction] = index + 1
         result.append(event)
     return result
 
@@ -95,31 +94,31 @@ def extend_events(events: list[Event], ends: dict[str, list[float]]) -> list[Eve
 def time_spent(
     events: Sequence[Event], begin: float, end: float, rank: Callable[[Event], int]
 ) -> dict[Event | None, float]:
-    """Divide a span of time among events, each moment to at most one event.
+    """Attribute the time from `begin` to `end` to events.
 
-    At each moment the event with the lowest rank counts, and among equal ones the one
-    that began last.
+    Each moment counts for the active event of the lowest rank. Among events of equal
+    rank, it counts for the latest to begin.
 
     Returns:
         Nanoseconds by event. None stands for time without an event.
     """
-    spent, now = defaultdict[Event | None, float](float), begin
+    spent, time = defaultdict[Event | None, float](float), begin
     active: list[tuple[int, float, float, Event]] = []
 
-    def pass_time(until: float, now: float) -> float:
-        while active and now < until:
+    def advance(until: float, time: float) -> float:
+        while active and time < until:
             _, _, stop, event = active[0]
-            if stop <= now:
+            if stop <= time:
                 heapq.heappop(active)
                 continue
-            spent[event] += min(stop, until) - now
-            now = min(stop, until)
-        if now < until:
-            spent[None] += until - now
-        return max(now, until)
+            spent[event] += min(stop, until) - time
+            time = min(stop, until)
+        if time < until:
+            spent[None] += until - time
+        return max(time, until)
 
     for event in sorted(e for e in events if e.begin < end and begin < e.end):
-        now = pass_time(max(event.begin, begin), now)
+        time = advance(max(event.begin, begin), time)
         heapq.heappush(active, (rank(event), -event.begin, min(event.end, end), event))
-    pass_time(end, now)
+    advance(end, time)
     return spent

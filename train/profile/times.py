@@ -1,7 +1,7 @@
-"""Sum up what the time of traced steps went to, by scope and kind, with waiting.
+"""Sum the time of traced steps by scope and kind, including waiting.
 
 The sums add up to the time from the start of the first traced step to the end of the
-last one, also where instructions overlap.
+last, even if instructions overlap.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ from train.profile.profiler_trace import Event, read_trace, time_spent
 def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:
     """Return the mean seconds of each label over devices, and the number of devices.
 
-    `text` is that of the compiled step.
+    `text` is the HLO text of the compiled step.
 
     Raises:
         ValueError: if a trace or the text cannot be read.
@@ -39,7 +39,7 @@ def read_times(folder: epath.Path, text: str) -> tuple[dict[Label, float], int]:
 def _by_label(
     events: list[Event], begin: float, end: float, labels: Labels
 ) -> Iterator[tuple[Label, float]]:
-    """Yield labels and nanoseconds of one device."""
+    """Yield the labels of one device's events and their nanoseconds."""
 
     def label(event: Event) -> Label | None:
         return labels.label(event.instruction, event.program)

@@ -1,9 +1,9 @@
 """Save the train state in the background and seal each step with digests.
 
-A step appears atomically; its digests then let a start verify every file. Which step a
-start restores: train/run/restore.py.
+A step appears atomically, and its digests let a later start verify every file.
+train/run/restore.py decides which step a start restores.
 
-A save that fails, or cannot begin, costs a warning; the saved steps stay. The run ends
+A save that fails, or cannot begin, logs a warning; the saved steps stay. The run ends
 only after more than `checkpoint.max_failed_saves` failures in a row, or if its last
 save fails.
 """
@@ -56,10 +56,10 @@ class Checkpoints:
         before_save: Callable[[], None] = lambda: None,
         run_id: str | None = None,
     ):
-        """Open the folder; make it if missing, and remove what killed saves left.
+        """Open or create the folder, and remove the leftovers of interrupted saves.
 
-        Process 0 calls `before_save` before each save; an OSError there fails the
-        save. Steps are marked with `run_id`, and those of another run are not used.
+        Process 0 calls `before_save` before each save; the save fails if it raises
+        OSError. Steps record `run_id`, and steps of another run are not used.
         """
         self._run_id = run_id
         self._before_save, self._cluster = before_save, cluster
@@ -68,17 +68,17 @@ class Checkpoints:
             remove_uncommitted(directory)
         self._orbax = open_orbax(directory, config)
         self.saved = SavedSteps(directory, self._orbax, self._cluster, run_id)
-        self._saved_at, self._told_overdue = time.monotonic(), False
+        self._saved_at, self._overdue_reported = time.monotonic(), False
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
-        self._marking: tuple[int, Future[str | None]] | None = None
+        self._pending_mark: tuple[int, Future[str | None]] | None = None
         self._attempts = 0
-        self._best: float | None = None  # None until it is read
-        self._score: tuple[int, float] | None = None  # of the last evaluated step
+        self._best_loss: float | None = None  # None until read
+        self._score: tuple[int, float] | None = None  # last evaluated step, loss
         self.failures = 0
 
     def due(self, step: int) -> bool:
-        """Return whether the number of steps calls for a save."""
+        """Return whether a save is due after this step."""
         return step % self._config.save_interval_steps == 0
 
     def judge(self, step: int, loss: float) -> bool:
@@ -88,20 +88,20 @@ class Checkpoints:
         """
         if not self._config.keep_best or not math.isfinite(loss):
             return False
-        best = self._best
+        best = self._best_loss
         if best is None:
             scores = self._cluster.broadcast(lambda: [*self.saved.scores().values()])
             best = min(scores, default=math.inf)
-        self._score, self._best = (step, loss), min(loss, best)
+        self._score, self._best_loss = (step, loss), min(loss, best)
         return loss < best
 
     def overdue(self) -> bool:
-        """Return whether a save is due by time; True only once until the next save."""
-        if self._told_overdue:
+        """Return whether a save is due by time; True at most once between saves."""
+        if self._overdue_reported:
             return False
         minutes = (time.monotonic() - self._saved_at) / 60
-        self._told_overdue = minutes >= self._config.save_interval_minutes
-        return self._told_overdue
+        self._overdue_reported = minutes >= self._config.save_interval_minutes
+        return self._overdue_reported
 
     def save(
         self, step: int, state: TrainState, metadata: dict[str, Any], last: bool = False
@@ -112,15 +112,15 @@ class Checkpoints:
             step: completed updates.
             state: may be donated as soon as this returns.
             metadata: JSON that is saved with the state, the step and the run's id.
-            last: no other save will follow; wait for the one in flight first.
+            last: whether no other save follows; if so, wait for the save in flight.
 
         Returns:
-            Why this save, or the previous one, failed; None if neither did.
+            The reason why this or the previous save failed; None if neither did.
 
         Raises:
             Exit: too many saves in a row failed.
         """
-        self._saved_at, self._told_overdue = time.monotonic(), False
+        self._saved_at, self._overdue_reported = time.monotonic(), False
         if self._saving:
             wait([self._saving[1]], None if last else _GRACE_S)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -136,11 +136,11 @@ class Checkpoints:
         return decision["failure"]
 
     def _decide(self, step: int, size: int, last: bool) -> dict[str, Any]:
-        """Decide, on process 0, whether to save, and settle the previous save."""
+        """Return, on process 0, whether to save and how the previous save ended."""
         failure, ended = None, self._saving is None or self._saving[1].done()
         if self._saving and ended:
-            previous_step, saving = self._saving
-            error = saving.exception()
+            previous_step, save_future = self._saving
+            error = save_future.exception()
             self.failures = self.failures + 1 if error else 0
             if error:
                 failure = f"the save of step {previous_step} failed: {_one_line(error)}"
@@ -171,13 +171,13 @@ class Checkpoints:
         }
 
     def _remove(self, step: int, including_step: bool) -> None:
-        """Remove what a failed save left, before retention deletes a good step for it.
+        """Remove the files of a failed save, or retention deletes a good step instead.
 
-        A step that lacks only its seal may be the only one left.
+        A step that lacks only its seal is kept if no other step is sealed.
         """
         try:
             for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                partial.rmtree()  # a full disk has no room for it
+                partial.rmtree()  # frees space on a full disk
             if including_step:
                 (self._directory / str(step)).rmtree(missing_ok=True)
                 unsealed_mark(self._directory, step).unlink(missing_ok=True)
@@ -186,27 +186,27 @@ class Checkpoints:
             log.warning("could not remove the failed step %d: %s", step, reason)
 
     def _mark_begun(self, step: int, size: int, last: bool) -> str | None:
-        """Mark a step that is about to be written; return what prevents its save.
+        """Mark a step that is about to be written; return why it cannot be saved.
 
-        A thread writes the mark, so that a silent storage does not stop training.
+        A thread writes the mark, so that unresponsive storage does not block training.
         """
         marked_step = None
         while True:
-            if not self._marking:
-                marking = self._sealer.submit(self._write_mark, step, size, marked_step)
-                self._marking = step, marking
-            marked_step, marking = self._marking
-            wait([marking], None if last else _GRACE_S)
-            if not marking.done():
+            if not self._pending_mark:
+                mark = self._sealer.submit(self._write_mark, step, size, marked_step)
+                self._pending_mark = step, mark
+            marked_step, mark = self._pending_mark
+            wait([mark], None if last else _GRACE_S)
+            if not mark.done():
                 return f"the storage has not answered since step {marked_step}"
-            self._marking = None
+            self._pending_mark = None
             if marked_step == step:
-                return marking.result()
+                return mark.result()
 
     def _write_mark(self, step: int, size: int, abandoned: int | None) -> str | None:
         mark = unsealed_mark(self._directory, step)
         try:
-            if abandoned is not None:  # its mark came too late
+            if abandoned is not None:  # a step that was marked too late
                 unsealed_mark(self._directory, abandoned).unlink(missing_ok=True)
             self._before_save()
             if not is_remote(self._directory):
@@ -217,7 +217,7 @@ class Checkpoints:
             mark.write_text("")
         except Exit:
             raise
-        except Exception as error:  # each store has errors of its own
+        except Exception as error:  # each store raises its own errors
             return _one_line(error)
         return None
 
@@ -226,7 +226,7 @@ class Checkpoints:
         scored_step, loss = self._score or (None, None)
         metrics = {SCORE: loss} if scored_step == step else None
         try:
-            written = self._orbax.save_async(
+            write = self._orbax.save_async(
                 step,
                 as_saved(state),
                 force=True,
@@ -234,26 +234,26 @@ class Checkpoints:
                 custom_metadata=metadata,
             )
         except Exception as error:
-            written = Future[None]()
-            written.set_exception(error)
-        sealing = self._sealer.submit(self._seal, step, self._attempts, written)
-        self._saving = step, sealing
+            write = Future[None]()
+            write.set_exception(error)
+        seal = self._sealer.submit(self._seal, step, self._attempts, write)
+        self._saving = step, seal
 
-    def _seal(self, step: int, attempt: int, written: Any) -> None:
-        """Hash the files of a step, a share on each process; process 0 seals it."""
+    def _seal(self, step: int, attempt: int, write: Any) -> None:
+        """Hash a share of a step's files on each process; process 0 seals the step."""
         cluster, folder = self._cluster, self._directory / str(step)
         key = f"seal/{attempt}"
-        written.result()
+        write.result()
         if cluster.processes > 1 and cluster.is_leader:
-            cluster.set(f"{key}/begin", "")  # process 0 publishes the step
+            cluster.set(f"{key}/begin", "")  # the step is published
         elif cluster.processes > 1:
             cluster.get(f"{key}/begin", cluster.timeout_s)
-        hashed = digests(folder, cluster.process, cluster.processes)
+        hashes = digests(folder, cluster.process, cluster.processes)
         if cluster.processes > 1:
-            parts = cluster.gather(key, json.dumps(hashed))
-            hashed = {k: v for part in parts for k, v in json.loads(part).items()}
+            gathered = cluster.gather(key, json.dumps(hashes))
+            hashes = {k: v for part in gathered for k, v in json.loads(part).items()}
         if cluster.is_leader:
-            write_seal(folder, hashed)
+            write_seal(folder, hashes)
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
 
     def wait(self) -> None:
@@ -264,16 +264,16 @@ class Checkpoints:
         """
         if not self._saving:
             return
-        step, saving = self._saving
+        step, save_future = self._saving
         self._saving = None
-        error = saving.exception()
+        error = save_future.exception()
         if failure := self._cluster.first_error(_one_line(error) if error else None):
             message = f"the last save, of step {step}, failed: {failure}. Older steps "
             message += "are intact: the same command continues from them"
             raise Exit(CRASHED, message)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for the save in flight, unless earlier saves have failed."""
+        """Wait up to `timeout_s` for the save in flight, unless saves have failed."""
         if self._saving and not self.failures:
             wait([self._saving[1]], timeout_s)
 
@@ -285,6 +285,6 @@ class Checkpoints:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the first line of an error; Orbax writes a thousand."""
+    """Return the first line of an error; Orbax's errors have a thousand."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

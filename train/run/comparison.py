@@ -20,8 +20,8 @@ _CHARTS = (  # title, metric, whether the axis starts at zero
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
 )
-_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # axis: its metric
-_FIGURES = (
+_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # horizontal axis: metric
+_HEADERS = (
     *("", "Steps", "Tokens", "Last loss", "Last validation loss"),
     *("Best validation loss", "At step", "Bits per byte there"),
 )
@@ -31,8 +31,8 @@ _IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     """Return the content of a page that compares runs, as plain values.
 
-    It has tables as (title, headers, rows), and charts by their axis. A run without
-    logged FLOPs is missing from the charts over FLOPs.
+    Tables are (title, headers, rows), and `axes` holds the charts by horizontal axis. A
+    run without logged FLOPs is missing from the charts over FLOPs.
     """
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
@@ -44,7 +44,7 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     return {
         "name": ", ".join(names),
         "tables": [
-            ("Runs", [*_FIGURES], [[name, *_figures(runs[name])] for name in names]),
+            ("Runs", [*_HEADERS], [[name, *_cells(runs[name])] for name in names]),
             *([("Newest score of each run", ["", *names], scores)] if scores else []),
             ("Config", ["", *names], _differences(configs)),
         ],
@@ -53,21 +53,21 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     }
 
 
-def _figures(series: Series) -> list[str]:
-    """Return the cells of a run under the headers of _FIGURES."""
+def _cells(series: Series) -> list[str]:
+    """Return the cells of a run under the headers of _HEADERS."""
     last = {key: points[-1][1] for key, points in series.items()}
-    scored = finite_points(series, "eval/loss")
-    step, best = min(scored, key=lambda point: point[1], default=(None, None))
+    validations = finite_points(series, "eval/loss")
+    step, best = min(validations, key=lambda point: point[1], default=(None, None))
     bits = dict(finite_points(series, "eval/bits_per_byte"))
     return [
         f"{last.get('step') or 0:,.0f}",
         format_count(last.get("tokens") or 0),
-        *map(_shown, (last.get("loss"), last.get("eval/loss"), best)),
-        *(("-", "-") if step is None else (f"{step:,.0f}", _shown(bits.get(step)))),
+        *map(_format, (last.get("loss"), last.get("eval/loss"), best)),
+        *(("-", "-") if step is None else (f"{step:,.0f}", _format(bits.get(step)))),
     ]
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
@@ -80,14 +80,12 @@ def _score_rows(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
             name = " ".join(filter(None, (score.subject, score.metric, score.options)))
             cells[name] = f"{score.value} at step {score.step:,}"
         newest.append(cells)
-    names = dict.fromkeys(name for run_scores in newest for name in run_scores)
-    return [
-        [name, *(run_scores.get(name, "-") for run_scores in newest)] for name in names
-    ]
+    names = dict.fromkeys(name for cells in newest for name in cells)
+    return [[name, *(cells.get(name, "-") for cells in newest)] for name in names]
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Return a row for each differing key, except for paths of the run."""
+    """Return a row for each config key that differs, without run-specific keys."""
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys]
     return [
@@ -99,12 +97,12 @@ def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:
     """Return the charts over steps, or over another metric that grows with them."""
     charts = []
     for title, key, from_zero in _CHARTS:
-        series = {name: _over(run, key, axis) for name, run in runs.items()}
+        series = {name: _points_over_axis(run, key, axis) for name, run in runs.items()}
         charts.append(chart(series, title, {name: name for name in runs}, from_zero))
     return [drawn for drawn in charts if drawn]
 
 
-def _over(series: Series, key: str, axis: str | None) -> Sequence[Point]:
+def _points_over_axis(series: Series, key: str, axis: str | None) -> Sequence[Point]:
     """Return the points of `key` over steps, or over `axis` in proportion to them."""
     points = series.get(key, ())
     if axis is None:

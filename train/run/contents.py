@@ -1,7 +1,7 @@
 """Choose the arrays of a saved step to load into a state.
 
-Between two starts, a run may begin or cease to keep averaged weights or recent losses,
-change the format of its moments, or pad its vocabulary. Everything else must have the
+Between two starts, a run may start or stop keeping averaged weights or recent losses,
+change the format of its moments, or pad its vocabulary. Every other array must have the
 shape that was saved.
 """
 
@@ -14,10 +14,10 @@ from train.errors import ConfigError, Mistake
 from train.optimizer.moments import in_saved_format
 from train.state import TrainState
 
-_MAY_CEASE = ("optimizer.average.", "recent.")
+_OPTIONAL = ("optimizer.average.", "recent.")
 
 
-def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
+def arrays_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
     """Return the arrays to load for a state, without those that must be initialised.
 
     Args:
@@ -25,8 +25,8 @@ def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
         like: `jax.ShapeDtypeStruct` leaves with shardings.
 
     Raises:
-        ConfigError: naming an array that is missing on either side or has another
-            shape.
+        ConfigError: an array is missing on either side, or has another shape; the
+            message names it.
     """
     optimizer = {"transform": like.optimizer.transform}
     wanted = {"step": like.step, "params": like.params, "optimizer": optimizer}
@@ -37,15 +37,15 @@ def to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
         saved_values = saved.get("recent.values")
         if saved_values is not None and saved_values.shape == like.recent.values.shape:
             wanted["recent"] = like.recent
-    _check(saved, wanted, {name for name in saved if not name.startswith(_MAY_CEASE)})
+    _check(saved, wanted, {name for name in saved if not name.startswith(_OPTIONAL)})
     return wanted
 
 
-def best_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return the parameters to load for evaluation, averaged ones if they were saved.
+def params_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
+    """Return the parameters to load for evaluation, averaged if averages were saved.
 
     Raises:
-        ConfigError: as `to_load`, for these arrays alone.
+        ConfigError: as for `arrays_to_load`, but only for the parameters.
     """
     wanted: dict[str, Any] = {"params": like.params}
     if _has_average(saved, like):
@@ -59,19 +59,19 @@ def _has_average(saved: Mapping[str, Any], like: TrainState) -> bool:
     return wanted and any(name.startswith("optimizer.average.") for name in saved)
 
 
-def _check(saved: Mapping[str, Any], wanted: Any, needed: set[str]) -> None:
-    """Check that wanted arrays were saved in their shape, and needed ones are wanted.
+def _check(saved: Mapping[str, Any], wanted: Any, required: set[str]) -> None:
+    """Check that wanted arrays were saved in their shape, and required ones are wanted.
 
-    Weights are checked first, because the moments follow them.
+    Parameters are checked before the moments, because those copy their shapes.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in named(wanted)}
-    names = sorted(shapes.keys() | needed, reverse=True)
+    names = sorted(shapes.keys() | required, reverse=True)
     for name in names:
         if name not in saved:
             raise _misfit(name, "was not saved")
         saved_shape = tuple(saved[name].shape)
         if name not in shapes:
-            raise _misfit(name, "was saved, and has no place")
+            raise _misfit(name, "was saved, but this config has no such array")
         if not fits_padded(saved_shape, shapes[name]):
             problem = f"was saved as {saved_shape}, {shapes[name]} is wanted"
             raise _misfit(name, problem)
@@ -80,8 +80,8 @@ def _check(saved: Mapping[str, Any], wanted: Any, needed: set[str]) -> None:
 def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Return whether a shape equals the saved one, up to padding of the vocabulary.
 
-    Older runs saved, say, 50,257 rows instead of 50,304: a dim may grow to the next
-    multiple of 128, with zeros.
+    Older runs saved, say, 50,257 rows instead of 50,304. A dim may grow to the next
+    multiple of 128; zeros fill it.
     """
     return len(saved_shape) == len(shape) and all(
         dim in (saved_dim, -(-saved_dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
@@ -90,7 +90,7 @@ def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _misfit(name: str, problem: str) -> ConfigError:
-    """Return the error that names the config key from which a shape follows."""
+    """Return the error that names the config key which determines the array's shape."""
     key, remedy = "model", "start another run.name"
     if name.startswith("optimizer.transform."):
         key, remedy = "optimizer.name", f"{remedy} with init_from=<this run>"

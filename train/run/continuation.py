@@ -32,18 +32,18 @@ from train.run.starts import (
 
 log = logging.getLogger(__name__)
 
-_PLACE = re.compile(r"data\.(sources\..+\.)?path")  # of data, as opposed to its choice
+_DATA_PATH = re.compile(r"data\.(sources\..+\.)?path")  # paths, not choices, of data
 
 
 class Continuation(NamedTuple):
     """How a start continues the run.
 
-    schedule_steps: the schedule's length, train.num_steps of the first start. `wsd`
-        accepts another length until it begins to fall.
+    schedule_steps: the schedule's length: train.num_steps of the first start, unless a
+        `wsd` schedule took another length before its decay began.
     run_id: the run's identity, which its starts and checkpoints carry.
-    skip_batches: the batches that any start leaves out.
+    skip_batches: the batches that this start or an earlier one skips.
     known_skips: data.skip_batches of earlier starts.
-    rewind_to: run.rewind_to, unless an earlier start has done it.
+    rewind_to: run.rewind_to; None if an earlier start has already gone back.
     finished: whether the run has ended.
     """
 
@@ -61,33 +61,33 @@ def compare_with_run(
     """Return how a start with this config continues the run; write nothing.
 
     Raises:
-        ConfigError: naming every key in which this start would make another run of it.
+        ConfigError: changed keys would make this a different run; all are named.
         DataError: the data is not that of the run.
     """
     num_steps, skip_batches = config.train.num_steps, config.data.skip_batches
-    earlier, last = first_config(path), newest_start(path)
-    saved, described = newest_described_config(path, last.get("run_id"))
-    run_id = last.get("run_id") or described.get("run_id") or uuid.uuid4().hex
-    if earlier is None:
+    original, last_start = first_config(path), newest_start(path)
+    saved_config, description = newest_described_config(path, last_start.get("run_id"))
+    run_id = last_start.get("run_id") or description.get("run_id") or uuid.uuid4().hex
+    if original is None:
         return Continuation(num_steps, run_id, skip_batches, known_skips=[])
-    rewind_to, changes = config.run.rewind_to, config_differences(earlier, config)
-    if saved is not None and not is_recorded(path):
-        known = {change.key for change in changes}
-        of_saved = config_differences(saved, config)
-        changes += [change for change in of_saved if change.key not in known]
-    if last.get("data_fingerprints") == sources.fingerprints:  # only its path changed
+    rewind_to, changes = config.run.rewind_to, config_differences(original, config)
+    if saved_config is not None and not is_recorded(path):
+        keys = {change.key for change in changes}
+        saved_changes = config_differences(saved_config, config)
+        changes += [change for change in saved_changes if change.key not in keys]
+    if last_start.get("data_fingerprints") == sources.fingerprints:
         changes = [
-            c._replace(kind=ChangeKind.allowed) if _PLACE.fullmatch(c.key) else c
+            c._replace(kind=ChangeKind.allowed) if _DATA_PATH.fullmatch(c.key) else c
             for c in changes
         ]
-    if not_allowed := refused(changes, config.run.allow_change):
-        raise ConfigError(_refusals(not_allowed, path, earlier, config))
-    _check_changed_data(path, sources, changes, last.get("changes", {}))
-    known_skips = last.get("changes", {}).get("data.skip_batches")
-    known_skips = known_skips or earlier.data.skip_batches
-    if saved is not None:  # the record of the start that skipped them may be gone
-        known_skips = _merged(known_skips, saved.data.skip_batches)
-    skip_batches = _merged(known_skips, skip_batches)
+    if refused_changes := refused(changes, config.run.allow_change):
+        raise ConfigError(_refusals(refused_changes, path, original, config))
+    _check_changed_data(path, sources, changes, last_start.get("changes", {}))
+    known_skips = last_start.get("changes", {}).get("data.skip_batches")
+    known_skips = known_skips or original.data.skip_batches
+    if saved_config is not None:  # the start's own record may be gone
+        known_skips = _merge_ranges(known_skips, saved_config.data.skip_batches)
+    skip_batches = _merge_ranges(known_skips, skip_batches)
     if rewind_to is not None and any(
         event.get("rewind_to") == rewind_to and event.get("left_out") == skip_batches
         for event in read_events(path)
@@ -99,14 +99,14 @@ def compare_with_run(
         )
         rewind_to = None
     results_step = read_results(path).get("step", -1)
-    newest, _ = newest_description(path / "checkpoints", run_id)
-    newest = newest if rewind_to is None else min(newest, rewind_to)
-    if results_step < newest > num_steps:
-        raise _passed_end(path, num_steps, newest, last, earlier)
+    newest_step, _ = newest_description(path / "checkpoints", run_id)
+    newest_step = newest_step if rewind_to is None else min(newest_step, rewind_to)
+    if newest_step > max(results_step, num_steps):
+        raise _passed_end(path, num_steps, newest_step, last_start, original)
     finished = rewind_to is None and results_step >= num_steps
-    schedule_steps = last.get("schedule_steps") or earlier.train.num_steps
+    schedule_steps = last_start.get("schedule_steps") or original.train.num_steps
     if not finished:
-        schedule_steps = _schedule_steps(config, schedule_steps, newest)
+        schedule_steps = _schedule_steps(config, schedule_steps, newest_step)
     return Continuation(
         schedule_steps,
         run_id,
@@ -118,17 +118,17 @@ def compare_with_run(
 
 
 def _refusals(
-    changes: list[Difference], path: epath.Path, earlier: Config, config: Config
+    changes: list[Difference], path: epath.Path, original: Config, config: Config
 ) -> list[Mistake]:
-    """Return a mistake with remedies for each change that makes another run.
+    """Return a mistake with its remedies for each refused change.
 
     `run.allow_change` is advised only if the saved parameters fit the new model.
     """
-    mistakes, of_model = [], {c.key for c in changes if c.key.startswith("model.")}
-    fits = not of_model or _parameters_fit(earlier.model, config.model)
+    mistakes, model_keys = [], {c.key for c in changes if c.key.startswith("model.")}
+    fits = not model_keys or _parameters_fit(original.model, config.model)
     for change in changes:
         rule = f"differs from the run in {path}, which has {change.old}; take it back"
-        if fits or change.key not in of_model:
+        if fits or change.key not in model_keys:
             rule += ", start another run.name, or add "
             rule += f"run.allow_change=[{change.key}]"
         else:
@@ -139,7 +139,7 @@ def _refusals(
 
 
 def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
-    """Return whether the parameters of one model have the shapes of another's."""
+    """Return whether parameters fit the wanted model, up to vocabulary padding."""
     saved_shapes, wanted_shapes = (
         {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
         for model in (saved, wanted)
@@ -149,16 +149,16 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
     )
 
 
-def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
+def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> int:
     """Return the schedule's length; log if it differs from train.num_steps.
 
-    `newest` is the step that this start continues from.
+    `newest_step` is the step that this start continues from.
     """
     schedule, wanted_steps = config.schedule, config.train.num_steps
     if wanted_steps == previous_steps or schedule.name is Schedule.constant:
         return previous_steps
     falls_from = min(map(schedule.falls_from, (previous_steps, wanted_steps)))
-    if schedule.name is Schedule.wsd and newest <= falls_from:  # the past is the same
+    if schedule.name is Schedule.wsd and newest_step <= falls_from:  # the past agrees
         message = "the schedule's length was %d steps, and is %d now"
         log.info(message, previous_steps, wanted_steps)
         return wanted_steps
@@ -189,16 +189,16 @@ def _schedule_steps(config: Config, previous_steps: int, newest: int) -> int:
 def _passed_end(
     path: epath.Path,
     num_steps: int,
-    newest: int,
+    newest_step: int,
     last: Mapping[str, Any],
-    earlier: Config,
+    original: Config,
 ) -> ConfigError:
-    """Return the error for an end that an unfinished run has already passed."""
-    target = last.get("changes", {}).get("train.num_steps") or earlier.train.num_steps
+    """Return the error for a train.num_steps that an unfinished run has passed."""
+    target = last.get("changes", {}).get("train.num_steps") or original.train.num_steps
     rule = (
-        f"is below step {newest}, which the run in {path} has reached on its way "
-        f"to {target}; give at least {newest}, go back with run.rewind_to, or start "
-        f"another run.name"
+        f"is below step {newest_step}, which the run in {path} has reached on its way "
+        f"to {target}; give at least {newest_step}, go back with run.rewind_to, or "
+        f"start another run.name"
     )
     return ConfigError([Mistake("train.num_steps", num_steps, rule)])
 
@@ -209,16 +209,16 @@ def _check_changed_data(
     changes: list[Difference],
     earlier_changes: Mapping[str, Any],
 ) -> None:
-    """Check the data, unless this is the first start with other data, allowed by name.
+    """Check the data's fingerprints, unless this start newly chooses other data.
 
     Raises:
-        DataError: if they differ.
+        DataError: the fingerprints differ.
     """
     new_choices = [
         change
         for change in changes
         if change.key.startswith("data.")
-        and change.kind is ChangeKind.refused  # unless run.allow_change names it
+        and change.kind is ChangeKind.refused  # run.allow_change permits it
         and earlier_changes.get(change.key) != yaml_value(change.new)
     ]
     if new_choices:
@@ -227,12 +227,12 @@ def _check_changed_data(
         check_data(path, sources)
 
 
-def _merged(earlier: list[int], added: list[int]) -> list[int]:
-    """Unite two lists of first and last batch, ascending."""
-    pairs = [*zip(earlier[::2], earlier[1::2], strict=True)]
-    pairs += zip(added[::2], added[1::2], strict=True)
+def _merge_ranges(earlier: list[int], added: list[int]) -> list[int]:
+    """Merge two lists, each of alternating first and last batches, ascending."""
+    ranges = [*zip(earlier[::2], earlier[1::2], strict=True)]
+    ranges += zip(added[::2], added[1::2], strict=True)
     merged: list[int] = []
-    for first, last in sorted(set(pairs)):
+    for first, last in sorted(set(ranges)):
         if merged and first <= merged[-1]:
             merged[-1] = max(merged[-1], last)
         else:

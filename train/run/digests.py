@@ -2,7 +2,7 @@
 
 Orbax keeps no checksums of arrays. When a step has been written, all its files are
 hashed, and `digests.json`, written last, seals it. A step is used only if every file
-has its size and SHA-256, and there is no other file.
+has the recorded size and SHA-256, and there is no other file.
 
 One sealed file describes the step: its number, its run and its config. A step with
 another number or from another run is not used. Values that an older version of this
@@ -26,30 +26,30 @@ SEAL = "digests.json"
 _COMMITTED = "commit_success.txt"  # Orbax writes it last, under gs:// and s3://
 _DESCRIPTION = "_CHECKPOINT_METADATA"  # our metadata, as Orbax saves it
 _BLOCK = 2**22
-_THREADS = 4  # hashing releases the interpreter's lock; more hide a store's latency
+_THREADS = 4  # hashing releases the GIL; more threads hide a store's latency
 
 
 def digests(
     step: epath.Path, part: int = 0, parts: int = 1, names: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Return size and SHA-256 of each file of a step, by its path in the folder.
+    """Return the size and SHA-256 of each file of a step, by path in its folder.
 
     Several processes share the work: each hashes one `part` of `parts`. Only the files
     in `names` are hashed; None means all.
     """
     names = sorted(_files(step) if names is None else names)[part::parts]
     with ThreadPoolExecutor(_THREADS) as pool:
-        hashed = pool.map(lambda name: _digest(step / name), names)
-        return dict(zip(names, hashed, strict=True))
+        results = pool.map(lambda name: _digest(step / name), names)
+        return dict(zip(names, results, strict=True))
 
 
-def write_seal(step: epath.Path, hashed: Mapping[str, Any]) -> None:
-    """Write the digests of all files next to them.
+def write_seal(step: epath.Path, file_digests: Mapping[str, Any]) -> None:
+    """Seal a step by writing the digests of all its files.
 
     Raises:
         OSError: the seal cannot be written, or retention has deleted the step.
     """
-    text = json.dumps(hashed, indent=1)
+    text = json.dumps(file_digests, indent=1)
     if is_remote(step):
         (step / SEAL).write_text(text)
         if not is_committed(step):  # retention has deleted it meanwhile
@@ -74,7 +74,7 @@ def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
 
 
 def is_sealed(step: epath.Path) -> bool:
-    """Return whether a step was hashed; `damage` tells whether it is intact."""
+    """Return whether a step has a seal; `damage` verifies the files."""
     return (step / SEAL).exists()
 
 
@@ -122,12 +122,12 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
     """
     try:
         expected = _read_seal(step)
-        if missing := expected.keys() ^ set(_files(step)):
-            return f"{sorted(missing)[0]} is missing, or does not belong to the step"
+        if unmatched := expected.keys() ^ set(_files(step)):
+            return f"{sorted(unmatched)[0]} is missing, or does not belong to the step"
         for name, digest in digests(step, part, parts).items():
             if digest != expected[name]:
                 return f"{name} is not what was written: its digest differs"
-    except _unreadable(step) as error:
+    except _damage_errors(step) as error:
         return f"cannot be checked: {type(error).__name__}: {error}"
     return None
 
@@ -135,7 +135,7 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 def refusal(
     step: epath.Path, part: int = 0, parts: int = 1, run_id: str | None = None
 ) -> str | None:
-    """Return why a step cannot be used, as a predicate; None if it can.
+    """Return why a step cannot be used (`is damaged: ...`); None if it can.
 
     Several processes share the work, as in `digests`.
     """
@@ -146,7 +146,7 @@ def refusal(
 
 
 def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
-    """Return why a step does not belong into its folder; None if it does.
+    """Return why a step does not belong in its folder; None if it does.
 
     The identity of the run is not checked if `run_id` is None.
     """
@@ -165,9 +165,9 @@ def description(step: epath.Path) -> dict[str, Any] | None:
                 return None
         elif not (step / _DESCRIPTION).exists():
             return {}
-        described = json.loads(_read_regular(step / _DESCRIPTION))
-        return dict(described.get("custom_metadata") or {})
-    except _unreadable(step):
+        metadata = json.loads(_read_regular(step / _DESCRIPTION))
+        return dict(metadata.get("custom_metadata") or {})
+    except _damage_errors(step):
         return None
 
 
@@ -175,7 +175,7 @@ def check_descriptions(checkpoints: epath.Path) -> None:
     """Check that Orbax, which reads every description at once, can open all of them.
 
     Raises:
-        DataError: one is a pipe or a device, which may block forever when opened.
+        DataError: a description is a pipe or a device, which may block when opened.
     """
     for step in [] if is_remote(checkpoints) else saved_steps(checkpoints):
         path = checkpoints / str(step) / _DESCRIPTION
@@ -191,10 +191,10 @@ def check_descriptions(checkpoints: epath.Path) -> None:
 def newest_description(
     checkpoints: epath.Path, run_id: str | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return the newest step of the run, and the newest description of one.
+    """Return the newest step of the run, and the newest description of any step.
 
-    On an object store, a folder without a description counts only if it is sealed: a
-    save that was killed leaves such a folder. 0 and {} if there is no step.
+    On an object store, a folder without a description counts only if it is sealed: an
+    interrupted save leaves an unsealed one. Returns 0 and {} if there is no step.
     """
     newest = 0
     for step in reversed(saved_steps(checkpoints)):
@@ -224,11 +224,11 @@ def _contradiction(
     return None
 
 
-def _unreadable(step: epath.Path) -> tuple[type[Exception], ...]:
+def _damage_errors(step: epath.Path) -> tuple[type[Exception], ...]:
     """Return the exceptions that mean that a file of a step is damaged."""
     # An unreachable store does not mean that the step is damaged.
-    unreadable = FileNotFoundError if is_remote(step) else OSError
-    return unreadable, ValueError, AttributeError, TypeError
+    os_error = FileNotFoundError if is_remote(step) else OSError
+    return os_error, ValueError, AttributeError, TypeError
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The directory of a run, open for one start: its lease, logs and results.
 
-Only process 0 reads and writes; it broadcasts what the others need. Records of earlier
-starts: train/run/starts.py. Whether a start may continue: train/run/continuation.py.
+Only process 0 reads and writes; it broadcasts what the others need. run/starts.py keeps
+the records of starts, and run/continuation.py decides whether a start may continue.
 """
 
 import json
@@ -30,11 +30,11 @@ from train.run.live_report import LiveReport
 from train.run.metrics import (
     EventLog,
     Validations,
-    followed_by,
     newest_metrics,
     open_metrics,
     read_events,
     read_validations,
+    updated_validations,
 )
 from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
@@ -44,14 +44,14 @@ from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
 
-_CRASHES = 3  # after this many at the same step, another start is useless
+_USELESS_REPEATS = 3  # crashes at one step, after which starts end
 
 
 @dataclass
 class RunDir:
-    """One start of a run.
+    """A run's directory, open for one start.
 
-    config: the config, with the batches that any start skips.
+    config: the config; its data.skip_batches includes those of earlier starts.
     lease: the claim on the run, on process 0.
     write: whether this is process 0.
     validations: the last and the best evaluation so far, on process 0.
@@ -74,8 +74,8 @@ class RunDir:
     def start_at(self, step: int, sources: Sources) -> None:
         """Record this start, which continues after `step` updates, and open the logs.
 
-        Lines of later steps are dropped. So is the score of the last step if this
-        start will score it again.
+        Lines of later steps are dropped. The score of the last step is also dropped if
+        this start computes it again.
         """
         if self.write:
             number, continuation = self.events.start, self.continuation
@@ -94,8 +94,8 @@ class RunDir:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
             self.validations = read_validations(self.path)
-            first_line = self.config.log.interval_steps
-            if step >= first_line and next(newest_metrics(self.path), None) is None:
+            first_logged = self.config.log.interval_steps
+            if step >= first_logged and next(newest_metrics(self.path), None) is None:
                 log.warning(
                     "%s: there is no line of the %d steps so far. Unless they were "
                     "logged less often, the file was emptied or deleted. Training goes "
@@ -115,8 +115,8 @@ class RunDir:
         )
 
     def rewound(self) -> None:
-        """Record that this start went back, so that no later one does it again."""
-        if self.write:  # first: a kill in between must not leave the run finished
+        """Record that this start went back, so that no later start does so again."""
+        if self.write:  # first, so that a kill never leaves the run finished
             (self.path / "results.json").unlink(missing_ok=True)
         left_out = self.config.data.skip_batches
         rewind_to = self.continuation.rewind_to
@@ -127,7 +127,7 @@ class RunDir:
         """Write a line to metrics.jsonl and to the trackers."""
         if self.metrics is not None:
             self.metrics.append({"step": step, **values})
-        self.validations = followed_by(self.validations, step, values)
+        self.validations = updated_validations(self.validations, step, values)
         self.tracker.log(step, values)
         if self.write:
             self.report.update()
@@ -136,7 +136,7 @@ class RunDir:
         """Check, on process 0, that this start still owns the run, and flush its logs.
 
         Raises:
-            Exit: OWNED, if another process has taken it.
+            Exit: OWNED, if another process has taken the run.
             OSError: the logs cannot be written now, so a save would be ahead of them.
         """
         assert self.metrics is not None
@@ -154,21 +154,21 @@ class RunDir:
     def judge_crash(self, crash: Crash) -> int:
         """Record a crash on process 0, and return the exit code.
 
-        It is CRASHES_AGAIN if the last three starts crashed at this step with the
+        The code is CRASHES_AGAIN if the last three starts crashed at this step with the
         same version of the program.
         """
         if crash.known:
             return crash.code
-        this = {**crash._asdict(), "code_version": code_version()}
-        self.events.record("crash", **this)
-        starts = {
+        details = {**crash._asdict(), "code_version": code_version()}
+        self.events.record("crash", **details)
+        crashed_starts = {
             event["start"]
             for event in read_events(self.path)
             if event["event"] == "crash"
-            and all(event.get(key) == this[key] for key in ("step", "code_version"))
+            and all(event.get(key) == details[key] for key in ("step", "code_version"))
         }
-        last_starts = range(self.events.start, self.events.start - _CRASHES, -1)
-        is_repeated = starts.issuperset(last_starts)
+        last_starts = range(self.events.start, self.events.start - _USELESS_REPEATS, -1)
+        is_repeated = crashed_starts.issuperset(last_starts)
         return CRASHES_AGAIN if is_repeated else crash.code
 
     def before_exit(self, code: int) -> None:
@@ -197,17 +197,17 @@ def open_run(
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or old, on all processes.
 
-    `preemption` is told to close it before it ends the process.
+    `preemption` closes the directory before it ends the process.
 
     Raises:
         Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
             be read or written.
-        ConfigError: naming every key in which this start would make another run of it.
-        DataError: the data is not that of the run, or a small file of it is damaged.
+        ConfigError: changed keys would make this a different run; all are named.
+        DataError: the data is not that of the run, or a small file is damaged.
     """
     path = run_folder(run_dir(config))
 
-    def lost(reason: str) -> None:
+    def on_lost(reason: str) -> None:
         log.error(reason)
         step = preemption.step
         preemption.crashed(Crash(cluster.process, OWNED, step, reason, known=True))
@@ -219,13 +219,13 @@ def open_run(
                 os.fspath(path),
                 interval_s=config.run.lease_interval_s,
                 timeout_s=config.run.lease_timeout_s,
-                on_lost=lost,
+                on_lost=on_lost,
             )
         )
         if lease:
             stack.callback(lease.close)
-        compared = cluster.broadcast(lambda: compare_with_run(path, config, sources))
-        continuation = Continuation(*compared)
+        fields = cluster.broadcast(lambda: compare_with_run(path, config, sources))
+        continuation = Continuation(*fields)
         data = replace(config.data, skip_batches=continuation.skip_batches)
         try:
             events = cluster.on_leader(

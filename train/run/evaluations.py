@@ -1,8 +1,8 @@
-"""The scores of a run: of tasks while it trains, and of `train.evaluate`.
+"""Read and write the scores of a run, from training and from `train.evaluate`.
 
 Each result of `train.evaluate` is a file, `evaluations/<step>-<hash>.json`: the step,
 the options under `asked`, and the metrics under their names in `metrics.jsonl`. The
-hash is that of the options, so the same evaluation again replaces its result.
+hash is taken of the options, so repeating an evaluation replaces its result.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _REMEDY = "Its scores are left out. Run train.evaluate again to replace it."
 _STDERR = "_stderr"
-_NAMED_BY_SCORES = ("tasks", "task_path", "sets")
+_SHOWN_AS_SUBJECT = ("tasks", "task_path", "sets")
 _IN_RUN = "while training"
 
 
@@ -28,12 +28,12 @@ class Scored(NamedTuple):
     """One score of a model, formatted for people.
 
     subject: the task, the validation set, or "validation".
-    options: the keys of `train.evaluate` that influence it.
+    options: the options of `train.evaluate` that influence the score.
     """
 
     subject: str
     metric: str
-    value: str  # with its standard error, if known
+    value: str  # includes the standard error, if known
     step: int
     options: str
 
@@ -63,36 +63,36 @@ def write_evaluation(
 
 
 def read_scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
-    """Return the newest scores by tasks of a run's metrics, and all evaluations."""
-    judged = [row for row in rows if any(key.startswith("tasks/") for key in row)]
+    """Return the newest task scores of a run's metrics, and all evaluations' scores."""
+    task_rows = [row for row in rows if any(key.startswith("tasks/") for key in row)]
     scores = list[Scored]()
-    for row in judged[-1:]:
-        by_tasks = {k: v for k, v in row.items() if k.startswith("tasks/")}
-        scores += format_scores(by_tasks, row["step"], _IN_RUN)
-    for answer in _read(run_dir / "evaluations"):
-        step, asked = answer.pop("step"), answer.pop("asked")
+    for row in task_rows[-1:]:
+        task_metrics = {k: v for k, v in row.items() if k.startswith("tasks/")}
+        scores += format_scores(task_metrics, row["step"], _IN_RUN)
+    for evaluation in _read_evaluations(run_dir / "evaluations"):
+        step, requested = evaluation.pop("step"), evaluation.pop("asked")
         options = " ".join(
             f"{key}={value:g}"
-            for key, value in asked.items()
-            if key not in _NAMED_BY_SCORES and isinstance(value, int | float)
+            for key, value in requested.items()
+            if key not in _SHOWN_AS_SUBJECT and isinstance(value, int | float)
         )
-        scores += format_scores(answer, step, options)
+        scores += format_scores(evaluation, step, options)
     return scores
 
 
-def _read(folder: epath.Path) -> Iterable[dict[str, Any]]:
+def _read_evaluations(folder: epath.Path) -> Iterable[dict[str, Any]]:
     """Yield the evaluations, ascending by step."""
     files = [*folder.glob("*-*.json")] if folder.exists() else []
-    numbered = [(file.name.partition("-")[0], file) for file in files]
-    for _, file in sorted((int(n), file) for n, file in numbered if n.isdigit()):
+    files_by_step = [(file.name.partition("-")[0], file) for file in files]
+    for _, file in sorted((int(n), file) for n, file in files_by_step if n.isdigit()):
         evaluation = record_or_warn(file, _REMEDY)
-        if evaluation is not None and not _is_answer(evaluation):
+        if evaluation is not None and not _is_evaluation(evaluation):
             log.warning("%s", damaged(file, "does not hold scores", _REMEDY))
         elif evaluation is not None:
             yield evaluation
 
 
-def _is_answer(evaluation: Mapping[str, Any]) -> bool:
+def _is_evaluation(evaluation: Mapping[str, Any]) -> bool:
     """Return whether a file holds a step, the options of an evaluation, and numbers."""
     numbers = [value for key, value in evaluation.items() if key != "asked"]
     return (
@@ -109,14 +109,14 @@ def format_scores(
     scores = []
     for name, value in metrics.items():
         kind, *subject, metric = name.split("/")
-        chosen = []
+        filters = []
         if kind == "tasks" and len(subject) > 1:  # tasks/gsm8k/exact_match/strict-match
-            subject, metric, chosen = subject[:1], subject[1], [metric]
+            subject, metric, filters = subject[:1], subject[1], [metric]
         if metric.endswith(_STDERR):
             continue
-        error = metrics.get("/".join([kind, *subject, metric + _STDERR, *chosen]))
-        shown = "-" if value is None else f"{value:.4f}"
-        shown += "" if error is None else f" ± {error:.4f}"
-        title, metric = subject[0] if subject else "validation", [metric, *chosen]
-        scores.append(Scored(title, " ".join(metric), shown, step, options))
+        error = metrics.get("/".join([kind, *subject, metric + _STDERR, *filters]))
+        text = "-" if value is None else f"{value:.4f}"
+        text += "" if error is None else f" ± {error:.4f}"
+        title = subject[0] if subject else "validation"
+        scores.append(Scored(title, " ".join([metric, *filters]), text, step, options))
     return scores

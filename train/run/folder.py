@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, whether it can be used, and what it may hold."""
+"""Find the folder of a run, and check its access and its layout."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ _SUBFOLDERS = (
 
 
 def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
-    """Return the path of a run, or of another folder that the config key names.
+    """Return the path of a run's folder, or of the folder that another `key` names.
 
     Raises:
         ConfigError: the store is unknown, or its client is not installed.
@@ -33,7 +33,7 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
 def access_error(run_dir: str, error: Exception) -> ConfigError | Exit:
     """Return the error to raise when the folder of a run can't be read or written.
 
-    Only if its store did not answer may another start succeed.
+    It is an Exit if the store did not answer, so that another start may succeed.
     """
     if not isinstance(error, StorageError):
         error = StorageError(run_dir, error, "read or written")
@@ -47,7 +47,7 @@ def check_layout(run_dir: epath.Path) -> None:
     """Check that the files of a local run are files, and its subfolders folders.
 
     Raises:
-        DataError: naming the first one that is not.
+        DataError: an entry is of the wrong kind; the message names it.
         ConfigError: the folder cannot be searched.
     """
     if is_remote(run_dir):  # an object store has no folders
@@ -55,8 +55,8 @@ def check_layout(run_dir: epath.Path) -> None:
     for name in (*_FILES, *_SUBFOLDERS):
         path, kind = Path(run_dir / name), "folder" if name in _SUBFOLDERS else "file"
         try:
-            is_kind = path.is_dir() if kind == "folder" else path.is_file()
-            is_wrong = path.exists() and not is_kind
+            has_kind = path.is_dir() if kind == "folder" else path.is_file()
+            is_wrong = path.exists() and not has_kind
         except PermissionError as error:
             raise access_error(str(run_dir), error) from None
         if is_wrong:

@@ -3,8 +3,7 @@
 The laps of a start follow each other from the beginning of its process, and `idle`
 spans the time between starts, so the seconds add up to the wall time. Time that no lap
 covers (a suspended machine, or starts of older versions) is `other`. Goodput is the
-share of the wall time of steps whose result is in the model, that is, of steps that no
-later start repeated.
+share of the wall time that went to steps that no later start repeated.
 """
 
 import math
@@ -14,7 +13,7 @@ from typing import Any
 
 from train.units import format_seconds
 
-BUCKETS = {  # in the order of a start, with the words for people
+BUCKETS = {  # in the order of a start, with display names
     "idle": "idle between starts",
     "start": "program start",
     "init": "accelerator init",
@@ -30,8 +29,8 @@ BUCKETS = {  # in the order of a start, with the words for people
     "close": "end of a start",
     "other": "not recorded",
 }
-_BUCKET_OF = {event: event for event in BUCKETS if event not in ("wasted", "other")}
-_BUCKET_OF["compile"] = "prepare"
+_EVENT_BUCKETS = {event: event for event in BUCKETS if event not in ("wasted", "other")}
+_EVENT_BUCKETS["compile"] = "prepare"
 _SLACK = 1e-3  # how far two clocks of a host may drift apart, as a share of a start
 
 
@@ -59,7 +58,7 @@ class StartAccount:
 
     @property
     def seconds(self) -> float:
-        """The seconds from its beginning to its end."""
+        """The seconds from the start's beginning to its end."""
         return sum(self.buckets.values())
 
 
@@ -86,7 +85,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """The share of the wall time that went to steps that count."""
+        """The share of the wall time that went to steps that were not repeated."""
         return self.buckets.get("step", 0.0) / self.wall_s if self.wall_s else 0.0
 
     @property
@@ -95,7 +94,7 @@ class Goodput:
         return round(sum(start.num_wasted for start in self.starts))
 
     def __str__(self) -> str:
-        """Format it as two lines, the largest buckets first."""
+        """Return two lines, the largest buckets first."""
         starts = f"{len(self.starts)} start{'s' * (len(self.starts) != 1)}"
         repeated = f", {self.num_wasted:,} steps done again" if self.num_wasted else ""
         shares = sorted(self.buckets.items(), key=lambda item: -item[1])
@@ -104,12 +103,12 @@ class Goodput:
             for name, seconds in shares
             if seconds >= 0.0005 * self.wall_s
         ]
-        took = f"{self.fraction:.1%} of {format_seconds(self.wall_s)} in {starts}"
-        return f"{took}{repeated}\n{', '.join(parts)}"
+        summary = f"{self.fraction:.1%} of {format_seconds(self.wall_s)} in {starts}"
+        return f"{summary}{repeated}\n{', '.join(parts)}"
 
 
 def account(events: Iterable[dict[str, Any]]) -> Goodput:
-    """Account for a run's events, in the order in which they were recorded.
+    """Return the goodput of a run from its events, in their recorded order.
 
     Events with other names and malformed lines are ignored.
     """
@@ -118,51 +117,51 @@ def account(events: Iterable[dict[str, Any]]) -> Goodput:
         times = finite(event.get("time")), finite(event.get("seconds"))
         if isinstance(number := event.get("start"), int) and None not in times:
             by_start.setdefault(number, []).append(event)
-    starts, again_from = list[StartAccount](), math.inf
+    starts, repeated_from = list[StartAccount](), math.inf
     for number in sorted(by_start, reverse=True):
-        start = _start(number, by_start[number], again_from)
+        start = _start(number, by_start[number], repeated_from)
         if start.first_step is not None:
-            again_from = min(again_from, start.first_step)
+            repeated_from = min(repeated_from, start.first_step)
         starts.append(start)
     return Goodput(starts[::-1])
 
 
 def _start(
-    number: int, events: Sequence[dict[str, Any]], again_from: float
+    number: int, events: Sequence[dict[str, Any]], repeated_from: float
 ) -> StartAccount:
-    """Account for one start; a later start repeated the steps after `again_from`."""
+    """Account for one start; later starts repeated the steps after `repeated_from`."""
     buckets = dict.fromkeys(BUCKETS, 0.0)
-    first = step = code = None
+    first_step = step = code = None
     num_wasted = 0.0
     for event in events:
         name, seconds = event.get("event"), event["seconds"]
-        if bucket := _BUCKET_OF.get(str(name)):
+        if bucket := _EVENT_BUCKETS.get(str(name)):
             buckets[bucket] += seconds
         if name == "restore" and isinstance(event.get("step"), int):
-            first = step = event["step"]
+            first_step = step = event["step"]
         elif name == "step" and (num_steps := event.get("steps")):
             step = event.get("step", (step or 0) + num_steps)
-            lost = min(num_steps, max(0.0, step - again_from))
-            buckets["wasted"] += seconds * lost / num_steps
-            buckets["step"] -= seconds * lost / num_steps
-            num_wasted += lost
+            num_repeated = min(num_steps, max(0.0, step - repeated_from))
+            buckets["wasted"] += seconds * num_repeated / num_steps
+            buckets["step"] -= seconds * num_repeated / num_steps
+            num_wasted += num_repeated
         elif name == "end":
             code = event.get("code")
     idle_s = buckets.pop("idle")
     laps = [event for event in events if event.get("event") != "idle"]
     began = min((e["time"] - e["seconds"] for e in laps), default=0.0)
     ended = max((e["time"] for e in laps), default=events[-1]["time"])
-    # The time after the last lap is idle, whatever instants were recorded in it.
-    lapped = max((e["time"] for e in laps if e["seconds"]), default=began)
-    missing_s = lapped - began - sum(buckets.values())
-    if missing_s > _SLACK * (lapped - began):
+    # The time after the last lap is idle, even if instants were recorded in it.
+    last_lap_end = max((e["time"] for e in laps if e["seconds"]), default=began)
+    missing_s = last_lap_end - began - sum(buckets.values())
+    if missing_s > _SLACK * (last_lap_end - began):
         buckets["other"] = missing_s
     buckets = {name: seconds for name, seconds in buckets.items() if seconds > 0}
     return StartAccount(
         number=number,
         idle_s=idle_s,
         buckets=buckets,
-        first_step=first,
+        first_step=first_step,
         last_step=step,
         num_wasted=num_wasted,
         code=code,

@@ -1,7 +1,7 @@
 """Heat maps of per-layer metrics: layers against steps, a shade for each value.
 
 train/numerics.py defines the metrics. A map has at most 120 columns; with more steps,
-a column holds the largest value of a few of them.
+a column holds the largest value of several steps.
 """
 
 import math
@@ -22,9 +22,9 @@ _TITLES = {
     "flushed": "Share that eight bits flush to zero",
     "saturated": "Share at the largest value of eight bits",
 }
-_FIGURE = re.compile(r"numerics/(.+)/\d+")
+_LAYER_METRIC = re.compile(r"numerics/(.+)/\d+")
 _MAX_COLUMNS = 120
-_RANGE = 1e6  # the highest over the lowest value with a distinct shade
+_RANGE = 1e6  # ratio of the highest to the lowest value with a distinct shade
 
 
 def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -33,9 +33,9 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A map has a title, the steps of its columns, and the values of each layer, with None
     for values that were not finite. `low` and `high` are the limits of the shades.
     """
-    matches = (_FIGURE.fullmatch(key) for row in rows for key in row)
+    matches = (_LAYER_METRIC.fullmatch(key) for row in rows for key in row)
     names = dict.fromkeys((*_TITLES, *(key[1] for key in matches if key)))
-    return [drawn for name in names for drawn in _heat_map(name, rows)]
+    return [heat_map for name in names for heat_map in _heat_map(name, rows)]
 
 
 def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 The log `metrics` is the file `metrics.jsonl` followed by the parts `metrics/1.jsonl`,
 `metrics/2.jsonl`, ...; readers (jsonl_reader.py) accept both. On a local disk the
-newest file grows, and the operating system has a line when `append` returns. Objects
+newest file grows; when `append` returns, the operating system has the line. Objects
 under `gs://` or `s3://` cannot grow: the newest part is uploaded whole, in the
 background and at most once a minute, and at 1 MiB the next part begins.
 
@@ -37,7 +37,7 @@ from train.run.jsonl_reader import (
 )
 from train.run.records import json_compatible
 
-_MAX_LINES = 10_000  # in memory
+_MAX_LINES = 10_000  # kept in memory
 _PART_BYTES = 2**20
 _UPLOAD_INTERVAL_S = 60.0
 
@@ -49,18 +49,18 @@ class Appender(abc.ABC):
 
     def __init__(self, name: str):
         self._name, self._lock, self._warned = name, threading.Lock(), False
-        # The newest lines, and the number of them that have been written.
+        # The newest lines, of which the first `_written` are written.
         self._lines: list[bytes] = []
         self._written, self._closed = 0, False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, now or once it can be written; non-finite values become null."""
+        """Write a row now or as soon as possible; non-finite values become null."""
         with self._lock:
             if self._closed:
                 return
             try:
-                full = len(self._lines) - self._written >= _MAX_LINES
-                if not full:
+                is_full = len(self._lines) - self._written >= _MAX_LINES
+                if not is_full:
                     self._lines.append(_line(row))
                 self._write()
             except OSError as error:
@@ -76,7 +76,7 @@ class Appender(abc.ABC):
         """Make all lines survive the loss of this machine.
 
         Raises:
-            OSError: if that cannot be done now.
+            OSError: the lines cannot be stored now.
         """
         with self._lock:
             self._sync()
@@ -90,8 +90,8 @@ class Appender(abc.ABC):
             try:
                 self._sync()
             except OSError as error:
-                lost = len(self._lines) - self._written
-                log.error("%s lacks its last %d lines: %s", self._name, lost, error)
+                num_lost = len(self._lines) - self._written
+                log.error("%s lacks its last %d lines: %s", self._name, num_lost, error)
             self._close()
 
     @abc.abstractmethod
@@ -110,14 +110,14 @@ def open_lines(
     keep: Callable[[Row], bool] = any_row,
     is_row: IsRow = any_row,
 ) -> Appender:
-    """Open a log to append to it, without torn lines and without rows to drop.
+    """Open a log for appending, after removing torn lines and rejected rows.
 
     The run's directory, local or remote, is made if missing. `keep` may reject only the
     newest rows. If earlier lines are damaged, a warning counts them, and the original
     file is kept under another name.
 
     Raises:
-        OSError: if it cannot be read or written.
+        OSError: the log cannot be read or written.
     """
     run_dir = epath.Path(run_dir)
     remote = is_remote(run_dir)
@@ -125,7 +125,7 @@ def open_lines(
     lines: list[bytes] = []
     # Newest first, so that a kill in between leaves no gap.
     for number, path in sorted(parts.items(), reverse=True):
-        if _reduce(path, keep, is_row):
+        if _filter_file(path, keep, is_row):
             # The appender of a store writes the newest part again, whole.
             lines = [line for line, _ in complete_lines(path, is_row)] if remote else []
             break
@@ -138,14 +138,14 @@ def open_lines(
     return _FileAppender(path)
 
 
-def _reduce(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> bool:
-    """Reduce a file to the lines to keep, atomically, and remove it if it has none."""
-    size = end = kept_bytes = num_damaged = 0
+def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> bool:
+    """Drop lines atomically, or the whole file; return whether any line is left."""
+    offset = kept_end = kept_bytes = num_damaged = 0
     for line, row in complete_lines(path, is_row):
-        size += len(line)
+        offset += len(line)
         num_damaged += row is None
         if row is not None and keep(row):
-            kept_bytes, end = kept_bytes + len(line), size
+            kept_bytes, kept_end = kept_bytes + len(line), offset
     if num_damaged:
         names = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
         copy = next(name for name in names if not name.exists())
@@ -157,8 +157,8 @@ def _reduce(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> boo
         )
     if not kept_bytes:
         path.unlink()
-    elif kept_bytes == end and not is_remote(path):
-        os.truncate(path, end)  # needs no room on a full disk
+    elif kept_bytes == kept_end and not is_remote(path):
+        os.truncate(path, kept_end)  # needs no room on a full disk
     elif kept_bytes < path.stat().length:
         rows = complete_lines(path, is_row)
         kept = (line for line, row in rows if row is not None and keep(row))
@@ -167,7 +167,7 @@ def _reduce(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> boo
 
 
 class _FileAppender(Appender):
-    """Appends to a local file. `_lines` are those since the last `sync`."""
+    """Appends to a local file. `_lines` holds the lines since the last `sync`."""
 
     def __init__(self, path: Path):
         super().__init__(str(path))
@@ -185,7 +185,7 @@ class _FileAppender(Appender):
             self._write()
         try:
             self._file.sync()
-        except OSError:  # it has removed these lines from the file
+        except OSError:  # the failed sync has removed the lines
             self._written = 0
             raise
         self._lines, self._written = [], 0
@@ -195,45 +195,45 @@ class _FileAppender(Appender):
 
 
 class _ObjectAppender(Appender):
-    """Appends to objects. `_lines` are those of the newest part."""
+    """Appends to objects. `_lines` holds the lines of the newest part."""
 
     def __init__(self, run_dir: epath.Path, name: str, number: int, lines: list[bytes]):
         super().__init__(f"{run_dir}/{name}")
         self._run_dir, self._log = run_dir, name
         self._number, self._lines, self._written = number, lines, len(lines)
         self._next_if_full()
-        self._uploaded_s = time.monotonic()
+        self._upload_began_s = time.monotonic()
         self._uploader = ThreadPoolExecutor(1, "upload")
         self._upload: Future[Any] | None = None
-        self._uploading = 0  # lines
+        self._uploading = 0  # the number of lines in flight
 
     def _write(self) -> None:
         if self._upload is not None and self._upload.done():
-            self._settle(self._upload)
-        if time.monotonic() - self._uploaded_s > _UPLOAD_INTERVAL_S:
-            self._start()
+            self._finish_upload(self._upload)
+        if time.monotonic() - self._upload_began_s > _UPLOAD_INTERVAL_S:
+            self._start_upload()
 
     def _sync(self) -> None:
         if self._upload is not None:
-            with contextlib.suppress(OSError):  # tried again right here
-                self._settle(self._upload)
-        if upload := self._start():
-            self._settle(upload)
+            with contextlib.suppress(OSError):  # the upload is tried again below
+                self._finish_upload(self._upload)
+        if upload := self._start_upload():
+            self._finish_upload(upload)
 
-    def _start(self) -> Future[Any] | None:
+    def _start_upload(self) -> Future[Any] | None:
         if self._upload is None and self._written < len(self._lines):
-            self._uploading, self._uploaded_s = len(self._lines), time.monotonic()
+            self._uploading, self._upload_began_s = len(self._lines), time.monotonic()
             path = log_part(self._run_dir, self._log, self._number)
             data = b"".join(self._lines)
             self._upload = self._uploader.submit(path.write_bytes, data)
         return self._upload
 
-    def _settle(self, upload: Future[Any]) -> None:
-        """Wait for an upload; the next one includes what a failed one lost."""
+    def _finish_upload(self, upload: Future[Any]) -> None:
+        """Wait for an upload; if it fails, the next upload includes its lines."""
         self._upload = None
         try:
             upload.result()
-        except Exception as error:  # each store has errors of its own
+        except Exception as error:  # each store raises its own errors
             raise OSError(f"{type(error).__name__}: {error}") from error
         self._written = self._uploading
         self._next_if_full()

@@ -1,6 +1,6 @@
 """Read logs of JSON lines of any size in chunks, and skip torn or damaged lines.
 
-The files of a log, and how they are written: train/run/jsonl.py.
+train/run/jsonl.py writes the files of a log and describes their format.
 """
 
 import json
@@ -47,7 +47,7 @@ def iterate_rows(
 ) -> Iterator[Row]:
     """Yield a log's rows in order, reading one line at a time.
 
-    `is_row` tells a line of this log from a damaged one.
+    `is_row` distinguishes a line of this log from a damaged one.
     """
     for line in _lines(list(part_paths(run_dir, name).values())):
         if (row := parse_row(line, is_row)) is not None:
@@ -76,7 +76,7 @@ def parse_row(line: bytes, is_row: IsRow) -> Row | None:
 def complete_lines(
     path: epath.Path, is_row: IsRow
 ) -> Iterator[tuple[bytes, Row | None]]:
-    """Yield each line that has an end, with its row; None if it is damaged."""
+    """Yield each complete line with its row, which is None if it is damaged."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -91,8 +91,8 @@ def _lines(paths: list[epath.Path]) -> Iterator[bytes]:
                 yield from file
         return
     with ThreadPoolExecutor(_READERS) as pool:
-        for first in range(0, len(paths), _READERS):
-            for data in pool.map(_read, paths[first : first + _READERS]):
+        for start in range(0, len(paths), _READERS):
+            for data in pool.map(_read, paths[start : start + _READERS]):
                 yield from data.split(b"\n")
 
 
@@ -102,18 +102,18 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
         yield from reversed(_read(path).split(b"\n"))
         return
     with suppress(FileNotFoundError), path.open("rb") as file:
-        end, later = file.seek(0, 2), b""  # the beginning of what was read so far
+        end, partial_line = file.seek(0, 2), b""  # its beginning is unread
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)
-            later, *lines = (file.read(end - start) + later).split(b"\n")
+            partial_line, *lines = (file.read(end - start) + partial_line).split(b"\n")
             yield from reversed(lines)
             end = start
-        yield later
+        yield partial_line
 
 
 def _read(path: epath.Path) -> bytes:
     try:
         return path.read_bytes()
-    except FileNotFoundError:  # a new start of the run has just dropped it
+    except FileNotFoundError:  # a new start of the run has just removed it
         return b""

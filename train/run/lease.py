@@ -2,14 +2,14 @@
 
 The owner rewrites the file every few seconds with an increased count. Each write names
 the version that it replaces, and the store refuses it if the file has changed. So only
-one of several starts gets the lease, and an owner that was stopped for so long that
-another start replaced it notices this and leaves the new lease alone. Local disks,
-gs:// and s3:// support such writes. An S3 server without conditional writes may let two
-starts in, until the next beat of one of them.
+one of several starts gets the lease. An owner that was suspended until another start
+took over notices this, and leaves the new lease alone. Local disks, gs:// and s3://
+support conditional writes. An S3 server without them may admit two starts until one of
+them renews its lease.
 
-The lease of a dead owner is taken over. On the owner's machine its process shows
-whether it lives. From elsewhere the count is watched, because the clocks of different
-machines are never compared.
+A start takes over the lease of a dead owner. On the owner's machine, the process table
+shows whether the owner lives. Other machines watch the count, because the clocks of
+different machines are never compared.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from train.run.liveness import Owner
 log = logging.getLogger(__name__)
 
 _KEY = "lease.json"
-# Beats have a request queue of their own, so that no checkpoint delays them. They need
-# not survive a power failure.
+# Renewals have a separate request queue, so that no checkpoint delays them. A power
+# failure may undo them.
 _LIMIT = {"limit": 4}
 _CONTEXT = ts.Context(
     {
@@ -54,15 +54,15 @@ class Lease:
         timeout_s: float,
         on_lost: Callable[[str], None],
     ):
-        """Begin to renew a lease that this process has taken."""
+        """Start to renew a lease that this process has taken."""
         self._storage, self._owner, self._version = storage, owner, version
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._on_lost = on_lost
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._beaten_at = time.monotonic()
+        self._renewed_at = time.monotonic()
         self._failing = False
         self._lost: str | None = None
-        threading.Thread(target=self._keep, name="lease", daemon=True).start()
+        threading.Thread(target=self._renew_loop, name="lease", daemon=True).start()
 
     def check(self) -> None:
         """Check, before a save, that this process still owns the run.
@@ -70,8 +70,8 @@ class Lease:
         Raises:
             Exit: OWNED, if another process has taken the run.
         """
-        if time.monotonic() - self._beaten_at > self._timeout_s / 2:
-            self._beat()
+        if time.monotonic() - self._renewed_at > self._timeout_s / 2:
+            self._renew()
         if self._lost:
             raise Exit(OWNED, self._lost)
 
@@ -86,13 +86,13 @@ class Lease:
             except (StorageError, Exit) as error:
                 log.warning("the lease could not be removed: %s", error)
 
-    def _keep(self) -> None:
+    def _renew_loop(self) -> None:
         while not self._ended.wait(self._interval_s):
-            self._beat()
+            self._renew()
 
-    def _beat(self) -> None:
-        """Renew the lease; find out whether this process still owns the run."""
-        began = time.monotonic()
+    def _renew(self) -> None:
+        """Renew the lease, or note that another process has taken the run."""
+        began_at = time.monotonic()
         with self._lock:
             if self._ended.is_set():
                 return
@@ -111,7 +111,7 @@ class Lease:
             else:
                 if self._failing:
                     log.info("%s/%s is written again", self._storage, _KEY)
-                self._owner, self._beaten_at, self._failing = owner, began, False
+                self._owner, self._renewed_at, self._failing = owner, began_at, False
         if self._lost:
             self._on_lost(self._lost)
 
@@ -119,14 +119,14 @@ class Lease:
         """Write or remove the lease if this process owns it.
 
         Raises:
-            Exit: OWNED, if another process owns it.
+            Exit: OWNED, if another process owns the lease.
             StorageError: the store does not answer.
         """
         content = None if owner is None else owner.to_json()
         while True:
-            new = self._storage.replace(_KEY, content, self._version, ANSWER_S)
-            if new is not None:
-                self._version = new
+            new_version = self._storage.replace(_KEY, content, self._version, ANSWER_S)
+            if new_version is not None:
+                self._version = new_version
                 return
             owner, version = _read(self._storage)
             if owner is None or owner.token != self._owner.token:
@@ -143,25 +143,25 @@ def take_lease(
     timeout_s: float,
     on_lost: Callable[[str], None],
 ) -> Lease:
-    """Become the owner of a run directory, which is made if missing.
+    """Return the lease of a run directory, which is created if missing.
 
     Args:
         folder: a local path, gs:// or s3://.
         interval_s: the time between two renewals.
-        timeout_s: an owner on another machine is dead after this time without one.
+        timeout_s: an owner on another machine is dead after this time without renewal.
         on_lost: called once from another thread, with the reason, if another process
             takes the run because this one was stopped or cut off for too long.
 
     Raises:
         Exit: OWNED, if a live process owns it; CRASHED, if the store does not answer.
-        ConfigError: the folder is missing or refuses, for any start.
+        ConfigError: no start could access the folder.
     """
-    storage, me = KeyValueStore(folder, _CONTEXT), Owner.current()
+    storage, claimant = KeyValueStore(folder, _CONTEXT), Owner.current()
     try:
-        version = _take(storage, me, interval_s, timeout_s)
+        version = _take(storage, claimant, interval_s, timeout_s)
     except StorageError as error:
         raise access_error(folder, error) from error
-    return Lease(storage, me, version, interval_s, timeout_s, on_lost)
+    return Lease(storage, claimant, version, interval_s, timeout_s, on_lost)
 
 
 def read_owner(folder: str) -> Owner | None:
@@ -174,24 +174,24 @@ def read_owner(folder: str) -> Owner | None:
 
 
 def _take(
-    storage: KeyValueStore, me: Owner, interval_s: float, timeout_s: float
+    storage: KeyValueStore, claimant: Owner, interval_s: float, timeout_s: float
 ) -> bytes:
-    """Write the lease once no live process has it; return its version."""
-    watched, watched_since_s = None, 0.0
+    """Write the lease once no live process holds it; return its version."""
+    watched_version, watched_since_s = None, 0.0
     while True:
         owner, version = _read(storage)
         reason = "is dead"
         if owner is not None:
-            if owner.token == me.token:
+            if owner.token == claimant.token:
                 return version  # a write that seemed to fail has succeeded
             alive = owner.alive()
             if alive is None:
-                if watched is None:
-                    watched, watched_since_s = version, time.monotonic()
+                if watched_version is None:
+                    watched_version, watched_since_s = version, time.monotonic()
                     message = "%s: waiting up to %g s for a sign of life of %s"
                     log.info(message, storage, timeout_s, owner)
                 reason = f"gave no sign of life for {timeout_s:g} s"
-                alive = version != watched
+                alive = version != watched_version
                 if not alive and time.monotonic() - watched_since_s < timeout_s:
                     time.sleep(interval_s / 4)
                     continue
@@ -199,7 +199,7 @@ def _take(
                 message = f"{storage}: the run is owned by {owner}, which is alive. "
                 message += "Wait for its end, stop it, or start another run.name"
                 raise Exit(OWNED, message)
-        new_version = storage.replace(_KEY, me.to_json(), version, ANSWER_S)
+        new_version = storage.replace(_KEY, claimant.to_json(), version, ANSWER_S)
         if new_version is not None:
             if owner is not None:
                 log.warning("%s: taken over from %s, which %s", storage, owner, reason)

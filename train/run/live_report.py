@@ -8,11 +8,11 @@ from etils import epath
 
 log = logging.getLogger(__name__)
 _INTERVAL_S = 30.0
-_SHARE = 0.01  # writing it takes at most this share of the time
+_SHARE = 0.01  # writing reports takes at most this share of the time
 
 
 class LiveReport:
-    """Keeps `<run_dir>/report.html` up to date from a thread of its own."""
+    """Keeps `<run_dir>/report.html` up to date from a separate thread."""
 
     def __init__(self, run_dir: epath.Path):
         """Schedule the first report."""
@@ -34,7 +34,7 @@ class LiveReport:
         self._write(live=False)
 
     def _write(self, live: bool = True) -> None:
-        from train.run.report import write_report  # training does not need it
+        from train.run.report import write_report  # imported only when needed
 
         began = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Identify a process, so that another one, maybe much later, can tell if it lives.
+"""Identify a process, so that another process can later tell whether it lives.
 
 A process number alone is not enough: numbers are reused, and mean nothing on another
 machine or in another container. So the identity is the machine (its boot and namespace
@@ -29,8 +29,8 @@ class Process:
     """A process of some machine.
 
     machine: the boot and the process namespace in which pid and start mean something.
-    start: in ticks since the boot; where there is no /proc, as `ps` prints it; None if
-        it cannot be seen.
+    start: the start time, in ticks since the boot, or as `ps` prints it on macOS; None
+        if it is hidden.
     """
 
     host: str
@@ -50,7 +50,7 @@ class Process:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Process | None":
-        """Read what `dataclasses.asdict` wrote, among other keys; None: damaged."""
+        """Return the process that the values describe; None if a field is missing."""
         try:
             fields = dataclasses.fields(Process)
             return Process(**{field.name: values[field.name] for field in fields})
@@ -58,9 +58,9 @@ class Process:
             return None
 
     def alive(self) -> bool | None:
-        """Return whether it lives; None if that cannot be known from here.
+        """Return whether the process lives; None if this machine cannot tell.
 
-        A stopped process lives, one that has ended and was not waited for does not.
+        A stopped process lives. A zombie does not.
         """
         if self.machine is None or self.machine != _machine():
             return None
@@ -81,7 +81,7 @@ class Owner(Process):
     """A process that owns, or owned, a run.
 
     token: a random name that only this process writes.
-    since: when the process took the lease, for people; never compared.
+    since: when the process took the lease; only displayed, never compared.
     beat: the number of times that it has renewed the lease.
     """
 
@@ -92,13 +92,13 @@ class Owner(Process):
     @classmethod
     def current(cls) -> "Owner":
         """Describe the calling process, under a new token."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         process = dataclasses.asdict(Process.current())
-        return cls(**process, token=secrets.token_hex(16), since=now)
+        return cls(**process, token=secrets.token_hex(16), since=since)
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
-        """Read what `to_json` wrote; anything else is an unknown owner."""
+        """Return the owner that `to_json` wrote; an unknown owner if it is damaged."""
         try:
             owner = cls(**json.loads(content))
             if not (isinstance(owner.pid, int) and isinstance(owner.beat, int)):
@@ -118,7 +118,7 @@ class Owner(Process):
 
 
 def state_and_start(pid: int) -> tuple[str | None, int | str | None]:
-    """Read a process' state letter and its start, (None, None) if they are hidden.
+    """Return a process's state letter and its start; (None, None) if hidden.
 
     Source: proc_pid_stat(5): fields 3 and 22, in ticks since the boot.
     """
@@ -131,7 +131,7 @@ def state_and_start(pid: int) -> tuple[str | None, int | str | None]:
         stat = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None, None
-    # The name, in brackets, may hold anything.
+    # The process name, in parentheses, may contain any character.
     fields = stat.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 

@@ -2,8 +2,8 @@
 
 These logs are the truth about a run; trackers and reports are copies. A restart leaves
 neither duplicate nor missing steps: `open_metrics` drops the lines after the restored
-step, and repeated steps are written again. How lines survive kills and full disks:
-`run/jsonl.py`. Call `flush` before a checkpoint is saved, or a kill may lose lines of
+step, and repeated steps are written again. run/jsonl.py lets lines survive kills
+and full disks. Call `flush` before a checkpoint is saved, or a kill may lose lines of
 steps that no restart repeats.
 """
 
@@ -36,8 +36,8 @@ class Validation(NamedTuple):
 
     def __str__(self) -> str:
         bits = self.bits_per_byte
-        shown = "" if bits is None else f", {bits:.4f} bits per byte"
-        return f"{self.loss:.4f} nats a token{shown}"
+        suffix = "" if bits is None else f", {bits:.4f} bits per byte"
+        return f"{self.loss:.4f} nats a token{suffix}"
 
 
 class Validations(NamedTuple):
@@ -63,7 +63,7 @@ def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
 
 
 def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
-    """Return the number of tokens seen after a step, from the metrics.
+    """Return the number of tokens in the first `step` steps, from the metrics.
 
     Steps after the newest line with `tokens` count `per_step` each.
     """
@@ -83,18 +83,18 @@ def read_validations(run_dir: epath.Path | Path) -> Validations | None:
     """Return the last and the best evaluation in the metrics; None if there is none."""
     validations: Validations | None = None
     for row in iterate_metrics(run_dir):
-        validations = followed_by(validations, row["step"], row)
+        validations = updated_validations(validations, row["step"], row)
     return validations
 
 
-def followed_by(
+def updated_validations(
     earlier: Validations | None, step: int, values: Mapping[str, Any]
 ) -> Validations | None:
-    """Return the last and the best evaluation after the values of another step."""
-    score = validation_in(step, values)
-    if score is None or earlier is None:
-        return Validations(score, score) if score else earlier
-    return Validations(score, min(earlier.best, score, key=lambda each: each.loss))
+    """Return the last and the best evaluation, given the values of a new step."""
+    new = validation_in(step, values)
+    if new is None or earlier is None:
+        return Validations(new, new) if new else earlier
+    return Validations(new, min(earlier.best, new, key=lambda score: score.loss))
 
 
 def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
@@ -112,8 +112,8 @@ def is_metrics(row: Row) -> bool:
 
 def is_event(row: Row) -> bool:
     """Return whether an object is a line of the events."""
-    named = isinstance(row.get("start"), int) and isinstance(row.get("event"), str)
-    return named and all(
+    has_names = isinstance(row.get("start"), int) and isinstance(row.get("event"), str)
+    return has_names and all(
         isinstance(row.get(key), int | float | None) for key in _EVENT_NUMBERS
     )
 
@@ -121,16 +121,16 @@ def is_event(row: Row) -> bool:
 def open_metrics(
     run_dir: epath.Path | Path, last_step: int, scored_again: bool = False
 ) -> Appender:
-    """Open the metrics to append lines with a `step`.
+    """Open the metrics for appending lines with a `step`.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         last_step: lines of later steps are dropped, atomically.
-        scored_again: drop the scores of that step too, because this start repeats
-            them: an earlier one was killed before it could write the results.
+        scored_again: drop the scores of `last_step` too, because this start repeats
+            an evaluation whose results an earlier start could not write.
 
     Raises:
-        OSError: the existing lines cannot be read, or the later ones not dropped.
+        OSError: the lines cannot be read, or later ones cannot be dropped.
     """
 
     def keep(row: Row) -> bool:
@@ -146,15 +146,15 @@ class EventLog:
 
     Each line has `time` (Unix seconds at the event's end), `start` (the number of the
     start, from 1), `event`, `seconds`, and the caller's fields. The first lap begins
-    with the process of the start, so that its seconds add up to its wall time. Its
-    first line is `idle`, the time between the last lap of the previous start and this
-    process. So the time after the last lap of a killed process counts as idle. The
-    names of laps: train/run/goodput.py.
+    with the process, so that the laps of a start add up to its wall time. The first
+    line of a start is `idle`: the time between the last lap of the previous start and
+    this process. So the time after the last lap of a killed process counts as idle.
+    train/run/goodput.py lists the names of laps.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         began: when this start began (time.monotonic()), if not with its process.
-        write: False on every process but the first, which then writes nothing.
+        write: whether lines are written; True only on process 0.
         recorded: the highest number of a start that left a record, in case the events
             are lost.
     """
@@ -168,15 +168,15 @@ class EventLog:
         recorded: int = 0,
     ):
         self._lines, self.start = None, 1
-        self._began = self._lapped = process_began() if began is None else began
-        self._earlier_s: float | None = None  # end of the last lap of earlier starts
-        self._any, self._code = False, None
+        self._began = self._last_lap_end = process_began() if began is None else began
+        self._previous_end: float | None = None  # end of earlier starts
+        self._has_lines, self._exit_code = False, None
         if write:
             self._lines = open_lines(run_dir, "events", is_row=is_event)
             for row in newest_rows(run_dir, "events", is_event):
                 self.start = max(self.start, row["start"] + 1)
                 if row.get("seconds"):  # a lap
-                    self._earlier_s = row.get("time") or 0.0
+                    self._previous_end = row.get("time") or 0.0
                     break
             if self.start == 1 and recorded:
                 log.warning(
@@ -196,30 +196,30 @@ class EventLog:
     ) -> None:
         """Record the time since the last lap, up to `until` (time.monotonic()) or now.
 
-        `parts` are the seconds of it that other events account for, by their names.
+        `parts` are the seconds of it to record under other event names instead.
         """
         now = time.monotonic()
         ended = now if until is None else until
-        # Rounded here, so that the error of a sum does not grow.
-        seconds = round(ended - self._lapped, 6)
-        self._lapped += seconds
-        ended_at = time.time() - (now - ended) - seconds
+        # Rounding here keeps the error of a sum from growing.
+        seconds = round(ended - self._last_lap_end, 6)
+        self._last_lap_end += seconds
+        recorded_until = time.time() - (now - ended) - seconds
         for part, reported_s in (parts or {}).items():
             part_s = round(min(max(reported_s, 0.0), seconds), 6)
-            seconds, ended_at = seconds - part_s, ended_at + part_s
-            self._append(ended_at, part, part_s)
-        self._append(ended_at + seconds, event, seconds, **fields)
+            seconds, recorded_until = seconds - part_s, recorded_until + part_s
+            self._append(recorded_until, part, part_s)
+        self._append(recorded_until + seconds, event, seconds, **fields)
 
     def record(self, event: str, **fields: Any) -> None:
-        """Record an instant, which takes no time; from any thread."""
+        """Record an event that takes no time; any thread may call this."""
         self._append(time.time(), event, 0.0, **fields)
 
     def end(self, code: int) -> None:
-        """Note the exit code of this start: its last line, written by `close`.
+        """Set the exit code, which `close` writes as the last line of this start.
 
-        A start without it was killed.
+        A start without this line was killed.
         """
-        self._code = code
+        self._exit_code = code
 
     def flush(self) -> None:
         """Make all lines outlive this machine, as `Appender.flush` does."""
@@ -227,15 +227,15 @@ class EventLog:
             self._lines.flush()
 
     def close(self) -> None:
-        """Write the remaining lines; later ones are ignored.
+        """Write the remaining lines; later lines are ignored.
 
         A start that has recorded neither a line nor its end leaves no trace.
         """
         if self._lines:
-            if self._any or self._code is not None:
+            if self._has_lines or self._exit_code is not None:
                 self.lap("close")
-            if self._code is not None:
-                self.record("end", code=self._code)
+            if self._exit_code is not None:
+                self.record("end", code=self._exit_code)
             self._lines.close()
             self._lines = None
 
@@ -244,22 +244,22 @@ class EventLog:
     ) -> None:
         if not self._lines:
             return
-        if not self._any:
-            self._any = True
-            if self._earlier_s is not None:
+        if not self._has_lines:
+            self._has_lines = True
+            if self._previous_end is not None:
                 began = time.time() - (time.monotonic() - self._began)
                 # The clocks of two hosts may disagree.
-                self._append(began, "idle", max(0.0, began - self._earlier_s))
+                self._append(began, "idle", max(0.0, began - self._previous_end))
         row = {"time": round(ended_at, 3), "start": self.start, "event": event}
         self._lines.append({**row, "seconds": round(seconds, 6), **fields})
 
 
 def process_began() -> float:
-    """Return when this process began (time.monotonic()), or at least its imports."""
+    """Return when this process, or at least its imports, began (time.monotonic())."""
     try:
         _, start = state_and_start(os.getpid())
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         age_s -= int(start or "") / os.sysconf("SC_CLK_TCK")
-    except (AttributeError, ValueError):  # this is no Linux
+    except (AttributeError, ValueError):  # this is not Linux
         return _IMPORTED
     return min(time.monotonic() - age_s, _IMPORTED)

@@ -1,11 +1,11 @@
 """Open Orbax with our settings, and work around its known gaps.
 
-- Orbax does not know s3://, which is therefore addressed like gs://. TensorStore reads
-  and writes arrays under both, and fsspec everything else. A step is complete
+- Orbax does not support s3://, which is therefore addressed like gs://. TensorStore
+  reads and writes arrays under both, and fsspec everything else. A step is complete
   once `commit_success.txt` exists; nothing is renamed.
 - `run/checkpoint.py` reports a failed save in one line. Orbax also logs it seven times
   with tracebacks, and reports pending work to an event loop that it has closed. These
-  thousand lines are dropped.
+  records are dropped.
 
 Source: orbax-checkpoint 0.12.8, tensorstore 0.1.80.
 """
@@ -33,9 +33,9 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     `keep` says which steps survive later saves; with None the folder is only read.
 
     Raises:
-        DataError: if the description of a step cannot be opened.
+        DataError: the description of a step cannot be opened.
     """
-    from orbax.checkpoint import v1 as ocp  # takes a second
+    from orbax.checkpoint import v1 as ocp  # the import takes a second
 
     quiet_failed_saves()
     check_descriptions(directory)
@@ -75,7 +75,7 @@ def quiet_failed_saves() -> None:
 
     Tracebacks that other libraries log through absl stay.
     """
-    import orbax.checkpoint  # takes a second
+    import orbax.checkpoint  # the import takes a second
 
     (folder,) = orbax.checkpoint.__path__
     logging.getLogger("absl").addFilter(
@@ -94,7 +94,7 @@ def quiet_failed_saves() -> None:
 def _patch_orbax_for_s3() -> None:
     """Have Orbax address s3:// as it addresses gs://.
 
-    https://github.com/google/orbax/pull/2739 would make this superfluous.
+    https://github.com/google/orbax/pull/2739 would make this patch superfluous.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 

@@ -8,7 +8,7 @@ it every two seconds. All processes agree on the step after which to begin
     profiles/<step>/step.hlo.gz         the text of the compiled step
     profiles/<step>/plugins/profile/... the traces, for XProf and Perfetto
 
-under the first step of the trace. `profile.steps` does the same without a request.
+where <step> is the first traced step. `profile.steps` does the same without a request.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 MARK = "longhaul steps"  # the trace event that spans all profiled steps
 _LOOK_S = 2.0
-_KINDS = ".xplane.pb", ".trace.json.gz"
+_TRACE_SUFFIXES = ".xplane.pb", ".trace.json.gz"
 
 
 def request_profile(run_dir: epath.Path, num_steps: int) -> str:
@@ -63,9 +63,9 @@ def find_profile(run_dir: epath.Path, token: str) -> epath.Path | None:
     """Return the folder of the profile for a request; None until it is complete."""
     profiles = run_dir / "profiles"
     for folder in profiles.iterdir() if profiles.exists() else ():
-        done = folder / "profile.json"
+        file = folder / "profile.json"
         with contextlib.suppress(DataError):  # another profile may be damaged
-            if (read_record(done, "") or {}).get("id") == token:
+            if (read_record(file, "") or {}).get("id") == token:
                 return folder
     return None
 
@@ -85,7 +85,7 @@ class Profiler:
         text: Callable[[], str],
         pause: Callable[[str], AbstractContextManager],
     ):
-        """Remove old requests and begin to look for new ones, on process 0.
+        """Remove old requests and start to poll for new ones, on process 0.
 
         `text` returns the text of the compiled step, and `pause` excludes time that is
         not training from the log window.
@@ -93,67 +93,67 @@ class Profiler:
         self._run, self._cluster, self._preemption = run, cluster, preemption
         self._text, self._pause = text, pause
         self._first, self._last = run.config.profile.steps or (0, 0)
-        self._newest: Any = None
-        self._token: str | None = None
-        self._local: Path | None = None  # while it traces
+        self._newest_metrics: Any = None
+        self._request_id: str | None = None
+        self._trace_dir: Path | None = None  # set while tracing
         self._ended = threading.Event()
         if cluster.is_leader:
             withdraw_request(run.path)
-            threading.Thread(target=self._look, name="profile", daemon=True).start()
+            threading.Thread(target=self._poll, name="profile", daemon=True).start()
 
     def before(self, step: int) -> None:
-        """Begin to trace if this is the first step to profile."""
+        """Start to trace if this is the first step to profile."""
         num_steps = self._preemption.steps_to_trace(step - 1)
-        if num_steps and self._local is None:
+        if num_steps and self._trace_dir is None:
             self._first, self._last = step, step + num_steps - 1
-        if step == self._first and self._local is None:
+        if step == self._first and self._trace_dir is None:
             self._last = min(self._last, self._run.config.train.num_steps)
             with self._pause("profile"):
                 self._begin()
 
     def after(self, step: int, metrics: Any) -> None:
         """End the trace after its last step, once the devices have finished it."""
-        self._newest = metrics
-        if self._local is not None and step == self._last:
+        self._newest_metrics = metrics
+        if self._trace_dir is not None and step == self._last:
             with self._pause("profile"):
                 self._end()
 
     def close(self) -> None:
         """Stop looking for requests; an unfinished trace is lost."""
         self._ended.set()
-        if self._local is not None:
+        if self._trace_dir is not None:
             jax.profiler.stop_trace()
-            shutil.rmtree(self._local, ignore_errors=True)
+            shutil.rmtree(self._trace_dir, ignore_errors=True)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._ended.wait(_LOOK_S):
             try:
                 request = json.loads(_request(self._run.path).read_text())
-                if self._local is None:
+                if self._trace_dir is None:
                     self._preemption.request(f"{TRACE}{int(request['num_steps'])}")
             except FileNotFoundError:
                 continue
-            except Exception as error:  # each store has errors of its own
+            except Exception as error:  # each store raises its own errors
                 log.warning("profile_request.json cannot be answered: %s", error)
                 self._ended.wait(60)
 
     def _begin(self) -> None:
-        jax.block_until_ready(self._newest)  # so that no earlier step is in the trace
+        jax.block_until_ready(self._newest_metrics)  # steps not to trace
         if self._cluster.is_leader:
-            self._hear()
+            self._take_request()
         # The process dies if JAX is given the path of an object store.
-        self._local = Path(tempfile.mkdtemp())
+        self._trace_dir = Path(tempfile.mkdtemp())
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # tracing Python calls would slow the steps
-        jax.profiler.start_trace(str(self._local), profiler_options=options)
+        jax.profiler.start_trace(str(self._trace_dir), profiler_options=options)
         self._mark = jax.profiler.TraceAnnotation(MARK)
         self._mark.__enter__()
         self._began = time.monotonic()
 
-    def _hear(self) -> None:
+    def _take_request(self) -> None:
         """Take the request, unless it has been withdrawn."""
         try:
-            self._token = json.loads(_request(self._run.path).read_text())["id"]
+            self._request_id = json.loads(_request(self._run.path).read_text())["id"]
             withdraw_request(self._run.path)
         except FileNotFoundError:
             pass
@@ -161,33 +161,33 @@ class Profiler:
             log.warning("profile_request.json cannot be answered: %s", error)
 
     def _end(self) -> None:
-        jax.block_until_ready(self._newest)
+        jax.block_until_ready(self._newest_metrics)
         seconds = time.monotonic() - self._began
         self._mark.__exit__(None, None, None)
         jax.profiler.stop_trace()
-        assert self._local is not None
+        assert self._trace_dir is not None
         folder = self._run.path / "profiles" / str(self._first)
         try:
             try:
-                self._keep(self._local, folder)
+                self._keep(self._trace_dir, folder)
             finally:  # the other processes wait for this one
                 self._cluster.wait(f"profile/{self._first}", self._cluster.timeout_s)
             if self._cluster.is_leader:
-                done = {"first": self._first, "last": self._last, "seconds": seconds}
-                done |= {"id": self._token, "processes": self._cluster.processes}
+                record = {"first": self._first, "last": self._last, "seconds": seconds}
+                record |= {"id": self._request_id, "processes": self._cluster.processes}
                 text = gzip.compress(self._text().encode())
                 write_atomically(folder / "step.hlo.gz", text)
-                write_atomically(folder / "profile.json", json.dumps(done))
+                write_atomically(folder / "profile.json", json.dumps(record))
                 log.info("steps %d to %d: %s", self._first, self._last, folder)
-        except Exception as error:  # each store has errors of its own
+        except Exception as error:  # each store raises its own errors
             log.warning("%s was not written: %s", folder, error)
-        shutil.rmtree(self._local, ignore_errors=True)
-        self._local, self._token = None, None
+        shutil.rmtree(self._trace_dir, ignore_errors=True)
+        self._trace_dir, self._request_id = None, None
 
     def _keep(self, local: Path, folder: epath.Path) -> None:
-        """Copy the traces under names that are unique among the processes."""
+        """Copy the traces to the run, under names that are unique to this process."""
         host = f"{socket.gethostname()}_{self._cluster.process}"
         target = folder / "plugins" / "profile" / str(self._first)
-        for kind in _KINDS:
-            for trace in local.rglob(f"*{kind}"):
-                write_atomically(target / f"{host}{kind}", trace.read_bytes())
+        for suffix in _TRACE_SUFFIXES:
+            for trace in local.rglob(f"*{suffix}"):
+                write_atomically(target / f"{host}{suffix}", trace.read_bytes())

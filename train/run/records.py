@@ -1,8 +1,8 @@
 """Read the small files of a run, each of which is a table of names and values.
 
-Only this module parses them, except for config.yaml (train/cli/schema.py). So all of
-them are refused in the same way if they are empty, torn, neither JSON nor YAML, or a
-folder.
+Only this module parses these files, except for config.yaml (train/cli/schema.py). So
+each of them is refused in the same way if it is empty, torn, neither JSON nor YAML, or
+a folder.
 """
 
 import json
@@ -75,9 +75,9 @@ def damaged(file: epath.Path, damage: str, remedy: str) -> DataError:
 
 
 def json_compatible(value: Any) -> Any:
-    """Return a value as strict JSON can hold it.
+    """Convert a value for strict JSON.
 
-    Scalars of NumPy and JAX become Python's. NaN and the infinities become None.
+    Scalars of NumPy and JAX become Python scalars. NaN and the infinities become None.
     """
     if isinstance(value, Mapping):
         return {key: json_compatible(member) for key, member in value.items()}

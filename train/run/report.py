@@ -25,24 +25,24 @@ from train.run.page import write_page
 from train.run.thinned import Point, thin, thinned_metrics
 from train.units import format_count, format_seconds
 
-Series = Mapping[str, Sequence[Point]]  # of each metric
+Series = Mapping[str, Sequence[Point]]  # points by metric
 TEMPLATE = Path(__file__).with_name("report.html")
-_CHARTS = (  # title, the name of each metric's line, whether the axis starts at zero
+_CHARTS = (  # title, line names by metric, whether the axis starts at zero
     ("Loss", {"loss": "training", "eval/loss": "validation"}, False),
     ("Gradient norm", {"grad_norm": "gradient norm"}, True),
     ("Learning rate", {"learning_rate": "learning rate"}, True),
     ("Tokens per second", {"tokens_per_second": "tokens/s"}, True),
     ("Load of experts", {"expert_load": "most loaded over mean"}, False),
 )
-# A chart over steps would not explain these metrics; every other one has a chart.
+# A chart over steps would not explain these metrics; all others have a chart.
 _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
     *("overflow", "eval/bits_per_byte"),
 }
 _SET = re.compile("eval/([^/]+)/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
-# Per-layer metrics, scores of sets other than their loss, and errors of tasks.
-_OF_OTHERS = re.compile(r"/\d+$|^eval/.+/|^tasks/")
+# Per-layer metrics, scores of validation sets except their loss, and errors of tasks.
+_ELSEWHERE = re.compile(r"/\d+$|^eval/.+/|^tasks/")
 
 
 def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
@@ -58,7 +58,7 @@ def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
 def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     """Return the content of a report, as plain values.
 
-    Missing or empty files, single points and null values leave gaps, not errors.
+    Missing or empty files, single points and null values cause gaps, not errors.
     """
     run_dir = epath.Path(run_dir)
     path = run_dir / "config.yaml"
@@ -68,7 +68,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     goodput, series = account(events), series_of(metrics.rows)
     charts = [
         chart(series, title, lines, from_zero)
-        for title, lines, from_zero in _charts_of(series)
+        for title, lines, from_zero in _chart_definitions(series)
     ]
     return {
         "name": name or run_dir.name,
@@ -82,21 +82,21 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     }
 
 
-def _charts_of(series: Series) -> list[tuple[str, Mapping[str, str], bool]]:
-    """Return _CHARTS, and those of validation sets, tasks and all other metrics."""
+def _chart_definitions(series: Series) -> list[tuple[str, Mapping[str, str], bool]]:
+    """Return _CHARTS, and charts for validation sets, tasks and all other metrics."""
     sets = {key: match[1] for key in series if (match := _SET.fullmatch(key))}
     tasks = defaultdict[str, dict[str, str]](dict)
     for match in filter(None, map(_TASK.fullmatch, series)):
         tasks[f"Tasks: {match[2]}"][match[0]] = match[1]
     charts = [*_CHARTS, ("Loss of validation sets", sets, False)]
     charts += [(metric, lines, False) for metric, lines in tasks.items()]
-    known = _NOT_CHARTED.union(*(lines for _, lines, _ in charts))
-    others = (key for key in series if key not in known and not _OF_OTHERS.search(key))
+    charted = _NOT_CHARTED.union(*(lines for _, lines, _ in charts))
+    others = (k for k in series if k not in charted and not _ELSEWHERE.search(k))
     return charts + [(key, {key: key}, False) for key in others]
 
 
 def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
-    """Return the table of scores in a list, which is empty without scores."""
+    """Return a list with the table of scores; [] if there are no scores."""
     scores = [
         [*score[:3], f"{score.step:,}", score.options]
         for score in read_scores(run_dir, rows)
@@ -105,7 +105,7 @@ def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
 
 
 def _from_config(text: str) -> tuple[str | None, int | None]:
-    """Return `run.name` and `train.num_steps`, None if they are missing."""
+    """Return `run.name` and `train.num_steps`, each None if missing."""
     try:
         config = parse_yaml(text)
         name = (config.get("run") or {}).get("name")
@@ -153,8 +153,8 @@ def _figures(
     if tokens := finite_points(series, "tokens"):
         items.append(("Tokens", format_count(tokens[-1][1]), ""))
     if losses := finite_points(series, "loss"):
-        bad = num_missing.get("loss", 0)
-        note = f"{bad:,} not finite" if bad else ""
+        num_bad = num_missing.get("loss", 0)
+        note = f"{num_bad:,} not finite" if num_bad else ""
         items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
     if scores := finite_points(series, "eval/loss"):
         step, best = min(scores, key=lambda point: point[1])
@@ -180,25 +180,25 @@ def chart(
 ) -> dict[str, Any] | None:
     """Return a chart with its range and lines; None if no value is finite.
 
-    A large spike would flatten the rest of a curve. So the axis ends at three times the
-    98th percentile if a value is higher, and `cut` is the highest value.
+    A spike above three times the 98th percentile would flatten the rest of a curve.
+    Then the axis ends at this limit, and `cut` is the highest value, otherwise None.
     """
-    drawn = [point for key in lines for point in finite_points(series, key)]
-    if not drawn:
+    points = [point for key in lines for point in finite_points(series, key)]
+    if not points:
         return None
-    values = sorted(y for _, y in drawn)
+    values = sorted(y for _, y in points)
     low, high = (0.0 if from_zero else values[0]), values[-1]
     limit = 3 * values[int(0.98 * (len(values) - 1))]
-    cut = len(values) >= 50 and 0 < limit < high
-    high = limit if cut else high
+    is_cut = len(values) >= 50 and 0 < limit < high
+    high = limit if is_cut else high
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    first_x, last_x = min(x for x, _ in drawn), max(x for x, _ in drawn)
+    first_x, last_x = min(x for x, _ in points), max(x for x, _ in points)
     first_x = 0 if first_x < 0.1 * last_x or first_x == last_x else first_x
     return {
         "title": title,
         "x": (first_x, max(last_x, first_x + 1)),
         "y": (low if from_zero else low - pad, high + pad),
-        "cut": values[-1] if cut else None,
+        "cut": values[-1] if is_cut else None,
         "lines": [
             {"name": name, "points": thin(series.get(key, ()))}
             for key, name in lines.items()
@@ -209,7 +209,7 @@ def chart(
 def _goodput(goodput: Goodput) -> dict[str, Any]:
     """Return the seconds of each bucket, for the run and for each start."""
 
-    def parts(buckets: dict[str, float]) -> list[dict[str, Any]]:
+    def bucket_rows(buckets: dict[str, float]) -> list[dict[str, Any]]:
         return [
             {"name": name, "title": BUCKETS[name], "seconds": seconds}
             | {"text": format_seconds(seconds)}
@@ -225,10 +225,10 @@ def _goodput(goodput: Goodput) -> dict[str, Any]:
 
     return {
         "wall_s": goodput.wall_s,
-        "buckets": parts(goodput.buckets),
+        "buckets": bucket_rows(goodput.buckets),
         "starts": [
             {"name": f"Start {start.number}", "note": note(start)}
-            | {"buckets": parts({"idle": start.idle_s, **start.buckets})}
+            | {"buckets": bucket_rows({"idle": start.idle_s, **start.buckets})}
             for start in goodput.starts
         ],
     }

@@ -1,4 +1,4 @@
-"""Restore the newest checkpoint whose files are still what was written.
+"""Restore the newest checkpoint whose files match their digests.
 
 A step is moved to the quarantine with an error message, and never deleted, if it is
 damaged, its folder has another number, or it belongs to another run. A step that was
@@ -23,7 +23,7 @@ from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
 from train.optimizer.update import OptimizerState, averages
-from train.run.contents import best_to_load, to_load
+from train.run.contents import arrays_to_load, params_to_load
 from train.run.digests import (
     digests,
     misplaced,
@@ -52,7 +52,7 @@ class SavedSteps:
         cluster: Cluster = ALONE,
         run_id: str | None = None,
     ):
-        """Open the folder; without a run's `orbax`, only to read: nothing is moved.
+        """Open the folder; without `orbax` it is only read, and no step is moved.
 
         Steps of a run other than `run_id` are not used; None accepts all steps.
         """
@@ -101,7 +101,7 @@ class SavedSteps:
             The state; None if there is no checkpoint, not even in the quarantine.
 
         Raises:
-            DataError: there are checkpoints, but none is good, or not the given one.
+            DataError: no checkpoint verifies, or the given one does not.
             ConfigError: all steps are later than `at_most`, or the given step was not
                 saved or does not fit the model.
         """
@@ -118,14 +118,14 @@ class SavedSteps:
         try:
             return self._try_each(load, step, at_most)
         finally:
-            if self._moved:  # once, because Orbax reads all descriptions
+            if self._moved:  # only once: Orbax reads all descriptions
                 self._moved = False
                 self._orbax.reload()
 
     def _try_each(
         self, load: Callable[[int], Any], step: int | None, at_most: int | None
     ) -> Any:
-        steps, unsealed = self._cluster.broadcast(self._list)
+        steps, unsealed = self._cluster.broadcast(self._list_steps)
         if step is not None:
             if step not in steps:
                 listed = ", ".join(map(str, steps)) or "none yet"
@@ -139,12 +139,12 @@ class SavedSteps:
             loaded = load(candidate) if objection is None else None
             if loaded is not None:
                 for unverified in [] if self._read_only else unsealed:
-                    # If it stayed, the run would not save this step again.
-                    self._warn("checkpoint of step %d was never hashed", unverified)
+                    # If the step stayed, the run would not save it again.
+                    self._error("checkpoint of step %d was never hashed", unverified)
                     self._set_aside(unverified)
                 return loaded
             objection = objection or f"does not belong there: {_OTHER_ARRAYS}"
-            self._warn("checkpoint of step %d %s", candidate, objection)
+            self._error("checkpoint of step %d %s", candidate, objection)
             self._set_aside(candidate)
         if unsealed:
             return self._load_unsealed(unsealed[-1], load)
@@ -160,17 +160,17 @@ class SavedSteps:
     def restore_params(
         self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
-        """Return a step and its parameters to evaluate: averaged if the run keeps them.
+        """Return a step and its parameters for evaluation, averaged if it has averages.
 
         Nothing but these parameters is read.
 
         Raises:
             ConfigError: there is no such step, or it does not fit the model.
-            DataError: it cannot be read, or there is no checkpoint.
+            DataError: the step cannot be read, or there is no checkpoint.
         """
 
         def load(step: int) -> tuple[int, Any]:
-            wanted = best_to_load(self._saved(step), like)
+            wanted = params_to_load(self._saved_arrays(step), like)
             loaded = self._read(step, wanted)
             return step, loaded.get("params") or loaded["optimizer"]["average"]
 
@@ -179,7 +179,7 @@ class SavedSteps:
             raise DataError(f"{self._directory}: there is no checkpoint yet")
         return restored
 
-    def _list(self) -> tuple[list[int], list[int]]:
+    def _list_steps(self) -> tuple[list[int], list[int]]:
         """Return, on process 0, all saved steps, and those that were never hashed."""
         steps = self.steps()
         return steps, unsealed_steps(self._directory, steps, clean=not self._read_only)
@@ -197,13 +197,13 @@ class SavedSteps:
         return remaining, [step for step in unsealed if step <= at_most]
 
     def _objection(self, step: int) -> str | None:
-        """Return why a step cannot be used; each process checks a share of it."""
+        """Return why a step cannot be used; each process checks some files."""
         cluster, folder = self._cluster, self._directory / str(step)
         return cluster.first_error(
             refusal(folder, cluster.process, cluster.processes, self._run_id)
         )
 
-    def _saved(self, step: int) -> dict[str, Any]:
+    def _saved_arrays(self, step: int) -> dict[str, Any]:
         """Return the shapes and dtypes of a saved step by name."""
         return dict(named(self._orbax.metadata(step).metadata))
 
@@ -217,11 +217,11 @@ class SavedSteps:
             raise
 
     def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
-        """Load a step; initialise the average and recent losses if it lacks them.
+        """Load a step, with a new average and recent losses if none were saved.
 
-        Returns None if its arrays are from another step.
+        Returns None if the arrays are from another step.
         """
-        loaded = self._read(step, to_load(self._saved(step), like))
+        loaded = self._read(step, arrays_to_load(self._saved_arrays(step), like))
         if int(loaded["step"]) != step:
             return None
         transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
@@ -230,11 +230,11 @@ class SavedSteps:
         if repack is not None and (
             jax.tree.structure(transform) != jax.tree.structure(wanted.transform)
         ):
-            self._warn("the moments of step %d had another format: rounded once", step)
+            self._error("the moments of step %d had another format: rounded once", step)
             repacked = jax.jit(repack, out_shardings=_shardings(wanted.transform))
             transform = repacked(transform, loaded["step"])
         if wanted.average is not None and average is None:
-            self._warn("step %d has no average of weights: it begins at them", step)
+            self._error("step %d has no average of weights: it begins at them", step)
             begin = jax.jit(averages, out_shardings=_shardings(wanted.average))
             average = begin(params)
         if like.recent is not None and recent is None:
@@ -245,8 +245,8 @@ class SavedSteps:
         return TrainState(loaded["step"], params, optimizer, recent)
 
     def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
-        """Load a step that cannot be verified, and seal it as it is."""
-        self._warn(
+        """Load a step that cannot be verified, and seal its present files."""
+        self._error(
             "checkpoint of step %d was written, but its process died before its "
             "files were hashed: used unverified, because no other is left",
             step,
@@ -262,21 +262,21 @@ class SavedSteps:
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
         return loaded
 
-    def _warn(self, *message: object) -> None:
+    def _error(self, *message: object) -> None:
         if self._cluster.is_leader:
             log.error(*message)
 
     def _set_aside(self, step: int) -> None:
         """Move a step to the quarantine, unless the folder is only read."""
 
-        def set_aside() -> None:
+        def move_step() -> None:
             target = self._directory / "quarantine" / f"{step}-{int(time.time())}"
             move_folder(self._directory / str(step), target)
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
             log.error("set aside as %s", target)
 
         if not self._read_only:
-            self._cluster.broadcast(set_aside)
+            self._cluster.broadcast(move_step)
             self._moved = True
 
 

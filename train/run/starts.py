@@ -3,8 +3,8 @@
 `config.yaml` is the config of the first start and is never rewritten. Start n writes
 `starts/<n>.yaml`: the keys that differ from the first start, the fingerprints of its
 data, the schedule's length, the run's identity, the machine, and the versions of the
-libraries that determine what a step computes. If either is missing, the newest
-checkpoint replaces it. Whether a start may continue the run: train/run/continuation.py.
+libraries that determine what a step computes. If either file is missing, the newest
+checkpoint replaces it. run/continuation.py decides whether a start may continue.
 """
 
 import datetime
@@ -37,7 +37,7 @@ from train.run.versions import versions
 
 log = logging.getLogger(__name__)
 
-_ALSO_DESCRIBED = ("data_fingerprints", "schedule_steps", "run_id")
+_DESCRIBED_KEYS = ("data_fingerprints", "schedule_steps", "run_id")
 _START_REMEDY = (
     "Put it back from a copy of the run. If there is none, delete it: then the record "
     "of the previous start counts, and the changes of this one must be given again."
@@ -45,7 +45,7 @@ _START_REMEDY = (
 _START_TYPES = {"changes": dict, "data_fingerprints": dict, "schedule_steps": int}
 _RESULTS_REMEDY = (
     "It counts as missing, so the next start of the run scores its last checkpoint "
-    "again and writes the results anew."
+    "again and writes new results."
 )
 
 
@@ -59,9 +59,9 @@ def check_data(path: epath.Path, sources: Sources) -> None:
     if recorded is None:
         return
     lines = [
-        f"  {name}: was {recorded.get(name, 'not there')}, now {now or 'not there'}"
-        for name, now in {**dict.fromkeys(recorded), **sources.fingerprints}.items()
-        if recorded.get(name) != now
+        f"  {name}: was {recorded.get(name, 'not there')}, now {current or 'not there'}"
+        for name, current in {**dict.fromkeys(recorded), **sources.fingerprints}.items()
+        if recorded.get(name) != current
     ]
     if lines:
         raise DataError(
@@ -73,10 +73,10 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 
 
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
-    """Return the record of the last start, or of the last that took a step.
+    """Return the record of the last start, or of the last that trained `step`.
 
-    It is {} if there is none. If `starts/` is missing, the newest checkpoint describes
-    the start that saved it, except for the machine.
+    Returns {} if there is none. If `starts/` is missing, the newest checkpoint tells
+    all of the start that saved it except for the machine.
     """
     numbers = start_numbers(path)
     if not numbers:
@@ -116,14 +116,14 @@ def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
     changes = config_differences(read_yaml(first), config) if first.exists() else []
     return {
         "changes": {change.key: yaml_value(change.new) for change in changes},
-        **{key: described.get(key) for key in _ALSO_DESCRIBED},
+        **{key: described.get(key) for key in _DESCRIBED_KEYS},
     }
 
 
 def newest_described_config(
     path: epath.Path, run_id: str | None = None
 ) -> tuple[Config | None, dict[str, Any]]:
-    """Return the config of the run's newest checkpoint, if any, and its description."""
+    """Return the config, if any, and the description of the newest checkpoint."""
     step, described = newest_description(path / "checkpoints", run_id)
     if "config" not in described:
         return None, described
@@ -143,7 +143,7 @@ def first_config(path: epath.Path) -> Config | None:
 
 
 def is_recorded(path: epath.Path) -> bool:
-    """Return whether the first config and records of starts exist."""
+    """Return whether both config.yaml and records of starts exist."""
     return (path / "config.yaml").exists() and any((path / "starts").glob("*.yaml"))
 
 
@@ -156,8 +156,8 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
     """Return the folder of an existing run.
 
     Raises:
-        ConfigError: naming `key`, if there is none.
-        DataError: one of its files is a folder, or the reverse.
+        ConfigError: there is no run; the message names `key`.
+        DataError: a file of the run is a folder, or the reverse.
     """
     folder = run_folder(directory, key)
     if not (folder / "config.yaml").exists():
@@ -168,7 +168,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
-    """Return the config of an existing run: the newest, or that of a trained step.
+    """Return the newest config of an existing run, or the config that trained `step`.
 
     Raises:
         ConfigError: run.dir is missing or holds no run.
@@ -210,10 +210,10 @@ def record_start(
     """
     import jax  # commands that only read a run need no JAX
 
-    first = first_config(path) or config
+    original = first_config(path) or config
     if not (path / "config.yaml").exists():
-        write_atomically(path / "config.yaml", config_yaml(first))
-    changes = config_differences(first, config)
+        write_atomically(path / "config.yaml", config_yaml(original))
+    changes = config_differences(original, config)
     record = {
         "time": datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat(),
         "host": socket.gethostname(),
@@ -226,7 +226,7 @@ def record_start(
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),
-        "mesh": json.loads(json.dumps(asdict(config.mesh))),  # turns choices into words
+        "mesh": json.loads(json.dumps(asdict(config.mesh))),  # enums become strings
     }
     write_atomically(path / "starts" / f"{start}.yaml", yaml.safe_dump(record))
 
@@ -246,7 +246,7 @@ def checkpoint_metadata(
 
 
 def yaml_value(value: object) -> object:
-    """Return a value of a config as a start records it."""
+    """Return a config value in the form in which starts record it."""
     if isinstance(value, list | tuple):
         return [yaml_value(member) for member in value]
     return value if isinstance(value, int | float | None) else str(value)
@@ -256,7 +256,7 @@ def _git_commit() -> str | None:
     describe = ["describe", "--always", "--dirty", "--abbrev=40"]
     command = ["git", "-C", str(Path(__file__).parents[1]), *describe]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=5)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() or None
+    return result.stdout.strip() or None

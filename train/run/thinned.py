@@ -1,7 +1,7 @@
 """Thin the metrics of a long run while reading them, so that any run fits in memory.
 
 A curve keeps the first, the lowest, the highest and the last point of each stretch. All
-stretches have the same length: once there are too many, they are merged in pairs.
+stretches have the same length; once there are too many, neighbours are merged.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from train.run.goodput import finite
 from train.run.jsonl_reader import Row
 from train.run.metrics import iterate_metrics
 
-_MAX_ROWS = 20_000  # metrics with fewer lines are kept whole
+_MAX_ROWS = 20_000  # metrics with fewer lines are not thinned
 _MAX_STRETCHES = 2_000
-_MAX_POINTS = 1_000  # of a drawn curve
-_OF_LAYERS = "numerics/"
+_MAX_POINTS = 1_000  # points of a drawn curve
+_LAYER_PREFIX = "numerics/"
 
 Item = TypeVar("Item")
-Point = tuple[float, float | None]  # step and value; None if it is not finite
+Point = tuple[float, float | None]  # step and value, which is None if not finite
 
 
 class ThinnedMetrics(NamedTuple):
@@ -48,8 +48,8 @@ def thin(points: Sequence[Point]) -> list[Point]:
 def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
     """Return the metrics of a run, thinned if there are more than 20,000 lines.
 
-    A line of a thinned run has the metrics that keep a point at its step. Per-layer
-    metrics stay together: such a line has the largest values of its stretch.
+    A thinned line has the metrics whose curves keep a point at its step. Per-layer
+    metrics stay together, in one line with the largest values of its stretch.
     """
     lines = iterate_metrics(run_dir)
     rows = list(itertools.islice(lines, _MAX_ROWS))
@@ -60,16 +60,16 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
     curves = defaultdict[str, _Stretches[Point]](lambda: _Stretches(_extremes))
     layer_rows = _Stretches[Row](_largest)
     while rows:
-        others = defaultdict[str, list[Point]](list)
-        by_layer = list[Row]()
+        points_by_metric = defaultdict[str, list[Point]](list)
+        layer_lines = list[Row]()
         for row in rows:
-            if next(reversed(row)).startswith(_OF_LAYERS):
-                by_layer.append(row)
+            if next(reversed(row)).startswith(_LAYER_PREFIX):
+                layer_lines.append(row)
                 continue
             for key in row.keys() - {"step"}:
-                others[key].append((row["step"], finite(row[key])))
-        layer_rows.extend(by_layer)
-        for key, points in others.items():
+                points_by_metric[key].append((row["step"], finite(row[key])))
+        layer_rows.extend(layer_lines)
+        for key, points in points_by_metric.items():
             num_missing[key] += sum(value is None for _, value in points)
             curves[key].extend(points)
         rows = list(itertools.islice(lines, _MAX_ROWS))
@@ -82,7 +82,7 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
 
 
 class _Stretches(Generic[Item]):
-    """Ordered items; each stretch of them is reduced to a few."""
+    """Ordered items in stretches, each reduced to a few items."""
 
     def __init__(
         self,
@@ -96,19 +96,19 @@ class _Stretches(Generic[Item]):
 
     def extend(self, items: Sequence[Item]) -> None:
         self._newest += items
-        done = 0
-        while len(self._newest) - done >= self._length:
-            stretch = self._newest[done : done + self._length]
-            done += self._length
+        num_reduced = 0
+        while len(self._newest) - num_reduced >= self._length:
+            stretch = self._newest[num_reduced : num_reduced + self._length]
+            num_reduced += self._length
             self._reduced.append(self._reduce(stretch))
             if len(self._reduced) == self._max_stretches:
                 pairs = zip(self._reduced[::2], self._reduced[1::2], strict=True)
-                self._reduced = [self._reduce([*one, *two]) for one, two in pairs]
+                self._reduced = [self._reduce([*left, *right]) for left, right in pairs]
                 self._length *= 2
-        del self._newest[:done]
+        del self._newest[:num_reduced]
 
     def items(self) -> list[Item]:
-        """Return the remaining items."""
+        """Return the items of all reduced stretches."""
         newest = self._reduce(self._newest) if self._newest else []
         return [item for stretch in [*self._reduced, newest] for item in stretch]
 
@@ -119,13 +119,13 @@ def _extremes(points: list[Point]) -> list[Point]:
         return points
     values = [value for _, value in points]
     finite_values = [value for value in values if value is not None]
-    ends = (min(finite_values), max(finite_values)) if finite_values else ()
-    indices = {0, len(points) - 1, *map(values.index, ends)}
+    extremes = (min(finite_values), max(finite_values)) if finite_values else ()
+    indices = {0, len(points) - 1, *map(values.index, extremes)}
     return [points[index] for index in sorted(indices)]
 
 
 def _largest(rows: list[Row]) -> list[Row]:
-    """Return one line with the largest value of each figure; null if one is missing."""
+    """Return one line with the largest value of each metric, None if one is missing."""
     if len(rows) == 1:
         return rows
     merged = Row(rows[-1])

@@ -1,15 +1,15 @@
 """Copy metrics to trackers: W&B, TensorBoard and MLflow.
 
 A tracker never prompts, never blocks and never breaks training. Its library, including
-the import, runs on a thread. Its first error is one warning, and so is its silence.
+the import, runs on a thread. A failing or silent tracker causes only one warning.
 
 `metrics.jsonl` is the truth, and a tracker is a copy. Each start first sends the lines
-that the tracker lacks, because it was off or away, or because of a kill. So it has each
-step once. (TensorBoard replaces the steps that `run.rewind_to` repeats; W&B and MLflow
-keep their first values.)
+that the tracker lacks after an outage or a kill. So the tracker has each step once.
+(TensorBoard replaces the steps that `run.rewind_to` repeats; W&B and MLflow keep their
+first values.)
 
-All files of a tracker are under `<run_dir>/<tracker>/`. Those of a remote run are in a
-temporary folder until the end.
+All files of a tracker are under `<run_dir>/<tracker>/`. If the run is remote, they are
+in a temporary folder until the end.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from train.run.trackers.writer import Line, Tracked, Writer
 _logger = logging.getLogger(__name__)
 _SILENT_S = 60.0  # a call that takes longer causes a warning
 _MAX_WAITING = 10_000  # lines
-_AT_ONCE = 100  # lines
+_MAX_CHUNK = 100  # lines
 
 
 class Tracker:
@@ -65,7 +65,7 @@ class Tracker:
 def open_tracker(config: TrackerConfig, run: Tracked, write: bool = True) -> Tracker:
     """Return a tracker that writes to all trackers that `config` enables.
 
-    `write` is False on every process but the first.
+    `write` is True only on process 0.
     """
     writers: list[Writer] = []
     if config.wandb.enabled:
@@ -100,7 +100,9 @@ class _Thread:
         try:
             self._queue.put_nowait((step, dict(values)))
         except Full:
-            self._off(f"{_MAX_WAITING:,} lines wait for it; the next start brings them")
+            self._stop(
+                f"{_MAX_WAITING:,} lines wait for it; the next start brings them"
+            )
         busy_since = self._busy_since
         if busy_since and time.monotonic() - busy_since > _SILENT_S:
             self._warn("has not answered for %.0f s, training goes on", _SILENT_S)
@@ -109,7 +111,7 @@ class _Thread:
         """Let the thread end once all lines are written."""
         self._ended.set()
         with contextlib.suppress(Full):
-            self._queue.put_nowait((-1, {}))  # wake it
+            self._queue.put_nowait((-1, {}))  # wakes the thread
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread to end."""
@@ -123,7 +125,7 @@ class _Thread:
             self._warned = True
             _logger.warning(f"%s {message}", self._writer.name, *values)
 
-    def _off(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
         if self._working:
             self._working = False
             _logger.warning("%s is off from here on: %s", self._writer.name, reason)
@@ -138,14 +140,14 @@ class _Thread:
             folder.mkdir(parents=True, exist_ok=True)
             marked = int(mark.read_text()) if mark.exists() else -1
             last = self._writer.open(folder, marked)
-            missing = itertools.chain(self._lacking(last), self._waiting())
+            chunks = itertools.chain(self._missing(last), self._queued())
             step = last
-            for lines in missing:
+            for lines in chunks:
                 self._busy_since = time.monotonic()
                 if lines := [line for line in lines if line[0] > last]:
                     self._writer.write(lines)
                     step = lines[-1][0]
-                    # Another line may have the same step.
+                    # The next line may have the same step.
                     write_atomically(epath.Path(folder / "last_step"), str(step - 1))
             self._writer.close()
             write_atomically(epath.Path(folder / "last_step"), str(step))
@@ -153,27 +155,27 @@ class _Thread:
                 upload_folder(folder, run_dir / name)
                 shutil.rmtree(root, ignore_errors=True)
         except ModuleNotFoundError as error:
-            self._off(f"{error}; pip install -e '.[{name}]'")
+            self._stop(f"{error}; pip install -e '.[{name}]'")
         # wandb may even raise SystemExit or its own KeyboardInterrupt.
         except BaseException as error:
-            self._off((str(error).strip() or repr(error)).splitlines()[0])
+            self._stop((str(error).strip() or repr(error)).splitlines()[0])
 
-    def _lacking(self, last: int) -> Iterator[Sequence[Line]]:
-        """Yield the lines of earlier starts after step `last`, in chunks."""
+    def _missing(self, last_step: int) -> Iterator[Sequence[Line]]:
+        """Yield the lines of earlier starts after `last_step`, in chunks."""
         rows = itertools.takewhile(
-            lambda row: row["step"] > last, newest_metrics(self._run.run_dir)
+            lambda row: row["step"] > last_step, newest_metrics(self._run.run_dir)
         )
         rows = [row for row in rows if row["step"] <= self._run.step]
         lines = [(row.pop("step"), _numbers(row)) for row in reversed(rows)]
-        for first in range(0, len(lines), _AT_ONCE):
-            yield lines[first : first + _AT_ONCE]
+        for start in range(0, len(lines), _MAX_CHUNK):
+            yield lines[start : start + _MAX_CHUNK]
 
-    def _waiting(self) -> Iterator[Sequence[Line]]:
-        """Yield the lines of this start as they come, until it ends."""
+    def _queued(self) -> Iterator[Sequence[Line]]:
+        """Yield the lines of this start as they arrive, until it ends."""
         while not (self._ended.is_set() and self._queue.empty()):
             self._busy_since = None
             lines = [self._queue.get()]
-            while len(lines) < _AT_ONCE and not self._queue.empty():
+            while len(lines) < _MAX_CHUNK and not self._queue.empty():
                 lines.append(self._queue.get())
             yield lines
 

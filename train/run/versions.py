@@ -1,4 +1,4 @@
-"""Which code this is: the libraries, and this program itself."""
+"""The versions of the libraries and of this program."""
 
 import hashlib
 import importlib.metadata
@@ -9,7 +9,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "long
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of packages: by default, of what decides what a step does."""
+    """Return the version of each package, by default of those that influence a step."""
     numbers = {}
     for package in packages:
         try:
@@ -20,7 +20,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def code_version() -> str:
-    """Hash this program's own source files."""
+    """Return a hash of this program's source files."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for package in ("data", "model", "train"):

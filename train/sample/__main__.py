@@ -74,38 +74,38 @@ class SampleConfig:
     seed: Annotated[Seed, Doc("The seed of the draws.")] = 0
 
     @property
-    def ends(self) -> list[str]:
-        r"""Return the texts of `stop`, with the lines and tabs that \n and \t mean.
+    def stop_texts(self) -> list[str]:
+        r"""Return the texts of `stop`, with \n and \t as line feeds and tabs.
 
-        A command line has no other way to write them that all shells know.
+        Command lines have no other notation for them that works in all shells.
         """
         tabs = (text.replace(r"\t", "\t") for text in self.stop)
         return [text.replace(r"\n", "\n") for text in tabs]
 
 
 def sample_mistakes(config: SampleConfig) -> list[Mistake]:
-    """List the mistakes: no run, or two kinds of prompts."""
+    """List mistakes: a missing run, an empty stop, or keys that cannot be combined."""
     mistakes = must_name_run(config)
     if config.prompts and (config.prompt or config.interactive):
         alternative = "interactive=true" if config.interactive else "prompt"
-        rule = f"cannot be with {alternative}; leave one of them out"
+        rule = f"cannot be combined with {alternative}; leave one of them out"
         mistakes.append(Mistake("prompts", config.prompts, rule))
     for key in ("num_samples", "output"):
         if config.interactive and getattr(config, key) != getattr(SampleConfig(), key):
-            rule = "is not for interactive=true; leave one of them out"
+            rule = "has no effect with interactive=true; leave one of them out"
             mistakes.append(Mistake(key, getattr(config, key), rule))
     if "" in config.stop:
-        rule = "must name texts: each text would end before an empty one"
+        rule = "must not hold an empty text, which would end every text at once"
         mistakes.append(Mistake("stop", config.stop, rule))
     return mistakes
 
 
 def main(config: SampleConfig) -> int:
-    """Print prompt and continuation, samples separated by a line of dashes.
+    """Continue prompts, and print the texts or write them to a file.
 
     Raises:
-        ConfigError: if the prompts cannot be read, or are too long, or if nothing can
-            be written to the output.
+        ConfigError: if the prompts cannot be read or are too long, or if the output
+            cannot be written.
     """
     prompts = read_prompts(config.prompts) if config.prompts else [config.prompt]
     output = output_file(config.output) if config.output else None
@@ -120,7 +120,7 @@ def main(config: SampleConfig) -> int:
     program, sources, _, params = load_run(config.run, config.runtime, config.step)
     encoding = sources.encoding
 
-    def go_on(prompts: Sequence[str], seed: int) -> list[str]:
+    def continue_prompts(prompts: Sequence[str], seed: int) -> list[str]:
         return continue_rows(
             program,
             params,
@@ -129,23 +129,23 @@ def main(config: SampleConfig) -> int:
             num_tokens=config.num_tokens,
             sampling=Sampling(config.temperature, config.top_k, config.top_p),
             seed=seed,
-            stop=config.ends,
+            stop=config.stop_texts,
         )
 
     if config.interactive:
-        for text in chat(go_on, config.prompt, config.seed):
+        for text in chat(continue_prompts, config.prompt, config.seed):
             print(printable(text), flush=True)
         return 0
     rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
     compiled_s = [0.0]
 
-    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def add_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
         compiled_s.append(duration_secs * (event in _COMPILING))
 
-    monitoring.register_event_duration_secs_listener(note)
-    began = time.monotonic()
-    texts = continue_all(go_on, rows, config.batch_size, config.seed)
-    seconds, compiling_s = time.monotonic() - began, sum(compiled_s)
+    monitoring.register_event_duration_secs_listener(add_duration)
+    start = time.monotonic()
+    texts = continue_all(continue_prompts, rows, config.batch_size, config.seed)
+    seconds, compiling_s = time.monotonic() - start, sum(compiled_s)
     pairs = zip(rows, texts, strict=True)
     if output:
         lines = (json.dumps({"prompt": row, "text": text}) for row, text in pairs)
@@ -154,32 +154,32 @@ def main(config: SampleConfig) -> int:
         print(f"\n{'-' * 72}\n".join(printable(row + text) for row, text in pairs))
     count = sum(len(encode(encoding, text.encode())) for text in texts)
     speed = f"{count / (seconds - compiling_s):,.0f} tokens/s"
-    took = f"{seconds:.1f} s, {compiling_s:.1f} of it compiling"
-    print(f"{count:,} tokens in {took}: {speed}", file=sys.stderr)
+    duration = f"{seconds:.1f} s, {compiling_s:.1f} s of it compiling"
+    print(f"{count:,} tokens in {duration}: {speed}", file=sys.stderr)
     return 0
 
 
 def continue_all(
-    go_on: Continue, rows: Sequence[str], batch_size: int, seed: int
+    continue_prompts: Continue, rows: Sequence[str], batch_size: int, seed: int
 ) -> list[str]:
     """Continue any number of prompts, in batches of one size."""
     texts = dict[int, str]()
     # Prompts of similar length are batched together, which avoids padding.
     by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
-    for first in range(0, len(rows), batch_size):
-        numbers = by_length[first : first + batch_size]
+    for start in range(0, len(rows), batch_size):
+        numbers = by_length[start : start + batch_size]
         batch = [rows[i] for i in numbers]
-        if first:  # another number of rows would be another program
+        if start:  # Another batch size would compile another program.
             batch += batch[-1:] * (batch_size - len(batch))
-        texts |= zip(numbers, go_on(batch, seed + first), strict=False)
+        texts |= zip(numbers, continue_prompts(batch, seed + start), strict=False)
     return [texts[i] for i in range(len(rows))]
 
 
 def output_file(path: str) -> epath.Path:
-    """Return a file, once it can be written: before there is anything to lose.
+    """Return the output file after a check that it can be written.
 
     Raises:
-        ConfigError: if it cannot be.
+        ConfigError: if the file cannot be written.
     """
     from train.run.folder import run_folder
 
@@ -190,17 +190,17 @@ def output_file(path: str) -> epath.Path:
             Path(file).open("a").close()
         elif not file.exists():
             file.write_bytes(b"")
-    except Exception as error:  # each store has errors of its own
+    except Exception as error:  # Each store raises different errors.
         rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
         raise ConfigError([Mistake("output", path, rule)]) from None
     return file
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read a file of prompts, empty lines left out.
+    """Read a file of prompts without its empty lines.
 
     Raises:
-        ConfigError: if there is no such file, or no prompt in it.
+        ConfigError: if the file cannot be read or holds no prompt.
     """
     try:
         file = Path(path).expanduser()
@@ -215,10 +215,10 @@ def read_prompts(path: str) -> list[str]:
     return lines
 
 
-def chat(go_on: Continue, text: str, seed: int) -> Iterator[str]:
-    """Yield what the model adds to each line that is typed, until the input ends.
+def chat(continue_prompts: Continue, text: str, seed: int) -> Iterator[str]:
+    """Yield the model's continuation after each typed line, until the input ends.
 
-    All that was said so far is the prompt; an empty line lets the model go on.
+    The prompt is the whole conversation. After an empty line the model continues.
     """
     turn = 0
     while True:
@@ -227,9 +227,9 @@ def chat(go_on: Continue, text: str, seed: int) -> Iterator[str]:
         except EOFError:
             return
         text += f"{line}\n" if line else ""
-        (added,) = go_on([text], seed + turn)
-        text, turn = text + added, turn + 1
-        yield added
+        (continuation,) = continue_prompts([text], seed + turn)
+        text, turn = text + continuation, turn + 1
+        yield continuation
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Generation: prompts are read in one pass, and then tokens are drawn one by one.
+"""Generate text: read prompts in one pass, and then draw tokens one by one.
 
-A prompt is at the right end of its row, so that prompts of all lengths end in the same
-column and draw their tokens in the same steps. One program is compiled for each number
-of columns and rows.
+Prompts are right-aligned in their rows, so that prompts of all lengths draw their
+tokens in the same steps. One program is compiled for each number of columns and rows.
 
 Shapes: B samples, P columns of prompts, C tokens of one call, V vocab.
 """
@@ -39,9 +38,9 @@ class Sampling(NamedTuple):
 class Decoder(NamedTuple):
     """A model and the settings with which it continues prompts, all of them static.
 
-    execution: its placement is ignored, because a batch may be one row.
-    vocab_size: the size of the tokenizer. Ids from it on only pad the vocabulary and
-        are never drawn.
+    execution: the placement in it is ignored, because a batch may be one row.
+    vocab_size: the size of the tokenizer. Ids from this size on only pad the
+        vocabulary and are never drawn.
     trained_length: the number of newest keys that a query sees.
     cache_sharding: the sharding of keys and values [L, B, S, K, H].
     """
@@ -57,7 +56,7 @@ class Decoder(NamedTuple):
         self, model: GPT, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
         """Return the features of tokens, and the cache with their keys and values."""
-        x_BTD, longer_cache, _ = model.features(
+        x_BTD, new_cache, _ = model.features(
             tokens_BT,
             positions_BT,
             segment_ids_BT=None,
@@ -65,8 +64,8 @@ class Decoder(NamedTuple):
             cache=cache,
             call=CallContext(trained_length=self.trained_length),
         )
-        assert longer_cache is not None
-        return x_BTD, self.constrain(longer_cache)
+        assert new_cache is not None
+        return x_BTD, self.constrain(new_cache)
 
     def constrain(self, cache: Cache) -> Cache:
         """Constrain the sharding of keys and values."""
@@ -91,7 +90,7 @@ def generate(
 
     Args:
         decoder: the model and the settings.
-        params: its parameters.
+        params: the model's parameters.
         prompt_BP: int32, each prompt at the right end of its row. Columns before it are
             ignored.
         lengths_B: int32 lengths of the prompts, at least 1.
@@ -99,12 +98,12 @@ def generate(
         num_tokens: the number of tokens to add to each prompt.
 
     Yields:
-        int32 [B, C], the next tokens of each row. The last ones may be fewer.
+        int32 [B, C], the next tokens of each row. The last array may be narrower.
     """
-    room = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
-    cache = _read(decoder, params, prompt_BP, lengths_B, room)
+    num_new = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
+    cache = _read(decoder, params, prompt_BP, lengths_B, num_new)
     token_B = prompt_BP[:, -1]
-    for step in range(0, room, _TOKENS_PER_CALL):
+    for step in range(0, num_new, _TOKENS_PER_CALL):
         # Virtual devices of a CPU deadlock if two programs run at once.
         jax.block_until_ready(cache)
         steps = np.arange(step, step + _TOKENS_PER_CALL, dtype=np.int32)
@@ -120,13 +119,13 @@ def _read(
     params: Any,
     prompt_BP: jax.Array,
     lengths_B: jax.Array,
-    room: int,
+    num_new: int,
 ) -> Cache:
-    """Return a cache that holds all columns but the last one and has room for more."""
+    """Return a cache of all columns but the last, with room for `num_new` more."""
     B, P = prompt_BP.shape
     first_B, model = P - lengths_B, bind(decoder.model, params)
     execution = decoder.execution._replace(placement=ONE_DEVICE)
-    cache = decoder.constrain(model.empty_cache(B, P + room, execution, first_B))
+    cache = decoder.constrain(model.empty_cache(B, P + num_new, execution, first_B))
     if P > 1:
         positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
         _, cache = decoder.features(model, prompt_BP[:, :-1], positions_BP, cache)
@@ -142,7 +141,7 @@ def _draw(
     key: jax.Array,
     steps: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """Return the longer cache and the next C tokens of each row."""
+    """Return the extended cache and the next C tokens of each row."""
     model = bind(decoder.model, params)
 
     def next_token(carry, step):
@@ -174,10 +173,10 @@ def pick(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.top_p is not None:
         ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         weights_BV = jax.nn.softmax(ordered_BV, axis=-1)
-        # A token stays if the tokens before it have not reached p. The first one always
-        # stays.
-        before_BV = jnp.cumsum(weights_BV, axis=-1) - weights_BV
-        staying_BV = jnp.where(before_BV < sampling.top_p, ordered_BV, jnp.inf)
-        smallest_B1 = jnp.min(staying_BV, axis=-1, keepdims=True)
+        # A token is kept if the total of more likely tokens is below p. The most likely
+        # token is always kept.
+        total_before_BV = jnp.cumsum(weights_BV, axis=-1) - weights_BV
+        kept_BV = jnp.where(total_before_BV < sampling.top_p, ordered_BV, jnp.inf)
+        smallest_B1 = jnp.min(kept_BV, axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < smallest_B1, -jnp.inf, logits_BV)
     return jax.random.categorical(key, logits_BV).astype(jnp.int32)

@@ -37,36 +37,36 @@ def continue_rows(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continue rows of at least one token.
+    """Return the continuations of rows that have at least one token.
 
     A position sees at most as many keys as a row had in training. If the number of
-    devices that share a batch divides the number of rows, rows are sharded over them.
-    Drawing ends when all texts have ended.
+    shards of a batch divides the number of rows, rows are sharded. Drawing ends when
+    all texts have reached a stop text.
 
     Args:
         program: the program of the model.
-        params: its parameters.
+        params: the model's parameters.
         encoding: the tokenizer.
         rows: the token ids of each prompt.
         num_tokens: the maximum number of tokens of a continuation.
         sampling: how to draw.
-        seed: of the draws.
+        seed: the seed of the draws.
         stop: a continuation ends before the first of these texts.
 
     Returns:
         The continuations, without their prompts.
 
     Raises:
-        ConfigError: if the model has too few positions for rows and continuation.
+        ConfigError: if the model has too few learned positions for the result.
     """
     model = program.config.model
     lengths = np.array([len(row) for row in rows], np.int32)
-    room = model.max_sequence_length
-    if model.position is Position.learned and room is not None:
-        max_tokens = room - int(lengths.max())
+    max_positions = model.max_sequence_length
+    if model.position is Position.learned and max_positions is not None:
+        max_tokens = max_positions - int(lengths.max())
         if num_tokens > max_tokens:
-            rule = f"must be at most {max_tokens}: the model has {room} learned "
-            rule += "positions"
+            rule = f"must be at most {max_tokens}: the model has {max_positions} "
+            rule += "learned positions"
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
     prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
@@ -85,7 +85,7 @@ def continue_rows(
 
 
 def _columns(longest: int) -> int:
-    """Return the number of columns for prompts whose longest has this length.
+    """Return the number of columns for prompts of at most `longest` tokens.
 
     The last column is not read into the cache: the first token is drawn from it.
     """
@@ -98,27 +98,28 @@ def _columns(longest: int) -> int:
 def make_decoder(
     program: Program, vocab_size: int, sampling: Sampling, num_rows: int
 ) -> Decoder:
-    """Return a decoder whose cache is sharded over rows and heads if they divide."""
+    """Return a decoder whose cache is sharded over rows and heads where divisible."""
     config, mesh = program.config, program.mesh
     rules = program.execution.placement.rules
-    rows, heads = rules.spec("batch"), rules.spec("kv_heads")
-    divides = num_rows % program.batch_shards.rows == 0
+    rows_spec, heads_spec = rules.spec("batch"), rules.spec("kv_heads")
+    is_divisible = num_rows % program.batch_shards.rows == 0
     # XLA cannot partition the kernels of experts.
-    if not divides or config.model.mlp is not Mlp.dense:
-        rows = [None]
-    sizes = (mesh.shape[axis] for entry in heads for axis in mesh_axes(entry))
+    if not is_divisible or config.model.mlp is not Mlp.dense:
+        rows_spec = [None]
+    sizes = (mesh.shape[axis] for entry in heads_spec for axis in mesh_axes(entry))
     if config.model.kv_heads % math.prod(sizes):
-        heads = [None]
+        heads_spec = [None]
+    spec = PartitionSpec(None, *rows_spec, None, *heads_spec)
     return Decoder(
         program.model,
         program.execution,
         vocab_size,
         sampling,
         trained_length=config.data.sequence_length,
-        cache_sharding=NamedSharding(mesh, PartitionSpec(None, *rows, None, *heads)),
+        cache_sharding=NamedSharding(mesh, spec),
     )
 
 
 def text_before(text: str, stop: Sequence[str]) -> str:
-    """Return the part of a text before the first of the stop texts."""
+    """Return a text up to the first stop text in it."""
     return text[: min((i for end in stop if (i := text.find(end)) >= 0), default=None)]

@@ -101,5 +101,5 @@ def test_what_precise_layers_round_is_nothing(stack, x_BTD):
     int8, taps = Quantization(ComputeDtype.int8, emulated=True), Taps()
     execution = Execution(numerics=Numerics(quantization=int8))
     run(*stack, x_BTD, execution, CONFIG.precise, taps)
-    saturated = np.asarray(taps.of_stacks().shares["saturated"])
+    saturated = np.asarray(taps.all_figures().shares["saturated"])
     assert (saturated > 0).tolist() == [not precise for precise in CONFIG.precise]

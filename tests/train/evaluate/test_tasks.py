@@ -20,7 +20,7 @@ from train.config import EvalSet, RunConfig
 from train.errors import ConfigError
 from train.evaluate import tasks as tasks_module
 from train.evaluate.__main__ import EvaluateConfig, evaluate_mistakes
-from train.evaluate.tasks import Asked, Tasks, load_tasks, task_metrics
+from train.evaluate.tasks import TaskRequest, Tasks, load_tasks, task_metrics
 
 pytest.importorskip("lm_eval")
 
@@ -40,7 +40,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    return Asked(NAMES, write_tasks(tmp_path_factory.mktemp("tasks")), None, None)
+    return TaskRequest(NAMES, write_tasks(tmp_path_factory.mktemp("tasks")), None, None)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
 
 def rule_of(*asked, key: str = "tasks") -> str:
     with pytest.raises(ConfigError) as error:
-        load_tasks(Asked(*asked, key))
+        load_tasks(TaskRequest(*asked, key))
     (mistake,) = error.value.mistakes
     assert mistake.key == key
     return mistake.rule
@@ -198,7 +198,7 @@ def test_what_is_not_there_is_said_when_tasks_are_loaded(
     assert ".[eval]" in rule_of(NAMES, asked.path, None, None)
     monkeypatch.undo()
     long = write_tasks(tmp_path / "long", **{"max_gen_toks: 12": "max_gen_toks: 64"})
-    wanted = Asked(NAMES, long, None, None)
+    wanted = TaskRequest(NAMES, long, None, None)
     with pytest.raises(ConfigError, match="64 tokens, but must leave room"):
         Tasks(load_tasks(wanted), wanted, programs(*SMALL, devices=1), BYTES)
 

@@ -9,7 +9,7 @@ from train.hardware.achievable import AMPERE, HOPPER
 
 @pytest.mark.parametrize("kind", [AMPERE, HOPPER])
 def test_attention_is_faster_for_long_rows_and_wide_heads(kind):
-    part = kind.attention.part
+    part = kind.attention.fraction
     lengths = [part(128, length) for length in (128, 512, 2048, 8192, 2**20)]
     assert all(0 < less < more < 1 for less, more in pairwise(lengths))
     assert part(64, 2048) < part(128, 2048)

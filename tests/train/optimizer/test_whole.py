@@ -47,8 +47,8 @@ def drawn():
 def alone(arrays, infos):
     results = []
     for array, info in zip(arrays, infos, strict=True):
-        split = info.stack + info.inputs
-        fan_in = int(np.prod(array.shape[info.stack : split]))
+        split = info.stack_dims + info.inputs
+        fan_in = int(np.prod(array.shape[info.stack_dims : split]))
         matrices = array.reshape(-1, fan_in, int(np.prod(array.shape[split:])))
         one_by_one = [orthogonalize(m[None], jnp.float32) for m in matrices]
         results.append(np.stack(one_by_one).reshape(array.shape))

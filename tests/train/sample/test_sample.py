@@ -108,4 +108,4 @@ def test_an_output_in_a_store_is_there_from_the_beginning(server):
 def test_a_line_end_can_be_typed_as_a_stop():
     typed = ["run.dir=runs/x", r'stop=["\n\n","#\t"]']
     config = check_command_line(typed, "sample", SampleConfig, sample_mistakes)
-    assert config.ends == ["\n\n", "#\t"]
+    assert config.stop_texts == ["\n\n", "#\t"]

@@ -1,9 +1,9 @@
 """Find the part of the model that an instruction of a compiled step belongs to.
 
 The compiler keeps names of the traced program, such as
-`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`: a
-part of the model (model/scopes.py) inside a scope of the step. An instruction without a
-name is attributed through its nearest neighbours.
+`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`. This
+name has a part of the model (model/scopes.py), `mlp.up`, inside a scope of the step. An
+instruction without a name is attributed through its nearest neighbours.
 """
 
 import re
@@ -15,11 +15,11 @@ from train.plan.compiled.hlo import Executed, Instruction
 
 OTHER, SCALARS = "other", "scalars"
 _PART = re.compile(r"[/(]part\.([\w.]+)")
-_OUTER = "microbatches"  # the scope around those of layers and loss
+_OUTER = "microbatches"  # encloses the scopes of layers and loss
 _SCOPES = ("layers", "loss", _OUTER, "optimizer")
 _SCOPE = re.compile(rf"[/(](transpose\()?(jvp\()?({'|'.join(_SCOPES)})(?=[/)])")
-_SCALARS_BYTES = 64
-_NEIGHBOURS = 40  # instructions
+_SCALARS_BYTES = 64  # arrays up to this size count as scalars
+_MAX_VISITED = 40  # instructions in a search through neighbours
 _FUSIONS = ("fusion", "fusion-start")
 _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 
@@ -27,15 +27,15 @@ _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 def scope_of(executed: Executed, instruction: Instruction) -> str:
     """Return the scope of an instruction: "layers forward", "loss backward", or "".
 
-    The loops around it decide, then its name: XLA moves the first or the last trip, and
-    whatever is the same in every trip, out of a loop.
+    The names of the enclosing loops take precedence over the name of the instruction:
+    XLA moves peeled trips and loop invariants out of a loop.
     """
     name = instruction.op_name or executed.instruction.op_name
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
     scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
-    inner = [scope for scope in scopes if scope and scope != _OUTER]
-    return next(iter(inner), _OUTER if _OUTER in scopes else "")
+    inner_scopes = [scope for scope in scopes if scope and scope != _OUTER]
+    return next(iter(inner_scopes), _OUTER if _OUTER in scopes else "")
 
 
 def scope_in_name(name: str) -> str:
@@ -94,7 +94,7 @@ def split_name(name: str) -> list[str]:
 def _user_names(executed: Executed) -> Iterator[str]:
     """Yield the names of the instructions that use a result, the nearest first."""
     queue, visited = deque([executed.instruction]), {executed.instruction}
-    while queue and len(visited) < _NEIGHBOURS:
+    while queue and len(visited) < _MAX_VISITED:
         for user in queue.popleft().users:
             if user not in visited:
                 visited.add(user)
@@ -117,7 +117,7 @@ def producers(
     `callers` are the fusions around the instruction, innermost last.
     """
     queue, visited = deque([_Value(instruction, callers)]), set[str]()
-    while queue and len(visited) < _NEIGHBOURS:
+    while queue and len(visited) < _MAX_VISITED:
         value = queue.popleft()
         if value.instruction.name not in visited:
             visited.add(value.instruction.name)

@@ -1,10 +1,10 @@
 """List the largest buffers of a compiled step, with their makers and last uses.
 
-A buffer lives from the instruction that makes it to the last one that uses it, in
-scheduled order. Tuple elements, values that a loop carries from trip to trip, and
-in-place updates are views of one buffer. Buffers that XLA puts into the same memory one
-after the other count separately, and sizes exclude the padding of tiles. Arguments (the
-state and the batch), and results that alias them, are left out.
+A buffer lives from the instruction that makes it to the last instruction that uses it,
+in scheduled order. Tuple elements, values that a loop carries from trip to trip, and
+in-place updates are views of the same buffer. Buffers that reuse the same memory count
+separately, and sizes exclude the padding of tiles. Arguments (the state and the batch)
+and results that alias arguments are omitted.
 """
 
 import re
@@ -23,7 +23,7 @@ from train.plan.compiled.source_lines import SourceLines
 
 _VIEWS = ("bitcast", "opt-barrier", "while")
 _NO_USE = ("tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier")
-_ZEROS = re.compile(r"broadcast|AllocateBuffer")  # fills a buffer before its maker
+_INIT = re.compile(r"broadcast|AllocateBuffer")  # runs before a buffer's maker
 
 
 class Key(NamedTuple):
@@ -37,10 +37,10 @@ class Key(NamedTuple):
 class Buffer:
     """A buffer, described for people.
 
-    bytes: its size.
-    array: its dtype and dims.
-    made: the place in the step that makes it, and lines of source.
-    dies: the place of its last use.
+    bytes: the size without padding.
+    array: the dtype and dims.
+    made: the scope, part of the model and source lines of the maker.
+    dies: the same for the last use.
     """
 
     bytes: int
@@ -68,7 +68,7 @@ def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buff
 
 
 def _describe(executed: Executed, lines: SourceLines) -> str:
-    """Return the scope of an instruction, the part of the model and source lines."""
+    """Return an instruction's scope, part of the model and source lines."""
     instruction, part, line = executed.instruction, "", ""
     for producer in (instruction, *producers(instruction)):
         line = line or lines.line_of(producer)
@@ -81,7 +81,7 @@ def _describe(executed: Executed, lines: SourceLines) -> str:
 
 
 class _Lives:
-    """The buffers of a program, by the element that holds each."""
+    """The buffers of a program, with makers and last uses, by the owning element."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -89,9 +89,8 @@ class _Lives:
         self.makers: dict[Key, Executed] = {}
         self.last: dict[Key, Executed] = {}
         self._owners: dict[Key, Key | None] = {}
-        self._carried: dict[
-            Key, Key
-        ] = {}  # the loop's state that a body's result fills
+        # The element of a loop's state that a result of the body fills.
+        self._carried: dict[Key, Key] = {}
         for loop in module.loops.values():
             for number in range(len(loop.instruction.arrays)):
                 result = self._owner(loop.body.root, number)
@@ -101,7 +100,7 @@ class _Lives:
         self._collect()
 
     def _collect(self) -> None:
-        root, filled = self.module.entry.root, set[Key]()
+        root, made = self.module.entry.root, set[Key]()
         for executed in self.module.executed:
             instruction = executed.instruction
             for number, array in enumerate(instruction.arrays):
@@ -111,10 +110,10 @@ class _Lives:
                 is_owner = key == (instruction, number)
                 if is_owner and array.space == 0 and array.num_bytes:
                     self.arrays[key] = array
-                if key not in filled:  # Whoever follows the zeros is the maker.
+                if key not in made:  # The maker runs after the initialisation.
                     self.makers[key] = executed
-                    if not _ZEROS.search(f"{instruction.name} {instruction.target}"):
-                        filled.add(key)
+                    if not _INIT.search(f"{instruction.name} {instruction.target}"):
+                        made.add(key)
             if instruction.opcode not in _NO_USE:
                 for operand in instruction.operands:
                     for number in range(len(operand.arrays)):
@@ -160,7 +159,7 @@ class _Lives:
 
 
 def _makes_nothing(opcode: str) -> bool:
-    """Return whether a result exists already, or is not complete yet."""
+    """Return whether an opcode's result is a view or is not complete yet."""
     return opcode in (*_NO_USE, "while") or opcode.endswith("-start")
 
 

@@ -1,9 +1,9 @@
-"""List what a compiled step sends, over which network and mesh axes.
+"""List the collectives of a compiled step, with networks and mesh axes.
 
-A collective counts once for each time that it runs, however XLA wrote it: as one
-instruction, as a start and a done, split over several fusions (TPU), as a ring of
-permutes between the parts of a product (TPU's windowed products), or as a transfer by
-the hosts between TPU slices.
+Each execution of a collective counts once, in every form that XLA emits: one
+instruction, a start and a done, several fusions (TPU), a ring of permutes between the
+parts of a product (TPU's windowed products), or transfers by the hosts between TPU
+slices.
 """
 
 import re
@@ -36,19 +36,18 @@ _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 class Collective:
     """A collective of a program; bytes are those of one execution.
 
-    name: the name of its instruction.
+    name: the name of the instruction.
     kind: one of KINDS.
-    group: the devices that it joins.
+    group: the devices of one group.
     times: executions in one run of the program.
-    payload: the bytes of the whole array, as in the textbook's costs.
-    sent: the bytes that each device sends.
-    dtypes: the dtypes of its operands.
+    payload, sent: bytes as defined in train/plan/cost.py.
+    dtypes: the dtypes of the operands.
     scope: the scope in the step, for example "layers backward"; may be "".
-    serves: the parts of the model that it serves, each with its part of the payload.
-    is_async: whether other instructions run between its start and its end.
-    overlap_flops: the FLOPs of products scheduled between its start and its end.
-    is_ring: whether permutes between the parts of a product perform it.
-    until: the instruction that waits for its end, if it is asynchronous.
+    serves: the parts of the model, each with its bytes of the payload.
+    is_async: whether the collective can run concurrently with other instructions.
+    overlap_flops: the FLOPs of products scheduled between start and end.
+    is_ring: whether permutes between the parts of a product form the collective.
+    until: the instruction that waits for the end of an asynchronous collective.
     """
 
     name: str
@@ -67,14 +66,14 @@ class Collective:
 
 
 class _Span(NamedTuple):
-    """Where a computation starts and awaits a collective; equal if synchronous."""
+    """The schedule positions of a collective's start and end; equal if synchronous."""
 
     start: int
     end: int
 
 
 def list_collectives(module: Module, mesh: Mesh) -> list[Collective]:
-    """List the collectives of a program in scheduled order, those of rings last."""
+    """Return the collectives in scheduled order, followed by permutes and rings."""
     collectives, permutes = list[Collective](), list[tuple[Executed, Collective]]()
     for executed in module.executed:
         by_hosts = executed.instruction.opcode == "send"
@@ -111,10 +110,10 @@ def sum_collectives(
     for (axes, network, kind, use, links), members in sorted(groups.items()):
         sent = overlapped = 0.0
         for collective, payload in members:
-            part = collective.times * collective.sent * payload
-            part /= max(1, collective.payload)
-            sent += part
-            overlapped += part if collective.overlap_flops else 0.0
+            sent_for_use = collective.times * collective.sent * payload
+            sent_for_use /= max(1, collective.payload)
+            sent += sent_for_use
+            overlapped += sent_for_use if collective.overlap_flops else 0.0
         totals.append(
             CollectiveTotal(
                 axes,
@@ -132,7 +131,7 @@ def sum_collectives(
 
 
 def outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
-    """Sum the collectives outside of the layers by use."""
+    """Sum the collectives outside the layers by axes, network, kind, links and use."""
     return sum_collectives(
         (c for c in collectives if not c.scope.startswith("layers")), by_use=True
     )
@@ -142,14 +141,14 @@ def _read_collective(
     executed: Executed, inner: Instruction, kind: str, mesh: Mesh
 ) -> Collective:
     if inner.computation.name.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"  # a fused all-reduce of which each device keeps a slice
-    group = group_of(inner, mesh, _dims_at_once(executed, inner))
+        kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
+    group = group_of(inner, mesh, _concurrent_dims(executed, inner))
     uses, span = operand_uses(executed, inner), _span(executed, inner)
     return _make_collective(executed, inner, kind, group, uses=uses, span=span)
 
 
 def _read_transfer(executed: Executed, mesh: Mesh) -> Collective:
-    """Read what the hosts send from slice to slice for this device."""
+    """Read a transfer between slices, which the hosts perform for a device."""
     send = executed.instruction
     kind = send.find(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
     kind = "collective-permute" if kind == "one-to-one" else kind
@@ -168,12 +167,12 @@ def _read_transfer(executed: Executed, mesh: Mesh) -> Collective:
     return _make_collective(executed, send, kind, group, uses=uses[:1], span=span)
 
 
-def _dims_at_once(executed: Executed, inner: Instruction) -> int | None:
-    """Return how many dims of the torus XLA:TPU uses at once, None if it is not stated.
+def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
+    """Return how many dims of the torus XLA:TPU uses at once; None if not stated.
 
-    XLA notes the form that it chose for a gather (2DAllGather...) or a sum (colors:2)
-    on the collective or on the fusion around it. Each color is a ring in both
-    directions along one dim after the other; with a UniDirection strategy, in one.
+    XLA annotates the collective, or the fusion around it, with the algorithm of a
+    gather (2DAllGather...) or a reduction (colors:2). Each color is a ring along one
+    dim after the other, in both directions, or in one with a UniDirection strategy.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
@@ -198,7 +197,7 @@ def _make_collective(
     (start, end), order = span, executed.instruction.computation.order
     factor = group.size if kind == "all-gather" else 1
     payload = factor * sum(operand.num_bytes for operand in operands)
-    if kind == "ragged-all-to-all":  # The smaller of operand and result is full.
+    if kind == "ragged-all-to-all":  # The smaller of operand and result has no padding.
         payload = min(operand.num_bytes for operand in operands[:2])
     return Collective(
         name=inner.name,
@@ -217,7 +216,7 @@ def _make_collective(
 
 
 def _is_continuation(inner: Instruction) -> bool:
-    """Return whether TPU split this collective over fusions and started it earlier."""
+    """Return whether an earlier fusion has started this collective (TPU)."""
     if not inner.find(_CHAIN):
         return False
     order = inner.computation.order
@@ -225,7 +224,7 @@ def _is_continuation(inner: Instruction) -> bool:
 
 
 def _span(executed: Executed, inner: Instruction) -> _Span:
-    """Find where a collective starts and ends in its computation's schedule."""
+    """Return where a collective starts and ends in its computation's schedule."""
     instruction = executed.instruction
     order = instruction.computation.order
     start = order.index(instruction)
@@ -257,7 +256,7 @@ def _join_rings(
             key = (loop.loop.op_name, executed.loops)
             rings.setdefault(key, []).append(executed)
             kinds[key] = _RING[match[1]]
-    joined, plain = dict[tuple, list[Collective]](), []
+    joined, others = dict[tuple, list[Collective]](), []
     for executed, permute in permutes:
         loops = executed.loops
         key = (executed.instruction.op_name, loops)
@@ -266,15 +265,15 @@ def _join_rings(
         if key in rings:
             joined.setdefault(key, []).append(permute)
         else:
-            plain.append(permute)
-    return plain + [_ring(kinds[key], rings[key], joined[key]) for key in joined]
+            others.append(permute)
+    return others + [_ring(kinds[key], rings[key], joined[key]) for key in joined]
 
 
 def _ring(kind: str, loops: list[Executed], permutes: list[Collective]) -> Collective:
     first, times = permutes[0], sum(loop.times for loop in loops)
     payload = first.payload * first.group.size
     uses = {permute.serves[0][0] for permute in permutes}
-    exact = {use for use in uses if "," not in use}
+    single_uses = {use for use in uses if "," not in use}
     return replace(
         first,
         name=loops[0].instruction.name,
@@ -282,7 +281,7 @@ def _ring(kind: str, loops: list[Executed], permutes: list[Collective]) -> Colle
         times=times,
         payload=payload,
         sent=sum(permute.sent * permute.times for permute in permutes) / times,
-        serves=((", ".join(sorted(exact or uses)), payload),),
+        serves=((", ".join(sorted(single_uses or uses)), payload),),
         overlap_flops=max(permute.overlap_flops for permute in permutes),
         is_ring=True,
     )

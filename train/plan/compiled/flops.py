@@ -1,7 +1,7 @@
 """Count the FLOPs of a compiled program.
 
-Matrix products count wherever they are: in fusions, in loops (once a trip), and in
-kernels, by the shapes of the kernels' operands.
+Matrix products count in fusions, in loops (once for each trip) and in kernels. The
+FLOPs of a kernel follow from the shapes of its operands.
 """
 
 import math
@@ -30,8 +30,8 @@ _CUBLAS = 'custom_call_target="__cublas$lt$matmul'
 class AttentionFlops(NamedTuple):
     """The FLOPs of an attention kernel.
 
-    full: FLOPs if every query saw every key.
-    computed: FLOPs of what the kernel does not skip.
+    full: the FLOPs if every query attended to every key.
+    computed: the FLOPs of the blocks that the kernel does not skip.
     """
 
     full: float
@@ -39,7 +39,7 @@ class AttentionFlops(NamedTuple):
 
 
 def count_flops(module: Module) -> Flops:
-    """Return the FLOPs of a program by kind, and the kernels that cannot be counted."""
+    """Return the FLOPs of a program by kind, and the kernels of unknown FLOPs."""
     products = attention = attention_full = eight_bits = grouped = 0.0
     unknown = set[str]()
     for executed in module.executed:
@@ -76,7 +76,7 @@ def multiplies(instruction: Instruction) -> bool:
 
 
 def computed_flops(instructions: Iterable[Instruction]) -> float:
-    """Count the FLOPs of instructions, including all that they loop over or call."""
+    """Count the FLOPs of instructions, including loops and called computations."""
     return sum(map(_flops, instructions))
 
 
@@ -113,7 +113,7 @@ def has_eight_bits(instruction: Instruction) -> bool:
 def multiplied(instruction: Instruction) -> list[HloArray]:
     """Return the arrays that a product or attention kernel multiplies, otherwise [].
 
-    Scales and addends of a library call, and masks and sizes of a kernel, are left out.
+    Omits the scales and addends of a library call, and a kernel's masks and sizes.
     """
     is_product = product_flops(instruction) > 0
     if not is_product and not attention_kernel_flops(instruction).full:
@@ -133,7 +133,7 @@ def _floats(arrays: Iterable[HloArray]) -> list[HloArray]:
 
 
 def is_grouped(instruction: Instruction) -> bool:
-    """Return whether this is a grouped product of model/experts/grouped.py."""
+    """Return whether an instruction is a grouped product (model/experts/grouped.py)."""
     return instruction.opcode == "custom-call" and "(grouped_" in instruction.op_name
 
 
@@ -147,7 +147,7 @@ def _grouped_flops(instruction: Instruction) -> float:
 
 
 def _convolution_flops(instruction: Instruction) -> float:
-    """Count products with the input only: TPU writes batched products with padding.
+    """Count a convolution without the padding that TPU uses in batched products.
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
@@ -171,8 +171,8 @@ def _convolution_flops(instruction: Instruction) -> float:
         positions = np.arange(num_outputs)[:, None] * stride - low
         positions = positions + np.arange(size) * rhs_dilate
         end = (lhs[labels[0].index(str(dim))] - 1) * lhs_dilate + 1
-        inside = (positions >= 0) & (positions < end) & (positions % lhs_dilate == 0)
-        pairs *= int(np.sum(inside))
+        is_input = (positions >= 0) & (positions < end) & (positions % lhs_dilate == 0)
+        pairs *= int(np.sum(is_input))
     groups = int(instruction.find(r" batch_group_count=(\d+)") or 1)
     features = rhs[labels[1].index("i")] * rhs[labels[1].index("o")]
     return 2.0 * pairs * features * lhs[labels[0].index("b")] / groups
@@ -182,9 +182,9 @@ def attention_kernel_flops(instruction: Instruction) -> AttentionFlops:
     """Count the FLOPs of an attention kernel; zero for other instructions.
 
     Splash skips whole blocks above the diagonal and outside of a window; the shape of
-    its mask tells how many. A causal cuDNN kernel is taken to compute half of the
-    scores, or with a window those inside it. Its operands may have heads before or
-    after positions, so sizes are read from the shape of the scores.
+    its mask tells how many. A causal cuDNN kernel is assumed to compute half of the
+    scores, or the scores inside its window. cuDNN's operands may have heads before or
+    after positions, so the sizes are read from the shape of the scores.
     """
     if instruction.opcode != "custom-call":
         return AttentionFlops(0.0, 0.0)
@@ -212,7 +212,7 @@ def attention_kernel_flops(instruction: Instruction) -> AttentionFlops:
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Return whether a custom call may multiply matrices, and not just move data."""
+    """Return whether a custom call may multiply matrices."""
     prefixes = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cu", "__triton")
     is_call = instruction.opcode == "custom-call"
     return is_call and instruction.target.startswith((*prefixes, "__onednn"))

@@ -1,7 +1,7 @@
 """Estimate the main-memory traffic of a compiled program.
 
-This is an upper estimate: each instruction counts by itself, as if no cache held
-anything from one instruction to the next.
+The estimate is an upper bound: no cache is assumed to keep data from one instruction to
+the next.
 """
 
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
-# Results that a fusion does not write itself: operands that it passes on, and on TPU
-# results of a collective that overlaps several fusions, each of which lists it.
+# Results that a fusion lists but does not write: operands that pass through, and on TPU
+# the result of a collective that overlaps several fusions.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 # TPU: an uninitialised buffer, and slices that are already adjacent.
 NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 
 def count_memory_traffic(module: Module) -> HbmBytes:
-    """Return the bytes that products, and all other instructions, read and write."""
+    """Return the memory traffic of products and of all other instructions."""
     products = remaining = 0
     for executed in module.executed:
         num_bytes = executed.times * memory_traffic(executed.instruction)
@@ -81,7 +81,7 @@ def _read_by_fusion(number: int, body: Computation) -> int:
 
 
 def _read_of(value: Instruction) -> int:
-    """Count the bytes of a value that are read: all of it, unless only sliced."""
+    """Count the bytes of a value that its users read: all bytes, unless only sliced."""
     total = 0
     for user in dict.fromkeys(value.users):
         if user is value.computation.root and user.opcode == "tuple":

@@ -1,8 +1,8 @@
 """Parse the text of an optimized HLO module, as `compiled.as_text()` returns it.
 
-The parser reads what counting needs: computations, their instructions in scheduled
-order, arrays, and which computation calls which. A line that it cannot read is listed
-in `Module.unread`. The text describes the program of one TPU, GPU or CPU device.
+The result has the computations, their instructions in scheduled order, the arrays and
+the calls. Lines that cannot be read are listed in `Module.unread`. The text describes
+the program of one TPU, GPU or CPU device.
 """
 
 import functools
@@ -23,7 +23,7 @@ _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 @dataclass(frozen=True)
 class HloArray:
-    """An array of a value. Memory space 0 is the device's main memory."""
+    """An array of an instruction's result. Memory space 0 is main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -95,7 +95,7 @@ class Instruction:
 
     @property
     def loop(self) -> "Loop":
-        """The loop of a `while`, once `trip_counts.read_module` has found it."""
+        """The loop of a `while`, after `trip_counts.read_module` has read it."""
         return self.computation.module.loops[self.body.name]
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Instruction:
 
     @property
     def with_nested(self) -> "list[Instruction]":
-        """Itself and what is fused into it; called computations run by themselves."""
+        """The instruction and all nested ones, except those that are called."""
         return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]
 
 
@@ -151,14 +151,14 @@ class Loop:
     """A `while` loop."""
 
     body: Computation
-    op_name: str  # its name, or else the most frequent prefix in its body
+    op_name: str  # of the `while`, or the most frequent prefix in the body
     trips: int
     instruction: Instruction
 
 
 @dataclass(frozen=True)
 class Executed:
-    """An instruction that the program runs by itself, not inside a fusion."""
+    """A scheduled instruction, which is not inside a fusion."""
 
     instruction: Instruction
     times: int  # executions in one run of the program
@@ -169,8 +169,8 @@ class Executed:
 class Module:
     """A parsed program.
 
-    unread: lines that were not understood, and loops without a known trip count.
-    executed: filled by `trip_counts.read_module`, like `loops`, by name of the body.
+    unread: lines that could not be read, and loops without a known trip count.
+    executed, loops (by the body's name): filled in by `trip_counts.read_module`.
     """
 
     computations: dict[str, Computation] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a module; `trip_counts.read_module` adds what it executes.
+    """Return a parsed module; `trip_counts.read_module` adds `executed` and `loops`.
 
     Raises:
         ValueError: if the text is not an HLO module.
@@ -221,11 +221,11 @@ def _computation(name: str, lines: list[str], module: Module) -> Computation:
 
 
 def _instruction(name: str, text: str, computation: Computation) -> Instruction | None:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    end = _closing_index(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if not opcode:
         return None
-    close = _closing(text, opcode.end() - 1)
+    close = _closing_index(text, opcode.end() - 1)
     return Instruction(
         name=name,
         opcode=opcode[1],
@@ -236,8 +236,8 @@ def _instruction(name: str, text: str, computation: Computation) -> Instruction 
     )
 
 
-def _closing(text: str, start: int) -> int:
-    """Find the parenthesis that closes the one at `start`, ignoring strings."""
+def _closing_index(text: str, start: int) -> int:
+    """Return the index of the parenthesis that closes the first one from `start`."""
     depth = 0
     for match in re.compile(rf"{_STRING}|[()]").finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

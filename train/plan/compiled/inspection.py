@@ -1,7 +1,7 @@
-"""Summarise what the compiler made of a step.
+"""Summarise a compiled step.
 
-The summary says whether the state is updated in place, which kernels run, what the
-largest buffers are, which copies cost much, and the dtypes of products.
+The summary lists the arrays of the state that are updated in place, the kernels, the
+largest buffers, the expensive copies, and the dtypes of products.
 """
 
 import re
@@ -24,11 +24,11 @@ from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _BUFFERS = 10
-_EXPENSIVE = 0.01  # part of all main-memory traffic
+_EXPENSIVE = 0.01  # fraction of all main-memory traffic
 _MOVES = {"copy", "transpose"}
-_FREE = {"parameter", "bitcast", "reshape", "tuple", "constant"}
+_NO_TRAFFIC = {"parameter", "bitcast", "reshape", "tuple", "constant"}
 # Custom calls that are markers of XLA, not kernels.
-_MARKS = (
+_MARKERS = (
     *(*NOTHING_MOVES, "AssumeGatherIndicesInBound", "Sharding"),
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
 )
@@ -43,13 +43,13 @@ class InPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Copied:
-    """A copy or transpose that costs much memory traffic.
+    """A copy or transpose with much memory traffic.
 
-    name: the name of its instruction.
+    name: the name of the instruction.
     times: executions in one step.
-    bytes: its memory traffic in one step.
-    share: the part of all memory traffic.
-    what: its place in the step, and lines of source.
+    bytes: the memory traffic in one step.
+    share: the fraction of all memory traffic.
+    what: the scope, the part of the model and the source lines.
     """
 
     name: str
@@ -93,7 +93,7 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
 
 
 def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
-    """Split a program's first results, given their names, by whether they alias.
+    """Split the names of a program's first results by whether they alias arguments.
 
     XLA reuses the memory of a donated argument for a result of the same shape, dtype
     and layout; the first line of the program lists these pairs.
@@ -111,11 +111,11 @@ def _kernels(module: Module) -> dict[str, int]:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
                 counts[_kernel_name(inner)] += executed.times
-    return {name: n for name, n in counts.most_common() if name not in _MARKS}
+    return {name: n for name, n in counts.most_common() if name not in _MARKERS}
 
 
 def _kernel_name(call: Instruction) -> str:
-    """Return the target; Pallas kernels share one, so for them their own name."""
+    """Return the target, or the name of a Pallas call: all these share a target."""
     if call.target == "tpu_custom_call":
         return re.sub(r"(\.\d+|\.clone)+$", "", call.name)
     return call.target
@@ -140,10 +140,10 @@ def _copies(module: Module, lines: SourceLines) -> list[Copied]:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Return whether an instruction, or all that it fuses, copies or transposes."""
+    """Return whether an instruction or fusion only copies and transposes."""
     if instruction.opcode != "fusion":
         return instruction.opcode in _MOVES
-    opcodes = {inner.opcode for inner in instruction.nested} - _FREE
+    opcodes = {inner.opcode for inner in instruction.nested} - _NO_TRAFFIC
     return bool(opcodes) and opcodes <= _MOVES
 
 

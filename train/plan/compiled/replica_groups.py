@@ -1,7 +1,7 @@
-"""Find the devices that a collective joins: their mesh axes and the network.
+"""Find the mesh axes and the network of a collective's devices.
 
-The text of a program numbers devices by their position in `mesh.devices.flat`. For
-several TPU slices it numbers the devices of one slice by their position in that slice.
+The text of a program numbers devices by their position in `mesh.devices.flat`. With
+several TPU slices, the numbers are positions in the first slice.
 """
 
 import re
@@ -22,7 +22,7 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
     Args:
         instruction: the collective.
         mesh: the mesh of the devices.
-        dims: how many dims of a TPU's torus it uses at once; None: all that it spans.
+        dims: the dims of a TPU's torus used at once; None means all that it spans.
 
     Raises:
         ValueError: if the notation of the groups is unknown.
@@ -48,11 +48,11 @@ def slices_group(send: Instruction, mesh: Mesh) -> Group:
         if np.any(slices != np.take(slices, [0], axis))
     )
     target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
-    if not target:  # The target lists pairs of devices: each slice sends to one.
+    if not target:  # The target lists pairs: each slice sends to one other slice.
         return Group(axes, len(np.unique(slices)), "DCN")
     members = set[int]()
-    for part in target.split(","):
-        first, _, last = part.partition(":")
+    for interval in target.split(","):
+        first, _, last = interval.partition(":")
         members |= {*range(int(first) - 1, int(last or first))}  # counted from 1
     return Group(axes, len(members), "DCN")
 
@@ -65,13 +65,13 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     """
     match = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
     text = match[1] if match else ""
-    named = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
-    if named:
-        return _named_groups(named[1], named[2])
+    named_groups = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
+    if named_groups:
+        return _named_groups(named_groups[1], named_groups[2])
     if text.startswith("{{"):
-        listed = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
-        assert listed
-        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        group_list = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
+        assert group_list
+        groups = re.findall(r"\{([\d,]+)\}", group_list[1])
         return np.array([[int(n) for n in group.split(",")] for group in groups])
     if text.startswith("["):
         return _iota(text)
@@ -81,7 +81,7 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Read `[4,2]<=[2,4]T(1,0)`: 0, 1, ... as [2,4], transposed, as [4,2]."""
+    """Read `[4,2]<=[2,4]T(1,0)`: an iota of shape [2,4], transposed, then reshaped."""
     match = _IOTA.match(text)
     assert match, text
     shape, source, order = (
@@ -99,14 +99,14 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     """
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
     names = list(sizes)
-    listed = re.search(r"device_ids=\((.*)\)", mesh)
+    device_ids = re.search(r"device_ids=\((.*)\)", mesh)
     ids = np.arange(np.prod([*sizes.values()]))
-    if listed and listed[1].startswith("["):
-        ids = _iota(listed[1])  # Its shape may differ from the mesh's.
-    elif listed:
-        ids = np.array([int(n) for n in re.findall(r"\d+", listed[1])])
+    if device_ids and device_ids[1].startswith("["):
+        ids = _iota(device_ids[1])  # Its shape may differ from the mesh's.
+    elif device_ids:
+        ids = np.array([int(n) for n in re.findall(r"\d+", device_ids[1])])
     ids = ids.reshape([*sizes.values()])
-    chosen = list[int]()
+    group_dims = list[int]()
     for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
         dim = names.index(name)
         if size:  # A part of an axis: split the axis into three.
@@ -115,16 +115,16 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
             names[dim : dim + 1] = [f"{name}<", name, f"{name}>"]
             sizes[name] = int(size)
             dim += 1
-        chosen.append(names.index(name))
-    ids = np.moveaxis(ids, chosen, range(-len(chosen), 0))
-    return ids.reshape(-1, int(np.prod(ids.shape[-len(chosen) :])))
+        group_dims.append(names.index(name))
+    ids = np.moveaxis(ids, group_dims, range(-len(group_dims), 0))
+    return ids.reshape(-1, int(np.prod(ids.shape[-len(group_dims) :])))
 
 
 def _mesh_positions(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Convert the numbers in a program to positions in `mesh.devices.flat`."""
+    """Convert a program's device numbers to positions in `mesh.devices.flat`."""
     devices = list(mesh.devices.flat)
     slices = [getattr(device, "slice_index", 0) for device in devices]
     if devices[0].platform != "tpu" or len(set(slices)) == 1:
         return ids
-    first = [position for position, index in enumerate(slices) if index == slices[0]]
-    return np.array(first)[ids]
+    members = [position for position, index in enumerate(slices) if index == slices[0]]
+    return np.array(members)[ids]

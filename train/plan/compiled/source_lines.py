@@ -1,7 +1,7 @@
 """Find the source lines that an instruction of a compiled step comes from.
 
-XLA's text ends in tables of stack frames, each with its caller, and an instruction
-refers to one. Only frames in this repository are shown, the innermost of each file:
+XLA's text ends with tables of stack frames and their callers, and an instruction refers
+to a frame. Only frames in this repository are shown, the innermost frame of each file:
 `model/linear.py:56 < model/layers.py:190`.
 """
 
@@ -17,7 +17,7 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTIL
 _FRAME = re.compile(
     r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
 )
-_SHOWN = 2  # files
+_MAX_FILES = 2  # shown for each instruction
 
 
 class SourceLines:
@@ -31,7 +31,7 @@ class SourceLines:
             location: (files.get(file, ""), line) for location, file, line in locations
         }
         frames = _FRAME.findall(_table(text, "StackFrames"))
-        # XLA of jax 0.10 adds one to each caller's number; the first frame has none.
+        # XLA of jax 0.10 adds one to each caller's number; the first has no caller.
         offset = int(frames[0][2] or 0) if frames else 0
         self._frames = dict[int, tuple[str, int]]()
         for frame, location, caller in frames:
@@ -48,7 +48,7 @@ class SourceLines:
             if file.startswith(_PACKAGES):
                 lines.setdefault(file.removeprefix(f"{ROOT}/"), line)
         shown = [f"{file}:{line}" for file, line in lines.items()]
-        return " < ".join(shown[:_SHOWN])
+        return " < ".join(shown[:_MAX_FILES])
 
 
 def _table(text: str, title: str) -> str:

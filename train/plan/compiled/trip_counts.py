@@ -1,12 +1,13 @@
-"""Read what a compiled program executes, and how often.
+"""List the instructions that a compiled program executes, and how often.
 
-The text for CPU and GPU contains trip counts. For TPU they are found by evaluating the
-loop's counter: its start, its step and the condition. A loop whose counter cannot be
-evaluated counts once and is listed in `Module.unread`.
+The text for CPU and GPU contains trip counts. For TPU, trip counts are computed by
+running the loop's counter. A loop whose counter cannot be evaluated counts once and is
+listed in `Module.unread`.
 
-A branch of a conditional counts as often as a scope in it states (model/scopes.py), at
-least once unless that is never; without such a scope, always. GPUs peel the first
-iteration off a loop: all its branches count.
+A branch of a conditional counts as often as a scope in the branch states
+(model/scopes.py), at least once unless the scope states zero. Without such a scope a
+branch always counts. XLA:GPU peels the first iteration off a loop, and there all
+branches count.
 """
 
 import operator
@@ -25,7 +26,7 @@ from train.plan.compiled.hlo import (
 )
 from train.plan.cost import taken_part
 
-_MOST_TRIPS = 1_000_000
+_MAX_TRIPS = 1_000_000
 _FORWARDED = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
@@ -42,12 +43,12 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "NE": operator.ne,
 }
 
-# Looks up a parameter's value: (its number, its tuple element or None) -> value.
+# Looks up a scalar: (number of a parameter, its tuple element or None) -> value.
 Values = Callable[[int, int | None], int | None]
 
 
 def read_module(text: str) -> Module:
-    """Parse a module and list what it executes.
+    """Parse a module, and list its loops and executed instructions.
 
     Raises:
         ValueError: if the text is not an HLO module.
@@ -64,7 +65,7 @@ def _unknown(number: int, element: int | None) -> int | None:
 def _list_executed(
     computation: Computation, times: int, loops: tuple[Loop, ...], values: Values
 ) -> None:
-    """List what a computation executes, including its loops and calls."""
+    """Append a computation's instructions, loops and calls to its module's lists."""
     module = computation.module
     for instruction in computation.order:
         module.executed.append(Executed(instruction, times, loops))
@@ -84,15 +85,15 @@ def _list_executed(
                 branch_times = times
                 if instruction.opcode == "conditional":
                     scopes = (inner.op_name for inner in called.order)
-                    part = taken_part(scopes, instruction.op_name)
-                    if part is not None:
-                        branch_times = max(1 if part else 0, round(times * part))
+                    share = taken_part(scopes, instruction.op_name)
+                    if share is not None:
+                        branch_times = max(1 if share else 0, round(times * share))
                 _list_executed(called, branch_times, loops, _unknown)
 
 
 def _read_loop(loop: Instruction, values: Values) -> Loop:
-    stated = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
-    trips = int(stated) if stated else _count_trips(loop, values)
+    stated_trips = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
+    trips = int(stated_trips) if stated_trips else _count_trips(loop, values)
     module = loop.computation.module
     if trips is None:
         module.unread.append(f"trip count of {loop.name}: counted as 1")
@@ -102,8 +103,8 @@ def _read_loop(loop: Instruction, values: Values) -> Loop:
         for inner in loop.body.order
         if "/body/" in inner.op_name
     )
-    usual = prefixes.most_common(1)[0][0] if prefixes else ""
-    return Loop(loop.body, loop.op_name or usual, trips, loop)
+    most_frequent = prefixes.most_common(1)[0][0] if prefixes else ""
+    return Loop(loop.body, loop.op_name or most_frequent, trips, loop)
 
 
 def _initial_state(loop: Instruction, values: Values) -> Callable[[int], int | None]:
@@ -132,7 +133,7 @@ def _count_trips(loop: Instruction, values: Values) -> int | None:
             state[element] = initial(element)
         return state[element]
 
-    for trips in range(_MOST_TRIPS):
+    for trips in range(_MAX_TRIPS):
         continues = _evaluate(condition.root, element_of)
         if not continues:
             return None if continues is None else trips

@@ -1,1 +1,1 @@
-"""Estimates the cost of a step from shapes alone."""
+"""Estimate the cost of a step from shapes and shardings, without a compiler."""

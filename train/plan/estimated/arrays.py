@@ -1,7 +1,7 @@
-"""The local part of an array, and how it follows through an operation.
+"""The local part of an array, and how shape operations lay out their results.
 
-A dim knows its local size and the mesh axes that shard it. The result of constants
-alone has the traced size; combined with another array it takes the size of that one.
+The dims of constants have the traced size and are not `known`. A result of constants
+and other arrays is laid out like the other arrays.
 """
 
 import math
@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 class Dim(NamedTuple):
-    """Size of a device's part, the mesh axes that cut it, whether both are known."""
+    """The local size of a dim, the axes that shard it, and whether both are known."""
 
     size: int
     axes: Axes = ()
@@ -23,7 +23,7 @@ class Dim(NamedTuple):
 
 
 class OperationPosition(NamedTuple):
-    """The position of an operation: how often it runs, its scopes, the loop's body."""
+    """How often an operation runs, its scope, and the id of the loop body around it."""
 
     times: int
     scope: str
@@ -31,32 +31,32 @@ class OperationPosition(NamedTuple):
 
     @property
     def in_layers(self) -> bool:
-        """Whether it is part of the loop over the layers (model/gpt.py's scope)."""
+        """Whether the operation is in the loop over layers (model/gpt.py's scope)."""
         return "layers" in self.scope
 
     @property
     def in_stages(self) -> bool:
-        """Whether it is part of the loop of a pipeline, but not of a layer's."""
+        """Whether the operation is in a pipeline's loop, but outside the layers."""
         return "stages" in self.scope and not self.in_layers
 
     @property
-    def recomputed(self) -> bool:
-        """Whether it repeats a forward pass; the name is jax's own."""
+    def is_recomputed(self) -> bool:
+        """Whether the operation rematerialises; the scope's name is from JAX."""
         return "rematted_computation" in self.scope
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is part of a backward pass, which jax calls a transpose."""
-        return "transpose(" in self.scope and not self.recomputed
+        """Whether the operation is in a backward pass, which JAX calls a transpose."""
+        return "transpose(" in self.scope and not self.is_recomputed
 
 
 @dataclass(eq=False)
 class PartialSum:
-    """A sum of which devices along some axes have a part each, until it is reduced."""
+    """An array that must be summed over the devices along `axes`."""
 
     axes: Axes
     bytes: int
-    place: OperationPosition
+    position: OperationPosition
     is_product: bool
     reduced: bool = False
 
@@ -65,11 +65,11 @@ class PartialSum:
 class LocalArray:
     """A device's part of an array.
 
-    from_batch: whether it depends on the batch, not on parameters alone.
-    sums: of which it is made; some may not be reduced yet.
-    made_from: the parameter that it is but for dtype and shape; None: itself.
-    label: what it serves, for people.
-    on_host: whether it lies in host memory.
+    from_batch: whether the array depends on the batch, not on parameters alone.
+    sums: the partial sums that the array contains; some may be reduced already.
+    made_from: the parameter, if the array is one in another dtype or shape.
+    label: the part of the model that the array serves, for people.
+    on_host: whether the array is in host memory.
     """
 
     dims: tuple[Dim, ...]
@@ -87,31 +87,31 @@ class LocalArray:
 
     @property
     def axes(self) -> Axes:
-        """All mesh axes that cut it."""
+        """All mesh axes that shard the array."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
 
-def uncut(
+def gathered(
     array: LocalArray, axes: Iterable[str], sizes: Mapping[str, int]
 ) -> LocalArray:
-    """Return an array that some axes do not cut any more."""
+    """Return an array gathered along some axes."""
     dims = []
     for dim in array.dims:
-        gone = [axis for axis in dim.axes if axis in axes]
+        removed = [axis for axis in dim.axes if axis in axes]
         kept = tuple(axis for axis in dim.axes if axis not in axes)
-        dims.append(Dim(dim.size * num_shards(sizes, gone), kept, dim.known))
-    flag, source = array.from_batch, array.source
-    return LocalArray(tuple(dims), array.itemsize, flag, made_from=source)
+        dims.append(Dim(dim.size * num_shards(sizes, removed), kept, dim.known))
+    from_batch, source = array.from_batch, array.source
+    return LocalArray(tuple(dims), array.itemsize, from_batch, made_from=source)
 
 
 def broadcast_dims(
     shape: Sequence[int], operands: Iterable[tuple[LocalArray, Sequence[int]]]
 ) -> tuple[Dim, ...]:
-    """Lay out what is made element by element: as operands made of the batch are.
+    """Return the dims of an elementwise result, preferring operands from the batch.
 
     Args:
-        shape: that was traced, of the result.
-        operands: with the shapes that were traced; those of another rank are ignored.
+        shape: the traced shape of the result.
+        operands: arrays with their traced shapes; arrays of another rank are ignored.
     """
     order = [pair for pair in operands if len(pair[1]) == len(shape)]
     order.sort(key=lambda pair: not pair[0].from_batch)
@@ -119,16 +119,16 @@ def broadcast_dims(
         return order[0][0].dims
     dims, used = list[Dim](), set[str]()
     for i, size in enumerate(shape):
-        same = (array.dims[i] for array, traced in order if traced[i] == size)
-        dim = next((d for d in same if d.known), Dim(size, (), False))
+        matches = (array.dims[i] for array, traced in order if traced[i] == size)
+        dim = next((d for d in matches if d.known), Dim(size, (), False))
         axes = tuple(axis for axis in dim.axes if axis not in used)
         used.update(axes)
         dims.append(dim._replace(axes=axes))
     return tuple(dims)
 
 
-def resized(dim: Dim, before: int, after: int) -> Dim:
-    """Lay out a dim that became longer or shorter, by the sizes that were traced."""
+def resize_dim(dim: Dim, before: int, after: int) -> Dim:
+    """Return a padded or sliced dim, given the traced sizes before and after."""
     if before == after:
         return dim
     if dim.axes or not dim.known:
@@ -136,21 +136,21 @@ def resized(dim: Dim, before: int, after: int) -> Dim:
     return Dim(dim.size * after // before)
 
 
-def reshaped(
+def reshape_dims(
     dims: Sequence[Dim], before: Sequence[int], after: Sequence[int]
 ) -> tuple[Dim, ...]:
-    """Lay out a reshaped array: the first of several dims takes their axes."""
+    """Return the dims of a reshaped array; the first dim of a group has all axes."""
     result, i, j = list[Dim](), 0, 0
     while j < len(after):
-        old, new = (before[i], after[j]) if i < len(before) else (1, after[j])
-        start, first = i, j
+        old_size, new_size = (before[i], after[j]) if i < len(before) else (1, after[j])
+        old_start, new_start = i, j
         i, j = min(i + 1, len(before)), j + 1
-        while old != new:
-            if old < new:
-                old, i = old * before[i], i + 1
+        while old_size != new_size:
+            if old_size < new_size:
+                old_size, i = old_size * before[i], i + 1
             else:
-                new, j = new * after[j], j + 1
-        group, rest = dims[start:i], after[first + 1 : j]
+                new_size, j = new_size * after[j], j + 1
+        group, rest = dims[old_start:i], after[new_start + 1 : j]
         size = max(1, math.prod(dim.size for dim in group) // math.prod(rest))
         axes = tuple(axis for dim in group for axis in dim.axes)
         known = all(dim.known for dim in group)

@@ -1,8 +1,8 @@
 """The collectives of a device: gathers of parameters, reductions, and resharding.
 
 A parameter is gathered once in each loop that uses it, forward and backward, in the
-dtype of its use. A sum over the batch is reduced in the loop that makes it. If a
-product made it, it is scattered along the axes that shard the parameter.
+dtype of its use. A sum over the batch is reduced in the loop that computes the sum. The
+result of a product is reduce-scattered along the axes that shard the parameter.
 
 Definitions of payload and sent: train/plan/cost.py.
 """
@@ -16,11 +16,13 @@ from train.plan.estimated.arrays import Axes, Dim, LocalArray, OperationPosition
 
 
 class Exchange(NamedTuple):
-    """A collective of a step; `payload` is of all `count` times that it runs.
+    """A collective of a step.
 
-    once: however many microbatches the step has (train/rows.py's scope).
-    body: of the loop that it stands in.
-    members: places along `axes` of the devices of one of its groups; (): all.
+    payload: the payload of all `count` executions together.
+    serves: the part of the model, for people.
+    once: whether the collective runs once a step, not in each microbatch.
+    body: the id of the loop body around the collective.
+    members: the positions along `axes` of the devices in one group; (): all.
     """
 
     axes: Axes
@@ -35,10 +37,10 @@ class Exchange(NamedTuple):
 
 
 class Sending:
-    """Collects what a device sends."""
+    """Records the collectives of a device."""
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
-        """Start with nothing, on a mesh."""
+        """Start without collectives, on a mesh with axes of the given sizes."""
         self.sizes, self.platform = sizes, platform
         self.exchanges: list[Exchange] = []
         self._gathered = set[tuple[int, LocalArray, Axes, bool]]()
@@ -48,82 +50,82 @@ class Sending:
         axes: Axes,
         kind: str,
         payload: float,
-        place: OperationPosition,
+        position: OperationPosition,
         label: str = "",
         members: tuple[int, ...] = (),
     ) -> None:
-        """Count a collective as often as its place runs."""
-        axes, times = self.wide(axes), place.times
+        """Record a collective that runs as often as its position."""
+        axes, times = self.nontrivial(axes), position.times
         if axes and payload and times:
-            label = label or place.scope.strip("/").split("/")[-1]
+            label = label or position.scope.strip("/").split("/")[-1]
             exchange = Exchange(
                 axes,
                 kind,
                 times,
                 times * payload,
                 label,
-                in_layers=place.in_layers,
-                once="copies" in place.scope,
-                body=place.body,
+                in_layers=position.in_layers,
+                once="copies" in position.scope,
+                body=position.body,
                 members=members,
             )
             self.exchanges.append(exchange)
 
-    def wide(self, axes: Axes) -> Axes:
-        """Return the axes of more than one device, in the mesh's order."""
+    def nontrivial(self, axes: Axes) -> Axes:
+        """Return the axes with more than one device, in the mesh's order."""
         if not axes:
             return ()
         return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
 
     def entries(self, spec: Sequence, rank: int) -> list[Axes]:
-        """Return the wide axes of each dim of a PartitionSpec."""
-        wide = [self.wide(mesh_axes(entry)) for entry in spec]
-        return wide + [()] * (rank - len(wide))
+        """Return the axes of each dim of a PartitionSpec that have several devices."""
+        axes = [self.nontrivial(mesh_axes(entry)) for entry in spec]
+        return axes + [()] * (rank - len(axes))
 
-    def gather(self, array: LocalArray, axes: Axes, place: OperationPosition) -> None:
-        """Gather a parameter along axes, unless this loop has done so.
+    def gather(self, array: LocalArray, axes: Axes, at: OperationPosition) -> None:
+        """Record the gather of a parameter, unless this loop has gathered it already.
 
-        XLA:GPU gathers again for recomputation.
+        XLA:GPU gathers parameters again for rematerialisation.
         """
-        axes = self.wide(axes)
-        again = place.recomputed and self.platform == "gpu"
-        key = (place.body, array.source, axes, again)
+        axes = self.nontrivial(axes)
+        rematerialises = at.is_recomputed and self.platform == "gpu"
+        key = (at.body, array.source, axes, rematerialises)
         if axes and key not in self._gathered:
             self._gathered.add(key)
             payload = array.bytes * num_shards(self.sizes, axes)
-            self.add(axes, "all-gather", payload, place, array.label)
+            self.add(axes, "all-gather", payload, at, array.label)
 
     def reduce(self, array: LocalArray, kept: Axes, label: str = "") -> None:
-        """Reduce an array's partial sums; a device keeps its part along some axes.
+        """Record the reduction of an array's partial sums, scattered along `kept` axes.
 
-        Sums that one loop has added up before are reduced together.
+        Equal partial sums of the same loop are added up first and reduced together.
         """
-        done = set[tuple[Axes, int, int]]()
+        reduced = set[tuple[Axes, int, int]]()
         for part in array.sums:
-            key = part.axes, part.bytes, part.place.body
-            again, part.reduced = part.reduced or key in done, True
-            if again:
+            key = part.axes, part.bytes, part.position.body
+            is_reduced, part.reduced = part.reduced or key in reduced, True
+            if is_reduced:
                 continue
-            done.add(key)
-            cut = tuple(a for a in part.axes if a in kept and a not in array.axes)
-            rest = tuple(a for a in part.axes if a not in cut)
-            scatter = part.is_product and self.platform != "cpu"
-            kind = "reduce-scatter" if scatter else "all-reduce"
-            self.add(cut, kind, part.bytes, part.place, label)
-            left = part.bytes / num_shards(self.sizes, cut)
-            self.add(rest, "all-reduce", left, part.place, label)
+            reduced.add(key)
+            scattered = tuple(a for a in part.axes if a in kept and a not in array.axes)
+            other_axes = tuple(a for a in part.axes if a not in scattered)
+            scatters = part.is_product and self.platform != "cpu"
+            kind = "reduce-scatter" if scatters else "all-reduce"
+            self.add(scattered, kind, part.bytes, part.position, label)
+            local_bytes = part.bytes / num_shards(self.sizes, scattered)
+            self.add(other_axes, "all-reduce", local_bytes, part.position, label)
 
     def lay_out(
         self,
         array: LocalArray,
         spec: Sequence,
-        place: OperationPosition,
+        position: OperationPosition,
         strict: bool = False,
     ) -> tuple[Dim, ...]:
-        """Reshard an array to a PartitionSpec, and return its new dims.
+        """Record the resharding of an array to a PartitionSpec; return the new dims.
 
-        If an update drops a parameter's sharding, it is kept until the result, unless
-        `strict`: XLA chooses free shardings by the operations that follow.
+        A parameter keeps the axes that the spec drops unless `strict`, because XLA
+        chooses free shardings by the operations that follow.
         """
         entries = self.entries(spec, len(array.dims))
         wanted = {axis for axes in entries for axis in axes}
@@ -132,12 +134,12 @@ class Sending:
         dims, moved, dropped = list[Dim](), (), ()
         for dim, axes in zip(array.dims, entries, strict=True):
             moved += tuple(a for a in dim.axes if a not in axes and a in wanted)
-            lost = tuple(a for a in dim.axes if a not in wanted)
-            dropped += lost if strict else ()
-            axes += () if strict else lost
+            lost_axes = tuple(a for a in dim.axes if a not in wanted)
+            dropped += lost_axes if strict else ()
+            axes += () if strict else lost_axes
             size = dim.size * num_shards(self.sizes, dim.axes)
             dims.append(Dim(-(-size // num_shards(self.sizes, axes)), axes, dim.known))
-        self.add(moved, "all-to-all", array.bytes, place, array.label)
-        whole = array.bytes * num_shards(self.sizes, dropped)
-        self.add(dropped, "all-gather", whole, place, array.label)
+        self.add(moved, "all-to-all", array.bytes, position, array.label)
+        gathered_bytes = array.bytes * num_shards(self.sizes, dropped)
+        self.add(dropped, "all-gather", gathered_bytes, position, array.label)
         return tuple(dims)

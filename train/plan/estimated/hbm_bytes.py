@@ -1,10 +1,10 @@
 """Estimate the main-memory traffic of one device in a step, without a compiler.
 
-The rule has no fitted constant: whatever lies between two matrix products or kernels
-is fused into one pass over memory. So each product and kernel reads its operands and
-writes its results, and the pass before or after it moves each of these arrays once
-more. XLA:TPU keeps some arrays in a core's own memory, so there the compiled program
-moves less; `benchmarks/estimates.py` compares both.
+The model has no fitted constant: all operations between two matrix products or kernels
+are fused into one pass over memory. So each product or kernel reads its operands and
+writes its results, and the pass before or after it moves each of these arrays again.
+XLA:TPU keeps some arrays in a core's own memory, so its compiled program moves less;
+`benchmarks/estimates.py` compares both.
 """
 
 from collections.abc import Iterable
@@ -18,26 +18,27 @@ _INDEXED = ("gather", "scatter-add")
 
 
 def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> HbmBytes:
-    """Estimate what a device reads and writes in a step.
+    """Return the bytes that a device reads and writes in a step.
 
-    `state_bytes` is the size of its part of the state.
+    `state_bytes` is the size of the local state.
     """
     products = others = 0
     for loop in step.gradients.each():
         for operation in loop.body:
             if operation.flops or operation.name in _INDEXED:
-                times = step.microbatches * loop.place.times * loop.trips
+                times = step.microbatches * loop.position.times * loop.trips
                 products += times * _sum(_touched(operation))
-                others += times * _moved_again(operation, loop.place.in_layers)
+                others += times * _moved_again(operation, loop.position.in_layers)
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:
-        others += 3 * step.microbatches * gradients  # each is added to their sum
+        others += 3 * step.microbatches * gradients  # each is added to a running sum
     # The update reads the gradients, and reads and writes the state.
     others += 2 * state_bytes + gradients
     for operation in step.update.each():
         if operation.flops:
             products += _sum(_touched(operation))
-            others += 3 * operation.results[0].bytes  # it is added up and rounded
+            # The result is accumulated and rounded.
+            others += 3 * operation.results[0].bytes
     return HbmBytes(products, others)
 
 
@@ -48,7 +49,7 @@ def _touched(operation: Operation) -> list[LocalArray]:
 def _moved_again(operation: Operation, in_layers: bool) -> int:
     """Return the bytes of the passes before and after an operation.
 
-    Activations are made or used there; a layer's weights are rounded or gathered.
+    These passes make or use activations, and round or gather a layer's weights.
     """
     activations = _sum(a for a in _touched(operation) if a.from_batch)
     weights = (a for a in dict.fromkeys(operation.operands) if not a.from_batch)

@@ -1,4 +1,4 @@
-"""How the results of an equation lie, and what is sent so that its operands fit."""
+"""Lay out the results of equations, and record the collectives that they need."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from train.plan.estimated.arrays import (
     LocalArray,
     OperationPosition,
     broadcast_dims,
-    reshaped,
-    resized,
+    reshape_dims,
+    resize_dim,
 )
 from train.plan.estimated.collectives import Sending
 
@@ -21,27 +21,27 @@ Layout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
 
 
 class Layouts:
-    """Lays results out, one equation after the other of a walk."""
+    """Lays out the results of a walk's equations, one after the other."""
 
     def __init__(self, sending: Sending):
-        """Start; what is sent is told to `sending`."""
+        """Start a walk; collectives are added to `sending`."""
         self._sending = sending
         self._looked_up: dict[LocalArray, tuple[Dim, ...]] = {}
 
-    def of(
-        self, equation: Any, operands: list[LocalArray], place: OperationPosition
+    def lay_out_results(
+        self, equation: Any, operands: list[LocalArray], position: OperationPosition
     ) -> list[Layout]:
         """Return each result's dims, and the axes along which it is a partial sum."""
         params = equation.params
         before = [v.aval.shape for v in equation.invars]
         after = [v.aval.shape for v in equation.outvars]
         first = operands[0].dims if operands else tuple[Dim, ...]()
-        gone: Sequence[int] = ()
+        removed: Sequence[int] = ()
         match equation.primitive.name:
             case "transpose":
                 return [(tuple(first[i] for i in params["permutation"]), ())]
             case "reshape":
-                return [(reshaped(first, before[0], after[0]), ())]
+                return [(reshape_dims(first, before[0], after[0]), ())]
             case "broadcast_in_dim":
                 dims = [Dim(size, (), False) for size in after[0]]
                 for i, to in enumerate(params["broadcast_dimensions"]):
@@ -49,7 +49,7 @@ class Layouts:
                 return [(tuple(dims), ())]
             case "sharding_constraint":
                 spec = params["sharding"].spec
-                return [(self._sending.lay_out(operands[0], spec, place), ())]
+                return [(self._sending.lay_out(operands[0], spec, position), ())]
             case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
                 return [self._look_up(table=operands[0], ids=operands[1])]
             case "scatter-add" if operands[1] in self._looked_up:
@@ -58,42 +58,42 @@ class Layouts:
                 for array in operands:
                     axes = params["axes"]
                     kind, label = "all-reduce", array.label
-                    self._sending.add(axes, kind, array.bytes, place, label)
+                    self._sending.add(axes, kind, array.bytes, position, label)
             case "ppermute":
                 (array,) = operands
                 axes, kind = params["axis_name"], "collective-permute"
-                self._sending.add(axes, kind, array.bytes, place, array.label)
+                self._sending.add(axes, kind, array.bytes, position, array.label)
             case "ragged_all_to_all":
-                array, room, *_ = operands
+                array, output, *_ = operands
                 axes, kind = params["axis_name"], "ragged-all-to-all"
-                size = min(array.bytes, room.bytes)
+                size = min(array.bytes, output.bytes)
                 if len(before[0]) == 1 and self._sending.platform == "tpu":
-                    size *= _LANES  # it sends whole vectors
-                self._sending.add(axes, kind, size, place, array.label)
-                return [(room.dims, ())]
+                    size *= _LANES  # XLA sends whole vectors
+                self._sending.add(axes, kind, size, position, array.label)
+                return [(output.dims, ())]
             case "all_gather" | "reduce_scatter" | "all_to_all" as name:
-                return [(self._manual(name, params, operands[0], place), ())]
+                return [(self._manual(name, params, operands[0], position), ())]
             case "pad" | "slice":
-                dims = map(resized, first, before[0], after[0])
+                dims = map(resize_dim, first, before[0], after[0])
                 return [(tuple(dims), ())]
             case "squeeze":
-                gone = params["dimensions"]
+                removed = params["dimensions"]
             case "unstack":
-                gone = [params["axis"]]
+                removed = [params["axis"]]
             case "stack":
                 dims = [*first]
                 dims.insert(params["axis"], Dim(len(operands)))
                 return [(tuple(dims), ())]
             case name if name.startswith("reduce_") and "axes" in params:
-                gone = params["axes"]
-        if gone:
-            summed = tuple(axis for i in gone for axis in first[i].axes)
-            dims = tuple(dim for i, dim in enumerate(first) if i not in gone)
-            return [(dims, summed)] * len(after)
+                removed = params["axes"]
+        if removed:
+            sum_axes = tuple(axis for i in removed for axis in first[i].axes)
+            dims = tuple(dim for i, dim in enumerate(first) if i not in removed)
+            return [(dims, sum_axes)] * len(after)
         layouts = list[Layout]()
         for shape in after:
             dims = broadcast_dims(shape, zip(operands, before, strict=True))
-            self._fit(dims, operands, place)
+            self._fit(dims, operands, position)
             layouts.append((dims, ()))
         return layouts
 
@@ -101,32 +101,32 @@ class Layouts:
         self,
         dims: tuple[Dim, ...],
         operands: list[LocalArray],
-        place: OperationPosition,
+        position: OperationPosition,
     ) -> None:
-        """Gather parameters that are cut otherwise than what they are combined with."""
+        """Gather or exchange parameters whose sharding differs from the result's."""
         with_batch = any(array.from_batch for array in operands)
         for array in operands:
             if array.size == 1 or len(array.dims) != len(dims) or array.from_batch:
                 continue
             pairs = zip(array.dims, dims, strict=True)
-            lost = tuple(a for own, to in pairs for a in own.axes if a not in to.axes)
+            lost = tuple(a for old, new in pairs for a in old.axes if a not in new.axes)
             used = {axis for dim in dims for axis in dim.axes}
             moved = tuple(axis for axis in lost if axis in used)
             if with_batch or not moved:
-                self._sending.gather(array, lost, place)
+                self._sending.gather(array, lost, position)
             else:
                 kind = "all-to-all"
-                self._sending.add(moved, kind, array.bytes, place, array.label)
+                self._sending.add(moved, kind, array.bytes, position, array.label)
 
     def _look_up(self, table: LocalArray, ids: LocalArray) -> Layout:
-        """Look ids [..., 1] up in a table [V, ...]."""
+        """Lay out the rows of a table [V, ...] selected by ids [..., 1]."""
         self._looked_up[ids] = table.dims
         return (*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes
 
     def _manual(
-        self, name: str, params: Any, array: LocalArray, place: OperationPosition
+        self, name: str, params: Any, array: LocalArray, position: OperationPosition
     ) -> tuple[Dim, ...]:
-        """Gather, scatter or exchange, as a device's own program says."""
+        """Return the dims after an explicit collective of a per-device program."""
         axes = mesh_axes(params["axis_name"])
         groups, dims = params["axis_index_groups"], list(array.dims)
         members = tuple(groups[0]) if groups else ()
@@ -139,7 +139,5 @@ class Layouts:
             dims[shrinks] = dims[shrinks]._replace(size=dims[shrinks].size // parts)
         payload = array.bytes * (parts if name == "all_gather" else 1)
         kind = name.replace("_", "-")
-        self._sending.add(
-            axes, kind, payload=payload, place=place, label=array.label, members=members
-        )
+        self._sending.add(axes, kind, payload, position, array.label, members)
         return tuple(dims)

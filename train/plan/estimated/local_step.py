@@ -1,4 +1,4 @@
-"""The step of one device: the walks over its gradients and its update."""
+"""Walk the gradients and the update of one device's step."""
 
 import functools
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ _FORWARD = "splash_mha_fwd"
 class LocalStep:
     """One device's part of a step.
 
-    gradients: the operations of one of its `microbatches`.
-    update: the operations after all microbatches.
+    gradients: the walk over one of the `microbatches`.
+    update: the walk over the update, after all microbatches.
     params: the local part of each parameter.
     batch: the local part of each field of a microbatch.
     exchanges: the collectives of the whole step.
@@ -45,62 +45,62 @@ class LocalStep:
 
     @property
     def attention(self) -> Attention:
-        """The kernel of attention."""
+        """The implementation of attention."""
         return self.program.execution.attention
 
     @property
     def loops(self) -> list[Operation]:
-        """The loops of the gradients; for that over a pipeline's stages those in it."""
+        """The loops of the gradients, with the loops inside those over stages."""
         loops = [op for op in self.gradients.operations if op.body]
-        inside = [op.body if op.place.in_stages else [op] for op in loops]
-        return [op for ops in inside for op in ops if op.body]
+        loop_lists = [op.body if op.position.in_stages else [op] for op in loops]
+        return [op for ops in loop_lists for op in ops if op.body]
 
     @property
     def layers(self) -> list[Operation]:
         """The loops over the layers, forward and backward."""
-        return [loop for loop in self.loops if loop.place.in_layers]
+        return [loop for loop in self.loops if loop.position.in_layers]
 
     @property
     def flops(self) -> Flops:
         """The FLOPs of matrix products and attention kernels."""
-        products = sum(op.place.times * op.flops for op in self.update.each())
-        whole = attention = eight_bits = grouped = 0.0
+        products = sum(op.position.times * op.flops for op in self.update.each())
+        full = attention = eight_bits = grouped = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
         for op in (*self.gradients.each(), *self.gradients.in_branches):
-            flops = self.microbatches * op.place.times * op.flops
+            flops = self.microbatches * op.position.times * op.flops
             if not op.is_kernel:
                 products += flops
                 grouped += flops if op.name == "ragged_dot_general" else 0.0
                 if all(array.itemsize == 1 for array in op.operands[:2]):
                     eight_bits += flops
                 continue
-            part = op.part
-            if self.attention.is_cudnn:  # Splash was traced instead of it
-                again = CUDNN_PRODUCTS[True] / backward
-                flops *= again if op.place.is_backward else 1.0
-                part = _cudnn_part(op)
-            whole += flops
-            attention += flops * part
-        return Flops(products, attention, whole, eight_bits=eight_bits, grouped=grouped)
+            fraction = op.part
+            if self.attention.is_cudnn:  # Splash was traced in place of cuDNN
+                kernel_ratio = CUDNN_PRODUCTS[True] / backward
+                flops *= kernel_ratio if op.position.is_backward else 1.0
+                fraction = _cudnn_fraction(op)
+            full += flops
+            attention += flops * fraction
+        return Flops(products, attention, full, eight_bits=eight_bits, grouped=grouped)
 
 
-def _cudnn_part(kernel: Operation) -> float:
-    """Return the part of scores that cuDNN computes where Splash was traced.
+def _cudnn_fraction(kernel: Operation) -> float:
+    """Return the fraction of the scores that cuDNN computes, from a Splash kernel.
 
-    Half of a causal square, into however few blocks Splash cuts that; all where a
-    ring's queries see another device's keys, which are as many. Where a window reaches
-    over all blocks there are more keys than queries.
+    cuDNN computes half of a causal square, however coarse Splash's blocks are. It
+    computes all scores if a ring's queries see another device's keys. In that case
+    Splash computes all blocks of a square; a window over all blocks is no square.
     """
-    computed, blocks = computed_blocks(kernel.place.scope) or (0, 1)
-    whole = computed == blocks and kernel.square
-    return 1.0 if whole else min(kernel.part, 0.5)
+    computed, blocks = computed_blocks(kernel.position.scope) or (0, 1)
+    computes_all = computed == blocks and kernel.square
+    return 1.0 if computes_all else min(kernel.part, 0.5)
 
 
 def local_step(program: Program) -> LocalStep:
-    """Walk a program, without lowering it."""
+    """Return the local step of a program, without lowering it."""
     platform, sizes = program.mesh.devices.flat[0].platform, program.mesh.shape
     microbatches = program.config.train.accumulation_steps
-    params, batch = _parts(program.state.params), _parts(program.batch)
+    params, batch = _local_arrays(program.state.params), _local_arrays(program.batch)
     for rows in batch:
         first, *rest = rows.dims
         rows.dims = (first._replace(size=first.size // microbatches), *rest)
@@ -108,17 +108,17 @@ def local_step(program: Program) -> LocalStep:
     gradients = Walk(sizes, platform)
     loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
     gradients.sending.reduce(loss, ())
-    # After the gradients come the loads of experts, which are replicated.
+    # The results after the gradients are the experts' loads, which are replicated.
     for result, param in zip(results, params, strict=False):
         gradients.sending.reduce(result, param.axes, param.label)
-    each = [
+    gradient_exchanges = [
         e._replace(count=e.count * times, payload=e.payload * times)
         for e in gradients.sending.exchanges
         for times in [1 if e.once else microbatches]
     ]
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)
-    exchanges = [*each, *update.sending.exchanges]
+    exchanges = [*gradient_exchanges, *update.sending.exchanges]
     return LocalStep(
         program,
         platform,
@@ -133,20 +133,21 @@ def local_step(program: Program) -> LocalStep:
 
 @functools.lru_cache(maxsize=16)
 def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
-    """Walk an update; it is the same whatever the layers recompute."""
+    """Walk an update, which does not depend on the remat policy."""
     mesh = leaves[0].sharding.mesh
     params, state = jax.tree.unflatten(tree, leaves)
     update = Walk(mesh.shape, mesh.devices.flat[0].platform)
-    own, jaxpr = _parts(params), trace_update(optimizer, params, state)
-    results = update.run(jaxpr, [*_parts(params), *_parts(state), *own])
-    for result, param in zip(results[: len(own)], own, strict=True):
-        spec = [dim.axes for dim in param.dims]
-        update.sending.lay_out(result, spec, update.place, strict=True)
+    local_params, jaxpr = _local_arrays(params), trace_update(optimizer, params, state)
+    arguments = [*_local_arrays(params), *_local_arrays(state), *local_params]
+    results = update.run(jaxpr, arguments)
+    for result, param in zip(results[: len(local_params)], local_params, strict=True):
+        entries = [dim.axes for dim in param.dims]
+        update.sending.lay_out(result, entries, update.position, strict=True)
     return update
 
 
-def _parts(tree: Any) -> list[LocalArray]:
-    """Return a device's parts of the arrays of the state or the batch."""
+def _local_arrays(tree: Any) -> list[LocalArray]:
+    """Return the local arrays of a tree, with their names as labels."""
     arrays = list[LocalArray]()
     for label, leaf in named(tree):
         assert isinstance(leaf.sharding, NamedSharding)

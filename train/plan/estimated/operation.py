@@ -1,11 +1,11 @@
-"""The operations of a walked program: one equation, or a loop of them."""
+"""The operations of a walked program: equations and loops."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from train.plan.estimated.arrays import LocalArray, OperationPosition
 
-# Same values in another dtype or shape.
+# Operations that only change the dtype, shape or sharding.
 SHAPES = {
     *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
     *("expand_dims", "copy", "reduce_precision", "sharding_constraint"),
@@ -14,18 +14,20 @@ SHAPES = {
 
 @dataclass(eq=False)
 class Operation:
-    """An equation; or a loop, whose `body` runs `trips` times.
+    """An equation, or a loop whose `body` runs `trips` times.
 
-    flops: of a product or a kernel, of which `part` are computed.
-    square: whether a kernel of attention has as many keys as queries.
-    slices: what a loop takes of stacked arrays; carried: what it hands from trip to
-        trip; stacked: what it keeps of each.
+    flops: the FLOPs of a product or a kernel, including skipped blocks.
+    part: the fraction of `flops` that is computed.
+    square: whether an attention kernel has as many keys as queries.
+    slices: the slices of stacked arrays that a trip of a loop reads.
+    carried: the arrays that a loop carries from trip to trip.
+    stacked: the results of a trip that a loop stacks.
     """
 
     name: str
     operands: list[LocalArray]
     results: list[LocalArray]
-    place: OperationPosition
+    position: OperationPosition
     flops: float = 0.0
     part: float = 1.0
     square: bool = True
@@ -37,12 +39,12 @@ class Operation:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a kernel, not XLA's own."""
+        """Whether the operation is a Pallas kernel."""
         return self.name == "pallas_call"
 
 
 def each(operations: Iterable[Operation]) -> Iterator[Operation]:
-    """Return operations, and what the loops among them hold, loops in there too."""
+    """Yield operations and, recursively, the operations in the bodies of loops."""
     for operation in operations:
         yield operation
         yield from each(operation.body)

@@ -1,10 +1,10 @@
-"""The phases of a collective, each over one network.
+"""Split a collective into phases, each over one network.
 
-Within a slice, or on GPUs whose rings go through all nodes at once, there is one phase.
-Of a group in several slices of TPUs XLA makes two, so that only a chip's share of what
-its slice holds passes between slices: parts are gathered there first, then within the
-slice; sums are added up within the slice, whole on each chip, then scattered. What
-chips exchange with each other all goes by the hosts.
+A collective within a TPU slice, or on GPUs, whose rings go through all nodes, has one
+phase. XLA splits a collective across TPU slices into two, so that each chip sends only
+its share between slices. A gather runs between slices first and then within a slice. A
+reduction runs as an all-reduce within a slice and then between slices. All other
+collectives go through the hosts entirely.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from model.gather import AxisSteps, nested
+from model.gather import AxisSteps, scatter_groups
 from train.hardware.interconnect import Group, group_along, num_parts
 from train.plan.estimated.collectives import Exchange
 
@@ -24,42 +24,43 @@ class Phase(NamedTuple):
     exchange: Exchange
     network: str
     size: int
-    links: int = 0  # the same as in `Group`
+    links: int = 0  # as in `Group`
 
 
 def phases(
     exchange: Exchange, mesh: Mesh, steps: tuple[AxisSteps, ...] = ()
 ) -> Iterator[Phase]:
-    """Return the phases of an exchange, in no order.
+    """Yield the phases of an exchange, in no particular order.
 
     Args:
-        exchange: what is sent.
-        mesh: of the devices.
-        steps: in which scatters within a slice go, if the exchange does not say.
+        exchange: the collective.
+        mesh: the mesh of the devices.
+        steps: the steps in a slice of exchanges without `members`.
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
-    kind, payload, near = exchange.kind, exchange.payload, group.size // slices
+    kind, payload, inner_size = exchange.kind, exchange.payload, group.size // slices
     if group.network != "DCN":
-        for part in _in_steps(exchange, steps):
-            group, _ = _group(part.axes, part.members, mesh)
-            yield Phase(part, group.network, group.size, group.links)
+        for step in _in_steps(exchange, steps):
+            group, _ = _group(step.axes, step.members, mesh)
+            yield Phase(step, group.network, group.size, group.links)
         return
-    shared = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
-    if near > 1 and kind in shared:
-        yield Phase(exchange._replace(kind=shared[kind]), "ICI", near, group.links)
-        payload /= near
+    inner = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
+    if inner_size > 1 and kind in inner:
+        in_slice = exchange._replace(kind=inner[kind])
+        yield Phase(in_slice, "ICI", inner_size, group.links)
+        payload /= inner_size
     yield Phase(exchange._replace(payload=payload), "DCN", slices)
 
 
 def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
-    """Return the steps of a gather or scatter along one axis; others take one."""
+    """Yield the steps of a gather or scatter along one axis, or the exchange itself."""
     sizes: tuple[int, ...] = ()
     if not exchange.members and len(exchange.axes) == 1:
         for axis in steps:
             if axis.axis == exchange.axes[0]:
-                of_kind = {"reduce-scatter": axis.scatter, "all-gather": axis.gather}
-                sizes = of_kind.get(exchange.kind, ())
-    for groups in nested(sizes):
+                by_kind = {"reduce-scatter": axis.scatter, "all-gather": axis.gather}
+                sizes = by_kind.get(exchange.kind, ())
+    for groups in scatter_groups(sizes):
         members = tuple(groups[0]) if groups else exchange.members
         exchange = exchange._replace(members=members)
         yield exchange
@@ -70,5 +71,5 @@ def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exch
 def _group(
     axes: tuple[str, ...], members: tuple[int, ...], mesh: Mesh
 ) -> tuple[Group, int]:
-    """Return the group of an exchange, and how many slices it is in."""
+    """Return the group of an exchange, and the number of slices that it spans."""
     return group_along(axes, mesh, members), num_parts(mesh, axes, members)

@@ -30,24 +30,22 @@ from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
 from train.program import Program
 from train.sharding import bytes_per_device
 
-# The fraction of the layers' collectives that XLA overlaps with products, by runner and
-# kind; other kinds, and those outside the layers, wait. Source: the schedules of
-# benchmarks/estimates.py. None overlap on 3D tori (v5p), or without SparseCores (v6e).
-# Transfers between TPU slices by the hosts overlap with the layer.
-_BESIDE = {
+# The fraction of the layers' collectives that XLA overlaps with products, by executor
+# and kind; other kinds, and collectives outside the layers, do not overlap. Source: the
+# schedules of benchmarks/estimates.py. Nothing overlaps on 3D tori (v5p), or on chips
+# whose SparseCores are unused (v6e). Transfers between TPU slices always overlap.
+_OVERLAP = {
     "tpu": {"all-gather": 1.0},
-    "SparseCores": {"reduce-scatter": 0.7},  # small layers' gathers, too
+    "SparseCores": {"reduce-scatter": 0.7},  # in small layers also gathers
     "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
 }
-_JOINED = 30 * 2**20  # bytes that XLA's GPU compiler gathers at once, as it was seen to
+_MAX_COMBINED = 30 * 2**20  # bytes that XLA:GPU combines in one gather (observed)
 
 
 def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
-    """Estimate what one device computes, moves and sends in a step.
+    """Return the estimated FLOPs, bytes and collectives of one device in a step.
 
-    Args:
-        program: on the devices in question.
-        step: its local step, if that is known already.
+    `step` is the program's `local_step`, if the caller has it already.
     """
     step = step or local_step(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
@@ -64,9 +62,9 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
 
 
 def count_host_bytes(program: Program, step: LocalStep | None = None) -> int:
-    """Count what a step sends to host memory: activations and moments.
+    """Return the bytes of activations and moments that a step sends to host memory.
 
-    As much comes back. Arguments: as `estimate_step`.
+    The same number of bytes comes back. Arguments: as `estimate_step`.
     """
     kept = saved_bytes(step or local_step(program), on_host=True)
     moments = sum(map(bytes_per_device, program.host_state.values()))
@@ -74,22 +72,22 @@ def count_host_bytes(program: Program, step: LocalStep | None = None) -> int:
 
 
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
-    """Estimate what one device needs: the state exactly, temporaries itemised.
+    """Return the memory that one device needs: exact state, estimated temporaries.
 
     Arguments: as `estimate_step`.
     """
-    known, step = device_memory(program), step or local_step(program)
-    items, host = estimate_items(program, step), dict(known.host)
+    exact, step = device_memory(program), step or local_step(program)
+    items, host = estimate_items(program, step), dict(exact.host)
     stacked = [leaf for name, leaf in program.host_state.items() if is_of_layers(name)]
-    anew = 0 if program.optimizer.in_place else sum(map(bytes_per_device, stacked))
-    # One is dead when the other is made.
-    if other := max(saved_bytes(step, on_host=True), anew):
-        host["temporaries"] = Figure(other, ESTIMATED)
+    moments = 0 if program.optimizer.in_place else sum(map(bytes_per_device, stacked))
+    # Saved activations are freed before new moments are made.
+    if peak := max(saved_bytes(step, on_host=True), moments):
+        host["temporaries"] = Figure(peak, ESTIMATED)
     size = sum(figure.bytes for figure in items.values())
-    needed = size + sum(known.parts[name].bytes for name in HELD)
+    needed = size + sum(exact.parts[name].bytes for name in HELD)
     return dataclasses.replace(
-        known,
-        parts=known.parts | {"temporaries": Figure(size, ESTIMATED)},
+        exact,
+        parts=exact.parts | {"temporaries": Figure(size, ESTIMATED)},
         needed=Figure(needed, ESTIMATED),
         temporaries=items,
         host=host,
@@ -99,44 +97,44 @@ def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMe
 def estimate_items(
     program: Program, step: LocalStep | None = None
 ) -> dict[str, Figure]:
-    """Estimate what the temporaries of a step hold. Arguments: as `estimate_step`."""
+    """Return the items of a step's temporaries. Arguments: as `estimate_step`."""
     items = temporaries(step or local_step(program))
     return {name: Figure(size, ESTIMATED) for name, size in items.items()}
 
 
 def _totals(
-    found: Iterable[Exchange], program: Program, by_use: bool
+    exchanges: Iterable[Exchange], program: Program, by_use: bool
 ) -> list[CollectiveTotal]:
     def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str, int]:
         e, use = phase.exchange, phase.exchange.serves if by_use else ""
         return e.axes, phase.network, e.kind, use, phase.links
 
     rows, device = [], program.mesh.devices.flat[0]
-    platform = runner = device.platform
+    platform = executor = device.platform
     if (chip := chip_of(device.device_kind)) and chip.sparse_cores:
-        runner = "SparseCores" if program.config.runtime.sparse_cores else ""
+        executor = "SparseCores" if program.config.runtime.sparse_cores else ""
     if chip and chip.links == 6:
-        runner = ""
+        executor = ""
     steps = program.execution.placement.axis_steps
-    every = (p for exchange in found for p in phases(exchange, program.mesh, steps))
-    ordered = groupby(sorted(every, key=key), key)
+    split = (p for e in exchanges for p in phases(e, program.mesh, steps))
+    ordered = groupby(sorted(split, key=key), key)
     for (axes, network, kind, use, links), group in ordered:
         parts = list(group)
-        of = [part.exchange for part in parts]
-        payload = sum(e.payload for e in of)
-        beside = _BESIDE.get(runner, {}).get(kind, 0.0)
+        members = [phase.exchange for phase in parts]
+        payload = sum(e.payload for e in members)
+        overlap = _OVERLAP.get(executor, {}).get(kind, 0.0)
         if network == "DCN":
-            beside = 1.0
-        inside = sum(e.payload for e in of if e.in_layers) / payload
+            overlap = 1.0
+        in_layers = sum(e.payload for e in members if e.in_layers) / payload
         rows.append(
             CollectiveTotal(
                 axes=axes,
                 network=network,
                 kind=kind,
-                count=_starts(of, platform),
+                count=_count_starts(members, platform),
                 payload=round(payload),
                 sent=sum(sent_bytes(kind, p.exchange.payload, p.size) for p in parts),
-                overlapped=beside * inside,
+                overlapped=overlap * in_layers,
                 serves=use,
                 links=links,
             )
@@ -144,19 +142,19 @@ def _totals(
     return sorted(rows, key=lambda row: -row.sent)
 
 
-def _starts(found: list[Exchange], platform: str) -> int:
-    """Count collectives of a kind and axes.
+def _count_starts(exchanges: list[Exchange], platform: str) -> int:
+    """Count the executed collectives of a kind and axes.
 
-    XLA's GPU compiler joins what an iteration of a loop gathers, and what it scatters,
-    but nothing of which one needs another's result.
+    XLA:GPU combines the gathers of a loop iteration, and its scatters, except those
+    that depend on each other.
     """
-    if platform == "tpu" or ACTIVATION_AXES & {*found[0].axes}:
-        return sum(e.count for e in found)
+    if platform == "tpu" or ACTIVATION_AXES & {*exchanges[0].axes}:
+        return sum(e.count for e in exchanges)
     iterations = defaultdict[tuple[int, int], list[float]](list)
-    for e in found:
+    for e in exchanges:
         iterations[e.body, e.count].append(e.payload / e.count)
-    gathers, starts = found[0].kind == "all-gather", 0
+    is_gather, starts = exchanges[0].kind == "all-gather", 0
     for (_, count), payloads in iterations.items():
-        full = math.ceil(sum(payloads) / _JOINED) if gathers else 1
-        starts += count * min(len(payloads), full)
+        combined = math.ceil(sum(payloads) / _MAX_COMBINED) if is_gather else 1
+        starts += count * min(len(payloads), combined)
     return starts

@@ -1,15 +1,15 @@
 """Estimate the memory that a step needs besides its arguments, without a compiler.
 
-Three moments are weighed, and the one that needs most gives the items:
+The estimate is the largest of three moments:
 
 - the loss: the logits of a tile, the rounded head, and the sum of its gradient;
 - the layers: the gradients of all layers, the gathered weights of one, the gradients
   that are being scattered, and part of a layer's activations;
 - the update: the gradients, and what the optimizer makes and moves.
 
-At the first two moments the activations that the layers save, the features, and the sum
-over microbatches exist too. Saved activations, weights, gradients and logits are exact.
-Of a layer's other activations a stated part exists at once (`_AT_ONCE`).
+At the first two moments the saved activations, the features, and the sum over
+microbatches exist too. Saved activations, weights, gradients and logits are exact. A
+fixed fraction of a layer's other activations exists at once (`_AT_ONCE`).
 """
 
 import itertools
@@ -24,24 +24,24 @@ from train.plan.estimated.operation import SHAPES, Operation, each
 from train.program import Program
 from train.sharding import bytes_per_device
 
-# The part of what a layer's products read and write that exists at once. Source: the
-# compiled steps of tests/train/plan/estimated/compiled_figures.json.
+# The fraction of the operands and results of a layer's products that exists at once.
+# Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
 _AT_ONCE = 0.4
 _LANES, _SUBLANES = 128, 8
 
 
 def temporaries(step: LocalStep) -> dict[str, int]:
-    """Return the bytes at the step's peak, by what they hold."""
-    held = _held(step)
+    """Return the bytes of the temporaries at the step's peak, by name."""
+    held = _held_throughout(step)
     moments = [held | _loss(step), held | _layers(step), _update(step)]
     largest = max(moments, key=lambda items: sum(items.values()))
     return {name: size for name, size in largest.items() if size}
 
 
 def tiled(shape: Sequence[int], itemsize: int, platform: str) -> int:
-    """Return the bytes of an array, with the padding of TPU's tiles.
+    """Return the bytes of an array, including the padding of a TPU's tiles.
 
-    A tile is 8 x 128 elements of the two minor dims. XLA makes those dims minor that
+    A tile is 8 x 128 elements of the two minor dims. XLA chooses the minor dims that
     fill tiles best.
     """
     size = math.prod(shape) * itemsize
@@ -50,37 +50,37 @@ def tiled(shape: Sequence[int], itemsize: int, platform: str) -> int:
 
     def padded(pair: tuple[int, int]) -> float:
         lanes, sublanes = pair
-        up = min(_SUBLANES, 1 << (sublanes - 1).bit_length())
-        wide = -(-lanes // _LANES) * _LANES / lanes
-        return size * wide * (-(-sublanes // up) * up) / sublanes
+        tile = min(_SUBLANES, 1 << (sublanes - 1).bit_length())
+        padding = -(-lanes // _LANES) * _LANES / lanes
+        return size * padding * (-(-sublanes // tile) * tile) / sublanes
 
     return math.ceil(min(map(padded, itertools.permutations(shape, 2))))
 
 
 def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
-    """Return what all layers save of a microbatch for their backward pass.
+    """Return the bytes that all layers save for the backward pass of a microbatch.
 
-    `on_host` selects what they save in the host's memory instead of the device's.
+    `on_host` selects the bytes in host memory instead of those in device memory.
     """
     positions = math.prod(dim.size for dim in step.batch[0].dims)
     total = 0
     for loop in step.layers:
-        if not loop.place.is_backward:
+        if not loop.position.is_backward:
             saved = (
                 _activation_bytes(step, array)
                 for array in _saved_arrays(loop, step.attention)
                 if array.from_batch and array.size >= positions
                 if array.on_host is on_host
             )
-            total += loop.place.times * loop.trips * sum(saved)
+            total += loop.position.times * loop.trips * sum(saved)
     return total
 
 
 def _saved_arrays(loop: Operation, attention: Attention) -> Iterable[LocalArray]:
-    """Return what a loop saves of each trip, once.
+    """Return the distinct arrays that a loop saves in each trip.
 
-    cuDNN takes its operands in any order of dims. So there an array and its transpose
-    are saved as one.
+    cuDNN accepts operands with any order of dims. So with cuDNN an array and its
+    transpose are saved as one.
     """
     if not attention.is_cudnn:
         return dict.fromkeys(loop.stacked)
@@ -93,7 +93,7 @@ def _saved_arrays(loop: Operation, attention: Attention) -> Iterable[LocalArray]
     return {original.get(array, array): None for array in loop.stacked}
 
 
-def _held(step: LocalStep) -> dict[str, int]:
+def _held_throughout(step: LocalStep) -> dict[str, int]:
     carried = [a for loop in step.layers for a in loop.carried if a.from_batch]
     hidden = max((array.bytes for array in carried), default=0)
     items = {"saved activations": saved_bytes(step), "features": 3 * hidden}
@@ -113,7 +113,7 @@ def _held(step: LocalStep) -> dict[str, int]:
 
 
 def _loss(step: LocalStep) -> dict[str, int]:
-    """Count a tile of the loss; none if only the loop over the layers multiplies."""
+    """Count a tile of the loss; {} if only the loops over layers have products."""
     tiles = [loop for loop in step.loops if loop not in step.layers]
     sums = [array for loop in tiles for array in loop.carried]
     for loop in tiles:
@@ -139,7 +139,7 @@ def _layers(step: LocalStep) -> dict[str, int]:
         for used in _weights(loop)
         if used.size > used.source.size
     }.values()
-    # On GPUs one gradient travels while the next one is computed.
+    # GPUs reduce one gradient while they compute the next.
     largest = sorted(array.size for array in gathered)[-1 if _on_tpu(step) else -2 :]
     reduced = step.program.execution.numerics.reduce_dtype.itemsize
     return {
@@ -154,7 +154,7 @@ def _layers(step: LocalStep) -> dict[str, int]:
 
 
 def _layer_bytes(step: LocalStep, loop: Operation) -> int:
-    """Return the bytes of a layer's activations that exist at once, as estimated."""
+    """Estimate the bytes of a layer's activations that exist at once."""
     arrays = {
         array
         for operation in each(loop.body)
@@ -166,7 +166,7 @@ def _layer_bytes(step: LocalStep, loop: Operation) -> int:
 
 
 def _update(step: LocalStep) -> dict[str, int]:
-    """Count gradients, the largest product with its sum, and matrices that travel."""
+    """Count the temporaries of the update."""
     operations = list(step.update.each())
     products = [
         sum(array.bytes for array in (*op.operands, *op.results, *op.results))
@@ -187,31 +187,31 @@ def _update(step: LocalStep) -> dict[str, int]:
 
 
 def _moved_moments(program: Program) -> int:
-    """Count moments in host memory that are on the device at once.
+    """Count the bytes of host moments that are on the device at once.
 
-    These are the moments of two layers, or of parameters outside the layers, which
-    XLA:TPU moves all at once.
+    These are the moments of two layers, or of parameters outside the layers. XLA:TPU
+    moves all of the latter at once.
     """
-    of_layers, others = 0, [0]
+    two_layers, other_sizes = 0, [0]
     for name, leaf in program.host_state.items():
         size = bytes_per_device(leaf)
         if is_of_layers(name):
-            of_layers += 2 * size // max(2, leaf.shape[0])
+            two_layers += 2 * size // max(2, leaf.shape[0])
         else:
-            others.append(size)
+            other_sizes.append(size)
     on_tpu = program.mesh.devices.flat[0].platform == "tpu"
-    return max(of_layers, sum(others) if on_tpu else max(others))
+    return max(two_layers, sum(other_sizes) if on_tpu else max(other_sizes))
 
 
 def _weights(loop: Operation) -> list[LocalArray]:
-    """Return a layer's matrices as products of its backward pass use them.
+    """Return a layer's matrices as used by the products of a backward loop.
 
-    They may be gathered, and have the dtype of the product.
+    The matrices may be gathered, and have the dtype of the product.
     """
     used = {
         array.source: array
         for operation in each(loop.body)
-        if operation.flops and loop.place.is_backward
+        if operation.flops and loop.position.is_backward
         for array in operation.operands
         if not array.from_batch and array.source in loop.slices
     }
@@ -223,7 +223,7 @@ def _on_tpu(step: LocalStep) -> bool:
 
 
 def _activation_bytes(step: LocalStep, array: LocalArray) -> int:
-    """Return the bytes of an activation; kernels want a head's dim to be minor."""
+    """Return the bytes of an activation; Splash needs the head dim to be minor."""
     shape = [dim.size for dim in array.dims]
     if step.attention is Attention.splash and len(shape) == 4:
         shape[-1] = -(-shape[-1] // _LANES) * _LANES

@@ -1,8 +1,8 @@
-"""The real program as jaxprs: the gradients of a microbatch, and the update.
+"""Trace the real program to jaxprs: the gradients of a microbatch, and the update.
 
-Shapes differ between the layouts of a search, the equations do not: gradients are
-traced once for each policy of recomputation, on a mesh as small as one can be, and
-plan/estimated/walk.py puts in the sizes that devices see. Nothing is lowered.
+The layouts of a search differ in shapes and share most equations. So gradients are
+traced once for each remat policy, on the smallest possible mesh, and
+plan/estimated/walk.py inserts the local sizes. Nothing is lowered.
 """
 
 import functools
@@ -27,8 +27,8 @@ from train.optimizer.update import Optimizer
 from train.program import Program
 from train.step import make_gradients
 
-_KERNEL_TILE = 128  # the kernel that is traced works on as many positions
-_ROWS = 2  # of a device, where no equation depends on their number
+_KERNEL_TILE = 128  # positions in a tile of the traced kernel
+_ROWS = 2  # traced rows of a device if no equation depends on their number
 
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
@@ -39,23 +39,24 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         # cuDNN's kernel cannot be traced without cuDNN. Splash reads, writes and keeps
         # the same arrays.
         execution = execution._replace(attention=Attention.splash)
-    # XLA's own product for what is grouped: it reads and writes what the kernels do.
+    # XLA's grouped product reads and writes the same arrays as the kernels.
     execution = execution._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
-    sizes, far = program.mesh.shape, _cut_across_slices(program)
-    if not far:  # The steps are those of the whole mesh; phases.py counts them.
+    sizes, dcn_sharded = program.mesh.shape, _is_sharded_over_dcn(program)
+    if not dcn_sharded:  # phases.py splits collectives into the whole mesh's steps
         placement = replace(placement, axis_steps=())
-    least = {axis: n if far else _least(axis, program) for axis, n in sizes.items()}
-    axis_types = (AxisType.Auto,) * len(least)
-    mesh = AbstractMesh(tuple(least.values()), tuple(least), axis_types)
+    if not dcn_sharded:
+        sizes = {axis: _least_size(axis, program) for axis in sizes}
+    axis_types = (AxisType.Auto,) * len(sizes)
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
     placement = replace(placement, mesh=mesh)
-    sharing = program.batch_shards.sequence
-    if sharing > 1 and execution.context_attention is ContextAttention.ring:
-        tile *= 2 * sharing
+    context_size = program.batch_shards.sequence
+    if context_size > 1 and execution.context_attention is ContextAttention.ring:
+        tile *= 2 * context_size
     return _gradients(
         config.model,
         execution._replace(placement=placement),
-        # The execution has the policy; one microbatch is traced whatever their number.
+        # The remat policy is in the execution. One microbatch is traced.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
         length=-(-config.data.sequence_length // tile) * tile,
         documents=program.batch.segment_ids is not None,
@@ -93,7 +94,7 @@ def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
 def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     params, state = jax.tree.unflatten(tree, leaves)
-    # Wherever its moments lie it computes the same.
+    # The equations do not depend on where the moments are.
     on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -104,9 +105,9 @@ def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
 
 
 def _rows(program: Program) -> int:
-    """Return how many rows of a device are traced: all, if equations depend on them.
+    """Return the number of rows to trace: all local rows, if equations depend on them.
 
-    Experts sort a device's tokens, stages cut its rows in microbatches.
+    Experts sort the local tokens, and stages split the local rows.
     """
     if not program.config.model.expert_layers and program.mesh.shape["pipeline"] == 1:
         return _ROWS
@@ -115,25 +116,25 @@ def _rows(program: Program) -> int:
     return data.batch_size // (shards * train.accumulation_steps)
 
 
-def _cut_across_slices(program: Program) -> bool:
-    """Return whether TPUs of several slices hold a part each of a parameter's dim.
+def _is_sharded_over_dcn(program: Program) -> bool:
+    """Return whether TPU slices share a parameter, other than by experts or stages.
 
-    On all sizes then depends which of them gather and scatter it together.
+    Then the groups that gather and scatter depend on the sizes of all axes.
     """
     params = dict(program.execution.placement.rules.params)
-    across = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
+    allowed = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
-    cut = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
+    used = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
     return program.execution.placement.platform == "tpu" and any(
-        num_parts(program.mesh, [axis]) > 1 for axis in cut - across
+        num_parts(program.mesh, [axis]) > 1 for axis in used - allowed
     )
 
 
-def _least(axis: str, program: Program) -> int:
-    """Return the least size of a mesh axis at which the equations are the same.
+def _least_size(axis: str, program: Program) -> int:
+    """Return the least size of a mesh axis for which the equations are the same.
 
-    An axis of one device is traced as two, so that fewer meshes are traced, where it
-    cuts the batch's rows or parameters, and these can be halved.
+    To trace fewer meshes, an axis of size 1 is traced with size 2 if it shards rows or
+    parameters whose dims are even.
     """
     size = program.mesh.shape[axis]
     rules = program.execution.placement.rules
@@ -141,16 +142,16 @@ def _least(axis: str, program: Program) -> int:
     if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
         return size  # the number of chunks of tokens, or of loops, depends on it
     if program.config.model.expert_layers and axis in mesh_axes(params["mlp"]):
-        return size  # it is manual around experts, so shapes in there depend on it
+        return size  # the axis is manual around experts, so shapes there depend on it
     rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
     if axis in sequence:
         return size  # the number of steps of the ring depends on it
     if size > 1:
         return next((n for n in range(2, size) if size % n == 0), size)
-    cut = [
+    dims = [
         dim
         for leaf in jax.tree.leaves(program.state.params)
         for dim, entry in zip(leaf.shape, leaf.sharding.spec, strict=False)
         if axis in mesh_axes(entry)
     ]
-    return 2 if (cut or axis in rows) and all(dim % 2 == 0 for dim in cut) else 1
+    return 2 if (dims or axis in rows) and all(dim % 2 == 0 for dim in dims) else 1

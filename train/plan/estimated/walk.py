@@ -1,10 +1,9 @@
-"""Walk over a traced program, and list what one device does, equation by equation.
+"""Walk over a traced program, and list the operations and collectives of one device.
 
-The local part of each array follows from those of the arguments and from the
-constraints in the program. If the shardings of operands do not match, data is sent by
-the usual
-rules: a parameter gives way to activations (it is gathered where it is used), and a sum
-over a sharded dim stays a partial sum until something needs all of it.
+The local part of each array follows from the shardings of the arguments and from the
+constraints in the program. If the shardings of operands do not match, a parameter is
+gathered where it is used. A sum over a sharded dim stays a partial sum until an
+operation needs the whole sum.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,42 +24,42 @@ from train.plan.estimated.collectives import Sending
 from train.plan.estimated.layouts import Layouts
 from train.plan.estimated.operation import SHAPES, Operation, each
 from train.plan.estimated.products import (
-    grouped,
+    lay_out_grouped_product,
     lay_out_product,
     traced_attention_flops,
 )
 
-# Linear in all operands at once: partial sums may pass.
+# Operations linear in all operands jointly, so they commute with a reduction.
 _LINEAR = SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
     *("concatenate", "stack", "unstack"),
 }
-# Operations whose result for a parameter is still this parameter.
-_OWN = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
+# Operations whose result is still the same parameter, or a part of it.
+_SAME_PARAMETER = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
 
 
 class Walk:
-    """Follows a program; `operations` and `sending` hold what came of it.
+    """Follows a program, and records its operations and collectives.
 
-    Of branches `operations` has the last one's; the products and kernels of others that
-    say how often they are taken are `in_branches`.
+    `operations` has the last branch of a conditional. `in_branches` has the products
+    and kernels of the other branches that state how often they are taken.
     """
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
         """Start on a mesh."""
         self.operations: list[Operation] = []
-        self.in_branches: list[Operation] = []  # only their products count
+        self.in_branches: list[Operation] = []
         self.sending = Sending(sizes, platform)
         self._times, self._scope = 1, ""
         self._layouts = Layouts(self.sending)
 
     @property
-    def place(self) -> OperationPosition:
-        """The position of the walk."""
+    def position(self) -> OperationPosition:
+        """The current position of the walk."""
         return OperationPosition(self._times, self._scope, id(self.operations))
 
     def each(self) -> Iterator[Operation]:
-        """Return all operations, loops' too; `place` says how often they run."""
+        """Yield all operations, including those in loops."""
         return each(self.operations)
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
@@ -73,13 +72,13 @@ class Walk:
             return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
 
         for equation in jaxpr.eqns:
-            if not equation.outvars:  # saving a kernel's results leaves such equations
+            if not equation.outvars:  # left over from saving a kernel's results
                 continue
-            before, own = self._scope, str(equation.source_info.name_stack)
-            self._scope = f"{before}/{own}" if own else before
+            outer, inner = self._scope, str(equation.source_info.name_stack)
+            self._scope = f"{outer}/{inner}" if inner else outer
             results = self._equation(equation, [read(v) for v in equation.invars])
             arrays.update(zip(equation.outvars, results, strict=True))
-            self._scope = before
+            self._scope = outer
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
@@ -93,7 +92,7 @@ class Walk:
         inner = params.get("jaxpr") or params.get("call_jaxpr")
         if name == "cond":
             return self._branches(params["branches"], operands[1:])
-        if name == "while":  # the length is unknown: it counts once
+        if name == "while":  # the number of trips is unknown: count one
             inner = params["body_jaxpr"]
             operands = operands[params["cond_nconsts"] :]
         if inner is None or name == "pallas_call":
@@ -103,49 +102,51 @@ class Walk:
     def _branches(
         self, branches: Sequence[Any], operands: list[LocalArray]
     ) -> list[LocalArray]:
-        """Walk the last branch, as often as a scope in it says, or else always.
+        """Walk the last branch, and the other branches that state how often they run.
 
-        Of the others that say how often they are taken counts what they multiply, and
-        what they alone keep: in its place the last one has zeros.
+        The last branch counts as always taken if no scope states otherwise. Of another
+        branch only products and kernels count, and results that depend on the batch
+        where the last branch returns constants.
         """
-        times, held, results = self._times, self.operations, list[LocalArray]()
+        times, operations, results = self._times, self.operations, list[LocalArray]()
         for branch in branches:
             scopes = (str(e.source_info.name_stack) for e in branch.jaxpr.eqns)
-            part, last = taken_part(scopes), branch is branches[-1]
-            if part is None and not last:
+            fraction, is_last = taken_part(scopes), branch is branches[-1]
+            if fraction is None and not is_last:
                 continue
-            self._times = times if part is None else round(times * part)
-            self.operations = held if last else []
-            found = self.run(branch, operands)
+            self._times = times if fraction is None else round(times * fraction)
+            self.operations = operations if is_last else []
+            outputs = self.run(branch, operands)
             results = [
-                own if own.from_batch or not before.from_batch else before
-                for before, own in zip(results or found, found, strict=True)
+                new if new.from_batch or not old.from_batch else old
+                for old, new in zip(results or outputs, outputs, strict=True)
             ]
-            if not last:
+            if not is_last:
                 self.in_branches += [op for op in self.each() if op.flops]
-        self._times, self.operations = times, held
+        self._times, self.operations = times, operations
         return results
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        """Walk a loop once; what has a dim more outside is sliced, or stacked."""
+        """Walk a loop's body once; slice or stack arrays with a dim more outside."""
         inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 
         def same_rank(outside: Any, inside: Any) -> int:
             pairs = zip(outside, inside, strict=True)
             return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
-        whole = same_rank(equation.invars, inner.invars)
-        carry = same_rank(equation.outvars, inner.outvars)
+        num_whole = same_rank(equation.invars, inner.invars)
+        num_carried = same_rank(equation.outvars, inner.outvars)
         slices = [
             replace(a, dims=a.dims[1:], sums=(), made_from=None)
-            for a in operands[whole:]
+            for a in operands[num_whole:]
         ]
-        outer, times = self.operations, self._times
-        loop = Operation("scan", operands, [], self.place, trips=trips, slices=slices)
+        outer_operations, times = self.operations, self._times
+        here = self.position
+        loop = Operation("scan", operands, [], here, trips=trips, slices=slices)
         self.operations, self._times = loop.body, times * trips
-        results = self.run(inner, [*operands[:whole], *slices])
-        self.operations, self._times = outer, times
-        loop.carried, loop.stacked = results[:carry], results[carry:]
+        results = self.run(inner, [*operands[:num_whole], *slices])
+        self.operations, self._times = outer_operations, times
+        loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
         loop.results = list(loop.carried)
         for a in loop.stacked:
             source = a.source if a.source is not a else None
@@ -155,39 +156,39 @@ class Walk:
         return loop.results
 
     def _shard_map(self, params: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        """Walk the per-device program: dims over manual axes are local there."""
-        by_hand, sending = params["newly_manual_axes"], self.sending
+        """Walk a per-device program, in which manual axes do not shard dims."""
+        manual_axes, sending = params["newly_manual_axes"], self.sending
         arguments, results = list[LocalArray](), list[LocalArray]()
         for array, spec in zip(operands, params["in_specs"], strict=True):
             entries = sending.entries(spec, len(array.dims))
             for i, dim in enumerate(array.dims):
-                entries[i] += tuple(a for a in dim.axes if a not in by_hand)
-            dims = sending.lay_out(array, entries, self.place, strict=True)
-            own = [tuple(a for a in dim.axes if a not in by_hand) for dim in dims]
+                entries[i] += tuple(a for a in dim.axes if a not in manual_axes)
+            dims = sending.lay_out(array, entries, self.position, strict=True)
+            automatic = [tuple(a for a in d.axes if a not in manual_axes) for d in dims]
             sizes = (dim.size for dim in dims)
-            arguments.append(self._renamed(array, map(Dim, sizes, own)))
-        inside = self.run(params["jaxpr"], arguments)
-        for array, spec in zip(inside, params["out_specs"], strict=True):
+            arguments.append(self._with_dims(array, map(Dim, sizes, automatic)))
+        inner_results = self.run(params["jaxpr"], arguments)
+        for array, spec in zip(inner_results, params["out_specs"], strict=True):
             entries = sending.entries(spec, len(array.dims))
             dims = [
                 Dim(dim.size, axes + dim.axes)
                 for dim, axes in zip(array.dims, entries, strict=True)
             ]
-            results.append(self._renamed(array, dims))
+            results.append(self._with_dims(array, dims))
         return results
 
-    def _renamed(self, array: LocalArray, dims: Any) -> LocalArray:
-        """Return an array with other axes; it stays where it is."""
+    def _with_dims(self, array: LocalArray, dims: Any) -> LocalArray:
+        """Return the same local array with other axes in its dims."""
         result = replace(array, dims=tuple(dims), made_from=array.source)
-        self.operations.append(Operation("shard_map", [array], [result], self.place))
+        self.operations.append(Operation("shard_map", [array], [result], self.position))
         return result
 
     def _plain(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        name, params, place = equation.primitive.name, equation.params, self.place
+        name, params, position = equation.primitive.name, equation.params, self.position
         scalars = all(array.size == 1 for array in operands[1:])
-        by_scalar = name in ("mul", "div") and (scalars or operands[0].size == 1)
-        linear = name in _LINEAR or by_scalar
-        for array in () if linear else operands:
+        is_by_scalar = name in ("mul", "div") and (scalars or operands[0].size == 1)
+        is_linear = name in _LINEAR or is_by_scalar
+        for array in () if is_linear else operands:
             self.sending.reduce(array, ())
         flops, part, square = 0.0, 1.0, True
         if name == "pallas_call":
@@ -198,34 +199,34 @@ class Walk:
             pairs = params["dimension_numbers"]
             left, right = operands
             *operands, layout, flops = lay_out_product(
-                left, right, pairs, self.sending, place
+                left, right, pairs, self.sending, position
             )
             layouts = [layout]
         elif name == "ragged_dot_general":
-            layout, flops = grouped(params, operands, self._scope)
+            layout, flops = lay_out_grouped_product(params, operands, self._scope)
             layouts = [layout]
         else:
-            layouts = self._layouts.of(equation, operands, place)
+            layouts = self._layouts.lay_out_results(equation, operands, position)
         from_batch = any(array.from_batch for array in operands)
-        kept = [p for a in operands for p in a.sums if linear and not p.reduced]
+        unreduced = [p for a in operands for p in a.sums if is_linear and not p.reduced]
         results = []
-        for var, (dims, summed) in zip(equation.outvars, layouts, strict=True):
+        for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
             on_host = var.aval.memory_space is jax.memory.Space.Host
             size = var.aval.dtype.itemsize
             array = LocalArray(dims, size, from_batch, on_host=on_host)
-            if name in _OWN:
+            if name in _SAME_PARAMETER:
                 array.source, array.label = operands[0].source, operands[0].label
-            axes = self.sending.wide(summed) if from_batch else ()
-            array.sums = tuple(kept)
+            axes = self.sending.nontrivial(sum_axes) if from_batch else ()
+            array.sums = tuple(unreduced)
             if axes:
                 is_product = name == "dot_general"
-                array.sums += (PartialSum(axes, array.bytes, place, is_product),)
+                array.sums += (PartialSum(axes, array.bytes, position, is_product),)
             results.append(array)
         operation = Operation(
             name,
             operands,
             results=results,
-            place=place,
+            position=position,
             flops=flops,
             part=part,
             square=square,

@@ -1,1 +1,1 @@
-"""Which layout of a step is the fastest that fits."""
+"""Search for the fastest layout of a step that fits."""

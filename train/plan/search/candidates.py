@@ -1,4 +1,4 @@
-"""The ways to lay a step out on devices."""
+"""List the layouts of a step that a search weighs."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from train.plan.recomputing import (
     policies_with_offload,
 )
 
-_ALWAYS = ("data", "fsdp", "tensor")  # typed even where they are 1
-_MOST_TENSOR = 16
-_LEAST_POSITIONS = 8192  # shorter rows are not divided among devices
+_ALWAYS = ("data", "fsdp", "tensor")  # in the overrides even if their size is 1
+_MAX_TENSOR = 16
+_MIN_POSITIONS = 8192  # positions of a row on each device of a context axis
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: sizes of the mesh axes, which of them cross slices or nodes, and how
-    a step is cut and recomputed (as train/plan/recomputing.py types it), or changed."""
+    """The sizes of the mesh axes, in total and across slices (`dcn_*`), the policy
+    `remat` (in the syntax of `format_policy`), the microbatches and other `changes`."""
 
     data: int
     fsdp: int
@@ -45,17 +45,17 @@ class Layout:
     changes: tuple[str, ...] = ()  # overrides of plan/precision.py
 
     @property
-    def of_layers(self) -> tuple[int, ...]:
-        """Into how many parts layers are cut, and what passes between them."""
+    def layer_shards(self) -> tuple[int, ...]:
+        """The sizes of the axes that shard the layers or their activations."""
         return self.tensor, self.expert, self.context, self.pipeline
 
     @property
     def dcn(self) -> DcnConfig:
-        """Which axes cross slices or nodes."""
+        """The sizes of the mesh axes across slices or nodes."""
         return DcnConfig(**{axis: getattr(self, f"dcn_{axis}") for axis in MESH_AXES})
 
     def overrides(self, config: Config) -> str:
-        """Return the overrides to add to a config's command."""
+        """Return the overrides that give a config this layout."""
         mesh, dcn = config.mesh, self.dcn
         sizes = {
             axis: getattr(self, axis)
@@ -97,24 +97,26 @@ class Layout:
 def layouts(
     num_devices: int, parts: int, experts: int = 0, sequence_length: int = 0
 ) -> list[Layout]:
-    """List the meshes: parts are slices or nodes; only some axes go beyond one.
+    """List the possible meshes of slices or nodes, with default settings otherwise.
 
-    Stages are parts: inside of one the network is fast enough for fsdp. Devices that
-    bring each other tokens, and those that share a matrix or rows, lie inside of one.
+    The tensor, expert and context axes stay inside a slice or node; one of data, fsdp
+    and pipeline crosses. A pipeline has one stage in each slice or node.
 
     Args:
-        num_devices: of all parts.
-        parts: of as many devices each.
-        experts: of the model; 0: it has none.
-        sequence_length: of a row, which devices share only where it is long.
+        num_devices: the number of all devices.
+        parts: the number of slices or nodes.
+        experts: the number of experts of the model, or 0.
+        sequence_length: the length of a row; only long rows are sharded.
     """
-    inside = num_devices // parts
-    layouts_found = []
-    largest = {"tensor": _MOST_TENSOR, "expert": max(experts, 1)}
-    largest["context"] = max(sequence_length // _LEAST_POSITIONS, 1)
-    sizes = ([n for n in _divisors(inside) if n <= limit] for limit in largest.values())
+    part_size = num_devices // parts
+    meshes = []
+    largest = {"tensor": _MAX_TENSOR, "expert": max(experts, 1)}
+    largest["context"] = max(sequence_length // _MIN_POSITIONS, 1)
+    sizes = (
+        [n for n in _divisors(part_size) if n <= limit] for limit in largest.values()
+    )
     for tensor, expert, context in itertools.product(*sizes):
-        remainder, uneven = divmod(inside, tensor * expert * context)
+        remainder, uneven = divmod(part_size, tensor * expert * context)
         if uneven:
             continue
         for fsdp in _divisors(remainder):
@@ -131,12 +133,12 @@ def layouts(
                 context=context,
             )
             replicas = {"data": data * parts, "dcn_data": parts}
-            layouts_found.append(replace(layout, **replicas))
+            meshes.append(replace(layout, **replicas))
             if parts > 1:
                 shards = {"fsdp": fsdp * parts, "dcn_fsdp": parts}
                 stages = {"pipeline": parts, "dcn_pipeline": parts}
-                layouts_found += [replace(layout, **shards), replace(layout, **stages)]
-    return layouts_found
+                meshes += [replace(layout, **shards), replace(layout, **stages)]
+    return meshes
 
 
 def variants(
@@ -146,24 +148,24 @@ def variants(
     offload: Sequence[OffloadName] = (),
     passes: int = 1,
 ) -> list[Layout]:
-    """Return a mesh with each way to recompute, and each number of microbatches.
+    """Return a mesh with each remat policy and each number of microbatches.
 
-    First comes what computes the least, last what needs the least memory. Of each
-    microbatch every device has whole rows for each of the `passes` of a pipeline.
+    The variant of the least FLOPs comes first, and the one of the least memory last.
+    Each device has whole rows of a microbatch for each of a pipeline's `passes`.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
-    alternatives = policies_with_offload(offload)
-    numbers = _powers_of_two(batch_size // (shards * passes))
+    allowed = policies_with_offload(offload)
+    microbatches = _powers_of_two(batch_size // (shards * passes))
     return [
-        replace(layout, remat=format_policy(way), accumulation_steps=steps)
-        for way in reversed(policies_for(model))
-        for steps in numbers
-        if way in alternatives
+        replace(layout, remat=format_policy(policy), accumulation_steps=n)
+        for policy in reversed(policies_for(model))
+        for n in microbatches
+        if policy in allowed
     ]
 
 
 def layout_of(config: Config, num_devices: int) -> Layout | None:
-    """Read the layout that a config has; None if it leaves that to the plan."""
+    """Return the layout of a config; None if its mesh is planned or impossible."""
     if config.mesh.planned:
         return None
     try:

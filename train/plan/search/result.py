@@ -10,14 +10,14 @@ from train.plan.plan import Plan
 from train.plan.search.candidates import Layout
 from train.units import format_bytes, format_count
 
-_SHOWN = 10  # layouts
+_MAX_SHOWN = 10  # layouts on the frontier
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The memory and speed of a layout. Bytes are those of one device.
+    """The memory of one device and the speed of a layout.
 
-    held: bytes of the state and the batch, a part of `needed`.
+    held: the bytes of the state and the batch, which are part of `needed`.
     step_s, tokens_per_second, mfu: the middle of the prediction (plan/roofline.py).
     how: compiled or estimated.
     """
@@ -38,15 +38,15 @@ class Candidate:
 
     @property
     def spare(self) -> int:
-        """Bytes that are left of a device's memory."""
+        """The available bytes that the step leaves free, negative if it needs more."""
         return self.available - self.needed
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """Meshes that are not possible for one reason: how many, and why the first is not.
+    """Meshes that break one rule.
 
-    A mesh with several reasons counts for each.
+    meshes: the number of meshes; why: how the first of them breaks the rule.
     """
 
     meshes: int
@@ -55,9 +55,9 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Failed:
-    """Layouts whose cost could not be estimated for one reason.
+    """Layouts whose estimate raised the same type of error.
 
-    layouts: their number; first: one of them; why: the error that it raised.
+    layouts: the number of layouts; first: the first layout; why: its error message.
     """
 
     layouts: int
@@ -85,48 +85,45 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits, compiled if any was; None: nothing fits."""
+        """The fastest layout that fits, if any; estimates count if none is compiled."""
         candidates = self.compiled or self.weighed
         return candidates[0] if candidates and candidates[0].fits else None
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The fastest, by shapes, of those that fit and cut layers otherwise."""
-        cut = self.best and self.best.layout.of_layers
-        candidates = (one for one in self.weighed if one.layout.of_layers != cut)
-        candidate = next(candidates, None)
-        return candidate if candidate and candidate.fits and cut else None
+        """The fastest estimated layout that fits and shards layers differently."""
+        shards = self.best and self.best.layout.layer_shards
+        candidates = (c for c in self.weighed if c.layout.layer_shards != shards)
+        fastest = next(candidates, None)
+        return fastest if fastest and fastest.fits and shards else None
 
     @property
     def closest(self) -> Candidate:
-        """The layout that needs the least memory, compiled if it was compiled."""
-        done = {one.layout for one in self.compiled}
-        candidates = (one for one in self.weighed if one.layout not in done)
-        return min((*self.compiled, *candidates), key=lambda one: one.needed)
+        """The layout of the least memory; compiled figures replace estimates."""
+        compiled = {c.layout for c in self.compiled}
+        candidates = (c for c in self.weighed if c.layout not in compiled)
+        return min((*self.compiled, *candidates), key=lambda c: c.needed)
 
 
 def print_result(result: SearchResult, config: Config) -> None:
-    """Print the frontier: each layout that no other beats in both speed and memory.
-
-    Each is printed as overrides to add to the command of the config.
-    """
+    """Print the compiled layouts, the frontier, and the best layout as overrides."""
     print(
         f"searched    {len(result.weighed)} layouts by shapes, {len(result.compiled)} "
         f"compiled, in {result.seconds:.0f} s"
     )
-    for one in result.excluded.values():
-        meshes = f"{one.meshes} mesh{'es' * (one.meshes != 1)}"
-        print(f"impossible  {meshes}; the first of them: {one.why}")
+    for rule in result.excluded.values():
+        meshes = f"{rule.meshes} mesh{'es' * (rule.meshes != 1)}"
+        print(f"impossible  {meshes}; the first of them: {rule.why}")
     for sentence in failures(result.failed, config):
         print(f"failed      {sentence}")
     compiled_layouts = {w.layout for w in result.compiled}
     fitting = (w for w in result.weighed if w.fits)
-    shown = [w for w in frontier(fitting) if w.layout not in compiled_layouts]
-    rows = [*result.compiled, *shown[:_SHOWN]]
+    uncompiled = [w for w in frontier(fitting) if w.layout not in compiled_layouts]
+    rows = [*result.compiled, *uncompiled[:_MAX_SHOWN]]
     requested = [w for w in result.weighed if w.layout == result.given]
     requested = [] if result.given in compiled_layouts else requested
-    for one in [*requested, *([] if result.best else [result.closest])]:
-        rows += [one] if one not in rows else []
+    for w in [*requested, *([] if result.best else [result.closest])]:
+        rows += [w] if w not in rows else []
     print_table(
         [
             [
@@ -149,14 +146,14 @@ def print_result(result: SearchResult, config: Config) -> None:
     outcome = best.layout.overrides(config) if best else none_fits(result, config)
     print(f"best        {outcome}")
     if best and result.runner_up:
-        requested = next(w for w in result.weighed if w.layout == best.layout)
+        estimated = next(w for w in result.weighed if w.layout == best.layout)
         runner_up = result.runner_up
         print(f"next best   {runner_up.layout.overrides(config)}")
         print(
             f"            the fastest that cuts layers otherwise: "
-            f"{runner_up.step_s / requested.step_s - 1:+.0%} time a step, "
+            f"{runner_up.step_s / estimated.step_s - 1:+.0%} time a step, "
             f"{format_bytes(runner_up.needed)} a device instead of "
-            f"{format_bytes(requested.needed)}, estimated"
+            f"{format_bytes(estimated.needed)}, estimated"
         )
 
 
@@ -171,19 +168,19 @@ def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
 
 
 def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:
-    """Print what each change alone brings: to the best layout without, and in all."""
-    plain = next(one for one in weighed if not one.layout.changes)
+    """Print the effect of each change alone on the best layout without changes."""
+    plain = next(w for w in weighed if not w.layout.changes)
     rows = list[list[str]]()
-    for change in dict.fromkeys(c for one in weighed for c in one.layout.changes):
-        candidates = [one for one in weighed if one.layout.changes == (change,)]
+    for change in dict.fromkeys(c for w in weighed for c in w.layout.changes):
+        candidates = [w for w in weighed if w.layout.changes == (change,)]
         layout = replace(plain.layout, changes=(change,))
-        candidate = next((one for one in candidates if one.layout == layout), None)
-        fastest = next((one for one in candidates if one.fits), None)
+        changed = next((w for w in candidates if w.layout == layout), None)
+        fastest = next((w for w in candidates if w.fits), None)
         rows.append(
             [
                 change,
-                format_bytes(candidate.needed - plain.needed) if candidate else "",
-                f"{candidate.step_s / plain.step_s - 1:+.0%}" if candidate else "",
+                format_bytes(changed.needed - plain.needed) if changed else "",
+                f"{changed.step_s / plain.step_s - 1:+.0%}" if changed else "",
                 format_count(fastest.tokens_per_second) if fastest else "none fits",
                 fastest.layout.overrides(config) if fastest else "",
             ]
@@ -195,9 +192,9 @@ def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:
 
 
 def none_fits(result: SearchResult, config: Config) -> str:
-    """Return by how much the layout that needs the least does not fit, and what helps.
+    """Return a sentence about the missing memory and the remedies.
 
-    A smaller batch is not named: microbatches of a single row were weighed too.
+    A smaller batch is no remedy: microbatches of a single row were weighed too.
     """
     smallest = result.closest
     if smallest.fits:
@@ -205,28 +202,28 @@ def none_fits(result: SearchResult, config: Config) -> str:
             "none that was compiled fits, but by the estimate others do; to compile "
             "more raise search_minutes"
         )
-    helps = "take more or larger chips, shorter rows (data.sequence_length), or"
+    remedy = "take more or larger chips, shorter rows (data.sequence_length), or"
     if smallest.held > smallest.available:
-        host = format_bytes(smallest.held)
-        helps = f"its state and batch alone take {host}: take more or larger chips, or"
-    more = ""
-    if not any(one.layout.changes for one in result.weighed):
-        more = "; search_precision=true weighs small moments and host memory too"
+        size = format_bytes(smallest.held)
+        remedy = f"its state and batch alone take {size}: take more or larger chips, or"
+    hint = ""
+    if not any(w.layout.changes for w in result.weighed):
+        hint = "; search_precision=true weighs small moments and host memory too"
     return (
         f"none fits; the least is needed by {smallest.layout.overrides(config)}: "
         f"{format_bytes(smallest.needed)} a device, {smallest.how}, of which there are "
         f"{format_bytes(smallest.available)}, so {format_bytes(-smallest.spare)} too "
-        f"much; {helps} a smaller model{more}"
+        f"much; {remedy} a smaller model{hint}"
     )
 
 
 def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Keep the fastest, and each that needs less memory than all that are faster."""
-    frontier_so_far = list[Candidate]()
-    for one in sorted(candidates, key=lambda one: (one.step_s, one.needed)):
-        if not frontier_so_far or one.needed < frontier_so_far[-1].needed:
-            frontier_so_far.append(one)
-    return frontier_so_far
+    """Return the candidates that need less memory than every faster candidate."""
+    kept = list[Candidate]()
+    for c in sorted(candidates, key=lambda c: (c.step_s, c.needed)):
+        if not kept or c.needed < kept[-1].needed:
+            kept.append(c)
+    return kept
 
 
 def as_candidate(layout: Layout, plan: Plan) -> Candidate:
@@ -252,6 +249,6 @@ def as_candidate(layout: Layout, plan: Plan) -> Candidate:
     )
 
 
-def rank(one: Candidate) -> tuple[bool, float, int]:
-    """Return a key that sorts candidates: the fastest that fits first."""
-    return not one.fits, one.step_s if one.fits else one.needed, one.needed
+def rank(c: Candidate) -> tuple[bool, float, int]:
+    """Return a sort key: first the fastest that fits, last what needs most memory."""
+    return not c.fits, c.step_s if c.fits else c.needed, c.needed

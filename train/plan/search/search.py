@@ -1,8 +1,8 @@
-"""Which layout of a step is the fastest that fits: mesh, recomputation, microbatches.
+"""Search for the fastest layout that fits: mesh, rematerialisation and microbatches.
 
-All ways to lay a step out are weighed by shapes alone (plan/estimated/step.py), then
-the best are compiled, where the compiler is installed; the layout that the config has
-is weighed and compiled with them.
+All layouts are estimated from shapes (plan/estimated/step.py). Then the best layouts
+are compiled if the compiler is installed. The config's own layout is estimated and
+compiled too.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from train.config import MESH_AXES, Config
 from train.errors import DOES_NOT_FIT, ConfigError, Exit
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
-from train.identity import HARMLESS, covered, flatten, of_training
+from train.identity import HARMLESS, flatten, is_covered, training_config
 from train.mesh import Device
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.config import MARGIN
@@ -55,30 +55,29 @@ def search(
     precision: bool = False,
     beat: Callable[[], object] = lambda: None,
 ) -> SearchResult:
-    """Search for the fastest layout that fits.
+    """Return the estimated and the compiled layouts of a config, ranked.
 
-    Results of the same code for the same config and devices are cached.
+    Results are cached by code version, config and devices.
 
     Args:
-        config: the settled config. Its own mesh, recomputation and microbatches are one
-            of the layouts.
+        config: the settled config. Its own layout, if it has one, is also searched.
         devices: the devices to plan for, which need not be present.
         budget: a device's memory.
-        compiles: compile at least this many, until one fits. 0 compiles none.
-        minutes: compile no more after this time.
+        compiles: compile at least this many, until one fits; 0 compiles none.
+        minutes: compile no more layouts after this time.
         precision: also weigh fewer bits and host memory (plan/precision.py).
         beat: called while layouts are weighed, and before each compilation.
 
     Raises:
-        ConfigError: the rates of the devices are unknown, or no mesh is possible.
+        ConfigError: if the rates of the devices are unknown, or no mesh is possible.
     """
     requested = layout_of(config, len(devices))
-    file = _cached(config, devices, budget, precision)
+    file = _cache_file(config, devices, budget, precision)
     if file.exists():
         result = _RESULT.validate_json(file.read_text())
-        done = {one.layout for one in result.compiled}
-        if len(done) >= compiles and (
-            requested is None or not compiles or requested in done
+        compiled_layouts = {candidate.layout for candidate in result.compiled}
+        if len(compiled_layouts) >= compiles and (
+            requested is None or not compiles or requested in compiled_layouts
         ):
             return replace(result, given=requested)
     start = time.monotonic()
@@ -96,10 +95,10 @@ def search(
             compiled.append(as_candidate(layout, compile_and_read(program, budget)))
         except (ConfigError, Exit):
             raise
-        except Exception as error:  # a bug of the plan, which others may not share
+        except Exception as error:  # a planner bug, which may not affect other layouts
             weighed.errors[layout] = error
             continue
-        if len(compiled) >= compiles and any(one.fits for one in compiled):
+        if len(compiled) >= compiles and any(c.fits for c in compiled):
             break
     result = SearchResult(
         weighed=ranked,
@@ -116,17 +115,15 @@ def search(
 
 
 def _queue(ranked: list[Candidate], requested: Layout | None) -> list[Candidate]:
-    """Order what to compile: the given one, the best of each remat policy, the rest.
+    """Return what to compile: the config's layout, the best of each policy, the rest.
 
-    Estimates compare meshes better than they compare what is recomputed.
+    The estimates of meshes are more accurate than those of remat policies.
     """
-    fitting = [one for one in ranked if one.fits]
-    best = {one.layout.remat: one for one in reversed(fitting)}.values()
-    first = [one for one in ranked if one.layout == requested]
+    fitting = [c for c in ranked if c.fits]
+    best = {c.layout.remat: c for c in reversed(fitting)}.values()
+    own_layout = [c for c in ranked if c.layout == requested]
     return list(
-        {
-            one.layout: one for one in (*first, *sorted(best, key=rank), *fitting)
-        }.values()
+        {c.layout: c for c in (*own_layout, *sorted(best, key=rank), *fitting)}.values()
     )
 
 
@@ -138,13 +135,13 @@ def choose(
     minutes: float = math.inf,
     beat: Callable[[], object] = lambda: None,
 ) -> Layout:
-    """Settle the layout of a config that leaves it to a search.
+    """Return the best layout for a config with `mesh.planned=true`.
 
-    What was compiled before for such devices wins over what is estimated now. `beat` is
+    Cached results of a search that compiled are preferred to new estimates. `beat` is
     called as long as the search makes progress.
 
     Raises:
-        Exit: DOES_NOT_FIT, if nothing does.
+        Exit: if no layout fits, with the code DOES_NOT_FIT.
     """
     chip = chip_of(devices[0].device_kind)
     if chip is None or chip.hbm_bandwidth is None:
@@ -170,21 +167,22 @@ def choose(
     return best.layout
 
 
-def _cached(
+def _cache_file(
     config: Config, devices: Sequence[Device], budget: MemoryBudget, precision: bool
 ) -> Path:
-    """Name the file of what was found for a config, whatever its own layout.
+    """Return the file that caches the search results of a config.
 
-    Training finds there what the plan of the same config found.
+    The name does not depend on the config's layout or on keys that a plan does not
+    use. So training reads the results of `python -m train.plan search=true`.
     """
-    layout = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
-    searched = (*layout, "train.remat", "train.accumulation_steps")
-    idle = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
+    layout_keys = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
+    searched_keys = (*layout_keys, "train.remat", "train.accumulation_steps")
+    unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
-    ignored, cores = (*HARMLESS, *searched, *idle), "runtime.sparse_cores"
-    keys = flatten(of_training(config)).items()
-    key_values = {k: v for k, v in keys if k == cores or not covered(k, ignored)}
-    about = [key_values, kind, precision, versions(), code_version()]
-    about = json.dumps(about, sort_keys=True)
-    digits = hashlib.sha256(about.encode()).hexdigest()[:16]
+    ignored, cores = (*HARMLESS, *searched_keys, *unused_keys), "runtime.sparse_cores"
+    items = flatten(training_config(config)).items()
+    key_values = {k: v for k, v in items if k == cores or not is_covered(k, ignored)}
+    identity = [key_values, kind, precision, versions(), code_version()]
+    identity = json.dumps(identity, sort_keys=True)
+    digits = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return cache_folder() / "plans" / f"{digits}.json"

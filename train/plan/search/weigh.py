@@ -1,4 +1,4 @@
-"""Weighing layouts by shapes alone (plan/estimated/step.py)."""
+"""Weigh layouts by estimates from shapes (plan/estimated/step.py)."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ class Weighed(NamedTuple):
 
     candidates: the memory and speed of each layout.
     excluded: impossible meshes, by the key of the broken rule.
-    errors: the errors of the layouts that could not be estimated.
+    errors: the error of each layout that could not be estimated.
     """
 
     candidates: dict[Layout, Candidate]
@@ -46,12 +46,12 @@ class Weighed(NamedTuple):
     @property
     def failed(self) -> dict[str, Failed]:
         """The layouts that could not be estimated, by the name of the error."""
-        failed = dict[str, Failed]()
+        groups = dict[str, Failed]()
         for layout, error in self.errors.items():
             name = type(error).__name__
-            first = failed.get(name, Failed(0, layout, str(error)))
-            failed[name] = replace(first, layouts=first.layouts + 1)
-        return failed
+            group = groups.get(name, Failed(0, layout, str(error)))
+            groups[name] = replace(group, layouts=group.layouts + 1)
+        return groups
 
 
 def weigh_all(
@@ -61,11 +61,11 @@ def weigh_all(
     requested: Layout | None,
     beat: Callable[[], object] = lambda: None,
 ) -> Weighed:
-    """Weigh layouts by shapes. An error in the estimate of one ends that one alone.
+    """Estimate all layouts. An error in one estimate does not affect other layouts.
 
-    First each mesh is weighed without recomputation, then its other variants. If a mesh
-    is much slower than another that fits, only its variant of least memory is weighed.
-    `beat` is called for each mesh, twice if it is possible.
+    First each mesh is weighed without recomputation, then with its other variants. If a
+    mesh is much slower than a layout that fits, only the variant of least memory is
+    weighed. `beat` is called once or twice for each mesh.
     """
     weighed, impossible = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     errors = dict[Layout, Exception]()
@@ -86,33 +86,33 @@ def weigh_all(
             weighed[layout] = candidate
         return weighed[layout]
 
-    def first_weighed(program: Program, variants: list[Layout]) -> Candidate | None:
-        return next((one for v in variants if (one := weigh(program, v))), None)
+    def weigh_first(program: Program, variants: list[Layout]) -> Candidate | None:
+        return next((c for layout in variants if (c := weigh(program, layout))), None)
 
-    for mesh in _shown(meshes, "weighing meshes", beat):
+    for mesh in _track(meshes, "weighing meshes", beat):
         try:
-            program, variant = _lay_out(config, devices, mesh)
+            program, choices = _lay_out(config, devices, mesh)
         except ConfigError as error:
             for mistake in error.mistakes:
                 impossible.setdefault(mistake.key, []).append(mistake)
             continue
         if mesh is requested:
             weigh(program, mesh)
-        elif first := first_weighed(program, variant):
-            possible.append((first, program, variant))
+        elif first := weigh_first(program, choices):
+            possible.append((first, program, choices))
     if not weighed and errors:
         raise next(iter(errors.values()))
     if not weighed:
         raise ConfigError([mistakes[0] for mistakes in impossible.values()])
     possible.sort(key=lambda entry: entry[0].step_s)
-    for first, program, variant in _shown(possible, "weighing layouts", beat):
-        fitting = (one.step_s for one in weighed.values() if one.fits)
-        slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
-        for layout in variant[-1:] if slow else variant:
+    for first, program, choices in _track(possible, "weighing layouts", beat):
+        fitting = (c.step_s for c in weighed.values() if c.fits)
+        is_slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
+        for layout in choices[-1:] if is_slow else choices:
             if layout not in errors:
                 weigh(program, layout)
     excluded = {
-        key: Excluded(len(entry), _why(entry[0])) for key, entry in impossible.items()
+        key: Excluded(len(group), _why(group[0])) for key, group in impossible.items()
     }
     return Weighed(weighed, excluded, errors)
 
@@ -120,29 +120,29 @@ def weigh_all(
 def _weigh(
     program: Program, layout: Layout, budget: MemoryBudget
 ) -> Candidate | Exception:
-    """Estimate a layout. An error is returned, except that a config is wrong."""
+    """Return the estimate of a layout, or its error unless the config is wrong."""
     try:
         return as_candidate(layout, estimate(program, budget))
     except (ConfigError, Exit):
         raise
-    except Exception as error:  # a bug of the estimate, which others may not share
+    except Exception as error:  # a planner bug, which may not affect other layouts
         return error
 
 
 def _lay_out(
     config: Config, devices: Sequence[Device], mesh: Layout
 ) -> tuple[Program, list[Layout]]:
-    """Make the program of a mesh, and list its variants, those of least FLOPs first.
+    """Return the program of a mesh, and its variants, the least FLOPs first.
 
     Raises:
-        ConfigError: the mesh does not fit the devices, or the command line would refuse
-            it. Training takes the best layout without checking it again.
+        ConfigError: if the config with this mesh is invalid. Training uses the best
+            layout without further checks.
     """
     program, offload = make_program(mesh.applied(config), devices), config.train.offload
-    rows, passes = config.data.batch_size, program.pipeline.own
+    rows, passes = config.data.batch_size, program.pipeline.local_microbatches
     choices = variants(mesh, rows, config.model, offload, passes)
     if mistakes := [
-        rule for one in choices[:1] for rule in config_mistakes(one.applied(config))
+        rule for first in choices[:1] for rule in config_mistakes(first.applied(config))
     ]:
         raise ConfigError(mistakes)
     return program, choices
@@ -154,16 +154,16 @@ def weigh_changes(
     budget: MemoryBudget,
     plain: Weighed,
 ) -> Weighed:
-    """Add changes of precision on top of the layouts that no other beats in both.
+    """Add the estimates of precision changes to the layouts on the frontier.
 
-    Also those that did not fit: what changes may make room for them. What a machine
-    cannot do, does not go together, or is of unknown speed, is left out.
+    The frontier includes layouts that do not fit, because a change may save enough
+    memory. Combinations that are invalid, unsupported or of unknown speed are skipped.
     """
     weighed, errors = dict(plain.candidates), dict(plain.errors)
     programs = dict[Layout, Program | None]()
-    best = [one.layout for one in frontier(plain.candidates.values())]
+    best = [candidate.layout for candidate in frontier(plain.candidates.values())]
     pairs = list(itertools.product(combinations(config), best))
-    for changes, layout in _shown(pairs, "weighing changes"):
+    for changes, layout in _track(pairs, "weighing changes"):
         layout = replace(layout, changes=changes)
         wanted = layout.applied(config)
         if config_mistakes(wanted):
@@ -185,10 +185,10 @@ def weigh_changes(
     return plain._replace(candidates=weighed, errors=errors)
 
 
-def _shown(
+def _track(
     items: list[Any], title: str, beat: Callable[[], object] = lambda: None
 ) -> Iterator[Any]:
-    """Yield the items with a bar of progress in a terminal, and a beat before each."""
+    """Yield the items with a progress bar in a terminal; call `beat` before each."""
     console = Console(stderr=True)
     hidden = not console.is_terminal
     for item in track(items, title, console=console, transient=True, disable=hidden):

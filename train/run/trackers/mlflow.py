@@ -26,11 +26,11 @@ class MlflowWriter(Writer):
     def open(self, folder: Path, marked: int) -> int:
         """Find the run, or create it with its config as parameters."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise refused
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # refused by default
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
-        # Otherwise each retry is a warning.
+        # This hides a warning for each retry.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         uri = self._config.uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._metric: Any = Metric
@@ -38,7 +38,7 @@ class MlflowWriter(Writer):
         self._id = self._run.run_id(self.name, self._create)
         self._client.update_run(self._id, status="RUNNING")
         metrics = self._client.get_run(self._id).data.metrics
-        self._last = {key: self._last_step(key) for key in metrics}
+        self._last_steps = {key: self._last_step(key) for key in metrics}
         return marked if metrics else -1
 
     def _create(self) -> str:
@@ -66,12 +66,12 @@ class MlflowWriter(Writer):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Send the values that the tracker lacks, in few requests."""
-        now = int(1000 * time.time())
+        timestamp_ms = int(1000 * time.time())
         metrics = [
-            self._metric(key, value, now, step)
+            self._metric(key, value, timestamp_ms, step)
             for step, values in lines
             for key, value in values.items()
-            if step > self._last.get(key, -1)
+            if step > self._last_steps.get(key, -1)
         ]
         for first in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._id, metrics[first : first + _METRICS])

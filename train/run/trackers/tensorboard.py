@@ -22,11 +22,11 @@ class TensorBoardWriter(Writer):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        events: Any = event_pb2  # protobuf makes their names at run time
+        events: Any = event_pb2  # protobuf defines their members at run time
         summaries: Any = summary_pb2
         self._event, self._summary = events.Event, summaries.Summary
         last = min(marked, self._run.step)
-        # Readers take the files in the order of their names.
+        # Readers read the files in the order of their names.
         self._file = EventsWriter(str(folder / f"{self._run.start:06d}"))
         begin = events.SessionLog(status=events.SessionLog.START)
         self._add(session_log=begin, step=last + 1)
@@ -39,11 +39,11 @@ class TensorBoardWriter(Writer):
     def write(self, lines: Sequence[Line]) -> None:
         """Write lines and flush them, so that readers see them at once."""
         for step, values in lines:
-            value = [
+            entries = [
                 self._summary.Value(tag=tag, simple_value=value)
                 for tag, value in values.items()
             ]
-            self._add(step=step, summary=self._summary(value=value))
+            self._add(step=step, summary=self._summary(value=entries))
         self._file.flush()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Weights & Biases, offline unless asked otherwise.
+"""Weights & Biases, offline by default.
 
-A run has one id, in `<run_dir>/wandb/run_id`. A server drops steps at or below its last
-one, so that no step appears twice.
+A run has one id, in `<run_dir>/wandb/run_id`. A server drops steps up to its last
+step, so that no step appears twice.
 """
 
 import logging
@@ -42,9 +42,9 @@ class WandbWriter(Writer):
 
     def open(self, folder: Path, marked: int) -> int:
         """Begin or resume the run; only a server knows its last step."""
-        os.environ["WANDB_CACHE_DIR"] = f"{folder}/cache"  # not ~/.cache/wandb
-        os.environ["WANDB_SILENT"] = "true"  # the login does not ask the settings
-        # It logs to the folder; on a full disk each line would be a traceback.
+        os.environ["WANDB_CACHE_DIR"] = f"{folder}/cache"  # replaces ~/.cache/wandb
+        os.environ["WANDB_SILENT"] = "true"  # the login ignores the settings
+        # On a full disk, each line that wandb logs to the folder would be a traceback.
         logging.raiseExceptions = False
         import wandb  # takes half a second
 
@@ -69,7 +69,7 @@ class WandbWriter(Writer):
         return self._wandb.starting_step - 1 if mode == "online" else marked
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Log with our step, because wandb's restarts at 0 in each offline session."""
+        """Log lines with our step; wandb's own step restarts at 0 when offline."""
         for step, values in lines:
             self._wandb.log({"step": step, **values}, step=step)
 
@@ -79,7 +79,7 @@ class WandbWriter(Writer):
 
 
 def _has_key() -> bool:
-    """Whether wandb can log in without asking at the terminal."""
+    """Return whether wandb can log in without asking at the terminal."""
     if any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
         return True
     base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")

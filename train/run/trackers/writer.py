@@ -13,7 +13,7 @@ Line = tuple[int, Mapping[str, float]]  # completed updates, and their values
 
 @dataclass(frozen=True)
 class Tracked:
-    """The start of a run that is tracked.
+    """A start of a run whose metrics a tracker receives.
 
     run_dir: the run's directory; its `metrics.jsonl` has no lines after `step`.
     name: the name to show.
@@ -29,7 +29,7 @@ class Tracked:
     start: int = 1
 
     def run_id(self, tracker: str, create: Callable[[], str]) -> str:
-        """Return the run's id at a tracker, which its first start creates and keeps."""
+        """Return the run's id at a tracker; the first start creates and stores it."""
         path = self.run_dir / tracker / "run_id"
         run_id = path.read_text().strip() if path.exists() else ""
         if not run_id:
@@ -40,9 +40,9 @@ class Tracked:
 
 
 class Writer(abc.ABC):
-    """Writes the lines of a run to one tracker. May block, and raise anything."""
+    """Writes the lines of a run to one tracker. Methods may block or raise anything."""
 
-    name: str  # names the tracker, its extra, and its folder in the run's directory
+    name: str  # names the tracker, its pip extra, and its folder in the run
 
     def __init__(self, run: Tracked, config: Any = None):
         self._run, self._config = run, config
@@ -61,7 +61,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def write(self, lines: Sequence[Line]) -> None:
-        """Write lines, in ascending steps; several may be of one step."""
+        """Write lines in ascending order of steps; several lines may share a step."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -27,7 +27,6 @@ def laid_out(composed, lay_out):
 
 FIGURES = json.loads(Path(__file__).with_name("compiled_figures.json").read_text())
 GPT2 = ("model=gpt2_124m", "data.sequence_length=1024", "data.batch_size=64")
-ALL_PRODUCTS = "[attention,query,key,value,attention_output,mlp_gate,mlp_up]"
 
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda row: row["case"])
@@ -106,27 +105,14 @@ def test_what_is_cut_across_slices_is_sent_in_their_network_and_then_between(lai
     )
 
 
-@pytest.mark.parametrize(
-    ("target", "faster", "slower"),
-    [
-        ("v5e-8", ALL_PRODUCTS, "none"),
-        ("v5e-8", "dots", "full"),
-        ("h100-8", "dots", "none"),
-        ("h100-8", "full", "none"),
-    ],
-)
-def test_policies_are_ordered_as_compiled_plans_order_them(
-    laid_out, target, faster, slower
-):
-    """A small model: what is kept costs more than what is computed again."""
-
+def test_saving_products_is_faster_than_computing_them_again(laid_out):
     def speed(remat):
         shape = (*GPT2, "mesh=fsdp", f"train.remat={remat}", "model.vocab_size=50257")
-        prediction = estimate(laid_out(target, *shape)).prediction
+        prediction = estimate(laid_out("v5e-8", *shape)).prediction
         assert prediction is not None
         return prediction.middle.tokens_per_second
 
-    assert speed(faster) > 1.02 * speed(slower)
+    assert speed("dots") > 1.02 * speed("full")
 
 
 def test_sums_and_items_agree(laid_out):

@@ -64,7 +64,7 @@ def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
     assert best.endswith(found.best.layout.overrides(config))
     assert found.runner_up is not None
     assert last.endswith(found.runner_up.layout.overrides(config))
-    assert found.runner_up.layout.of_layers != found.best.layout.of_layers
+    assert found.runner_up.layout.layer_shards != found.best.layout.layer_shards
     assert "% time a step" in cost
 
 

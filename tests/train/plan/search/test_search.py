@@ -104,7 +104,7 @@ def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypat
 def test_a_search_gives_a_sign_of_life_for_each_mesh(config, devices, room):
     beats = []
     found = search(config, devices, room, beat=lambda: beats.append(1))
-    assert len(beats) > len({one.layout.of_layers for one in found.weighed})
+    assert len(beats) > len({one.layout.layer_shards for one in found.weighed})
 
 
 def test_the_best_and_the_one_given_are_compiled(config, devices, room, monkeypatch):
