@@ -1,1 +1,1 @@
-"""Takes the command line of training to a cluster, and keeps it running there."""
+"""Run the command line of training on a cluster, and keep it running there."""

@@ -1,8 +1,8 @@
-"""`python -m launch cluster=...`: the command line of training, on a cluster.
+"""`python -m launch cluster=...`: run the command line of training on a cluster.
 
-What is not its own of the command line travels word for word. Exit codes: those of the
-run if this command keeps it going (local, ssh, tpu_vm), otherwise 0 once it is
-submitted; 4, 65 and 78 if the plan says that it is of no use.
+Arguments that are no keys of the launcher are passed to training unchanged. The exit
+code is the run's if this command supervises it (local, ssh, tpu_vm), otherwise 0 after
+the submission; it is 4, 65 or 78 if the plan says that the run cannot succeed.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 from launch.config import Action, kind_in, kind_of, schema_of
 from launch.job import environment_mistakes, secret_mistakes
-from launch.submissions import Submission, submitted
+from launch.submissions import Submission, require_submission
 from launch.submit import BACKENDS, render_job, resume, run_directory, submit_job
 from launch.subprocesses import run_module
 from train.cli.command import run_command
@@ -26,24 +26,24 @@ log = logging.getLogger(__name__)
 
 
 def main(config: Any) -> int:
-    """Carry out `action`."""
+    """Carry out `config.action`, and return the exit code."""
     if config.action in (Action.submit, Action.render):
         flags = parse_flags(sys.argv[1:])
         if flags.config_dir or flags.config_name:
-            rule = "stays here: presets that travel lie in configs/, or are keys"
+            rule = "has no effect on a cluster: use a preset in configs/, or keys"
             raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
         act = render_job if config.action is Action.render else submit_job
         return act(config, flags.overrides, str(Path.cwd()))
-    submission = submitted(run_directory(config))
+    submission = require_submission(run_directory(config))
     match config.action:
         case Action.resume:
-            typed = parse_flags(sys.argv[1:]).overrides
-            return resume(submission, typed, launch_mistakes, config.force)
+            overrides = parse_flags(sys.argv[1:]).overrides
+            return resume(submission, overrides, launch_mistakes, config.force)
         case Action.logs:
             return BACKENDS[submission.kind].logs(submission, config.follow)
         case Action.stop:
             name, kind = submission.name, submission.kind
-            log.info("%s on %s is asked to save and stop: waits for it", name, kind)
+            log.info("asked %s on %s to save and stop; waiting for it", name, kind)
             code = BACKENDS[kind].stop(submission)
             log.info("%s has ended", name)
             return code
@@ -54,38 +54,38 @@ def main(config: Any) -> int:
 
 
 def launch_mistakes(config: Any) -> list[Mistake]:
-    """List what is wrong, with the keys of training too."""
-    mistakes_found = config_mistakes(config)
+    """List the mistakes in the configuration, including the keys of training."""
+    mistakes = config_mistakes(config)
     if config.follow and config.action is not Action.logs:
-        mistakes_found.append(Mistake("follow", True, "goes with action=logs only"))
+        mistakes.append(Mistake("follow", True, "goes with action=logs only"))
     if config.output and config.action is not Action.render:
         rule = "goes with action=render only"
-        mistakes_found.append(Mistake("output", config.output, rule))
+        mistakes.append(Mistake("output", config.output, rule))
     if config.action in (Action.submit, Action.render):
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
-        mistakes_found += environment_mistakes(variables, backend.SECRETS_REMEDY)
-        typed = parse_flags(sys.argv[1:]).overrides
-        typed = [word for word in typed if not word.startswith("cluster.environment")]
-        mistakes_found += secret_mistakes(typed, backend.SECRETS_REMEDY)
+        mistakes += environment_mistakes(variables, backend.SECRETS_REMEDY)
+        words = parse_flags(sys.argv[1:]).overrides
+        words = [word for word in words if not word.startswith("cluster.environment")]
+        mistakes += secret_mistakes(words, backend.SECRETS_REMEDY)
         directory = run_dir(training_config(config))
         try:
             directory = run_directory(config)
         except ConfigError as error:
-            mistakes_found += error.mistakes
-        mistakes_found += backend.mistakes(config.cluster, directory)
-    return mistakes_found
+            mistakes += error.mistakes
+        mistakes += backend.mistakes(config.cluster, directory)
+    return mistakes
 
 
 def _status(submission: Submission) -> int:
-    """Print what the cluster knows of the job, and what the run knows of itself."""
+    """Print the job's state on the cluster, then the run's own status."""
     print(f"{submission.name}   submitted {submission.time} to {submission.kind}")
     for line in BACKENDS[submission.kind].status(submission):
         print(line)
     sys.stdout.flush()
     if (submission.folder.parent.parent / "config.yaml").exists():
-        of_run = hydra_text("run.dir", submission.run_dir)
-        return run_module("train.status", [of_run]).returncode
+        run_override = hydra_text("run.dir", submission.run_dir)
+        return run_module("train.status", [run_override]).returncode
     print("the run has not begun yet")
     return FINISHED
 

@@ -1,8 +1,8 @@
-"""The program as an archive, for machines that do not see the folders of this one.
+"""Pack this program into an archive, for machines that do not share its folder.
 
-It holds what an installed package would, the presets of `configs/`, and what it takes
-to install one. Files that git ignores, hidden files and links that lead out are left
-out. Equal files give equal bytes.
+The archive holds the files of the installed package, the presets of `configs/`, and the
+files that an installation needs. Files that git ignores, hidden files and links that
+lead out of the folder are left out. Equal files give equal bytes.
 """
 
 import gzip
@@ -18,11 +18,11 @@ _TO_INSTALL = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
 
 def archive(root: Path) -> bytes:
-    """Pack the program whose packages lie in a folder."""
-    packed = io.BytesIO()
-    # Without a name and a time, that equal files give equal bytes.
+    """Return a gzipped tar file of the program whose packages are in `root`."""
+    buffer = io.BytesIO()
+    # The gzip header has no name and no time, so that equal files give equal bytes.
     with (
-        gzip.GzipFile("", "wb", 9, packed, mtime=0) as compressed,
+        gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
         for name in files(root):
@@ -30,27 +30,27 @@ def archive(root: Path) -> bytes:
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content), 0o644
             tar.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+    return buffer.getvalue()
 
 
 def files(root: Path) -> list[str]:
-    """List what travels, by paths from the root on, in order."""
+    """List the files to pack, as sorted paths relative to `root`."""
     names = _not_ignored(root) or _on_disk(root)
-    return sorted({name for name in names if _travels(root, Path(name))})
+    return sorted({name for name in names if _is_packed(root, Path(name))})
 
 
-def _travels(root: Path, name: Path) -> bool:
+def _is_packed(root: Path, name: Path) -> bool:
     if any(part.startswith(".") for part in name.parts):
         return False
     path = (root / name).resolve()
     if not path.is_file() or not path.is_relative_to(root.resolve()):
         return False
-    packaged = name.suffix in _SUFFIXES or name.name == "py.typed"
-    return str(name) in _TO_INSTALL or (name.parts[0] in _PACKAGES and packaged)
+    has_packed_type = name.suffix in _SUFFIXES or name.name == "py.typed"
+    return str(name) in _TO_INSTALL or (name.parts[0] in _PACKAGES and has_packed_type)
 
 
 def _not_ignored(root: Path) -> list[str]:
-    """List what git does not ignore; nothing where there is no git, or no checkout."""
+    """List the files that git does not ignore; none without git or a checkout."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     command += ["--exclude-standard", "--", *_PACKAGES, *_TO_INSTALL]
     try:

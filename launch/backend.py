@@ -1,4 +1,4 @@
-"""The interface of each kind of cluster: a module with these names."""
+"""The interface that a module implements for each kind of cluster."""
 
 from typing import Any, Protocol
 
@@ -13,39 +13,39 @@ class Backend(Protocol):
 
     @property
     def SECRETS_REMEDY(self) -> str:
-        """Return what to do instead of writing a secret into `cluster.environment`."""
+        """Advice on where to keep a secret instead of `cluster.environment`."""
         ...
 
     def mistakes(self, cluster: Any, run_dir: str) -> list[Mistake]:
-        """List what is wrong with the cluster's keys, or with where the run lies."""
+        """List the mistakes in the cluster's keys, and in the run's location."""
         ...
 
     def machine(self, cluster: Any) -> Machine:
-        """Return what the plan is made for."""
+        """Return the machine to plan for."""
         ...
 
     def render(self, job: Job, cluster: Any) -> Rendered:
-        """Return what would be submitted, without asking the cluster or writing."""
+        """Return the files and commands, without asking the cluster or writing."""
         ...
 
     def submit(
         self, job: Job, cluster: Any, rendered: Rendered, submission: Submission
     ) -> int:
-        """Submit what was rendered, keep the job's handle, and return an exit code."""
+        """Submit the rendered job, record its handle, and return an exit code."""
         ...
 
     def alive(self, submission: Submission) -> bool:
-        """Return whether the job runs, or waits to."""
+        """Return whether the job is running, or waiting to run."""
         ...
 
     def status(self, submission: Submission) -> list[str]:
-        """Return what the cluster knows of the job, in lines; why it waits, if so."""
+        """Return lines that describe the job's state, and why it waits."""
         ...
 
     def logs(self, submission: Submission, follow: bool) -> int:
-        """Print what the run has said, and, to follow it, go on until it ends."""
+        """Print the run's output, with `follow` until it ends; return an exit code."""
         ...
 
     def stop(self, submission: Submission) -> int:
-        """Let the run save and stop for good, and wait until it has."""
+        """Stop the run for good after a save, and wait; return an exit code."""
         ...

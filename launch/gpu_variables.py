@@ -18,38 +18,38 @@ from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 FLAGS = (
-    # Collectives run next to products that do not need them.
+    # Collectives overlap with matrix products that do not need them.
     "xla_gpu_enable_latency_hiding_scheduler",
     # The weights of the next layer are gathered during this one.
     "xla_gpu_enable_pipelined_all_gather",
-    # The gradients of a layer are added up during the next one.
+    # The gradients of a layer are reduced during the next one.
     "xla_gpu_enable_pipelined_all_reduce",
     # The loop over layers is unrolled once: no copies, no wait between two layers.
     "xla_gpu_enable_while_loop_double_buffering",
 )
 SETTINGS = {
     "XLA_FLAGS": " ".join(f"--{flag}=true" for flag in FLAGS),
-    # JAX takes 0.75 of a GPU's memory by itself; the rest is NCCL's and CUDA's.
+    # JAX's default is 0.75 of a GPU's memory. NCCL and CUDA need the rest.
     "XLA_CLIENT_MEM_FRACTION": "0.9",
-    # NCCL says why, when a connection fails.
+    # NCCL says why a connection failed.
     "NCCL_DEBUG": "WARN",
 }
-# jaxlib refuses both together.
+# jaxlib refuses this variable together with XLA_CLIENT_MEM_FRACTION.
 _OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def values(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables with their values, those of `environment` among them."""
-    values = {**SETTINGS, **environment}
+    """Return the variables of a GPU job; those of `environment` win."""
+    variables = {**SETTINGS, **environment}
     if _OLD_FRACTION in environment:
-        del values["XLA_CLIENT_MEM_FRACTION"]
-    return values
+        del variables["XLA_CLIENT_MEM_FRACTION"]
+    return variables
 
 
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return nodes of GPUs as a named target, if one fits, or a number of devices."""
+    """Return GPU nodes as a named target if there is one, otherwise as a count."""
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
     except ConfigError:
@@ -58,7 +58,7 @@ def machine_of(
 
 
 def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
-    """List what is wrong with the keys of a node's GPUs."""
+    """List the mistakes in the keys of a node's GPUs."""
     errors, gpus = [], cluster.gpus_per_node
     if gpus is not None and cluster.processes_per_node not in (1, gpus):
         rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "
@@ -71,10 +71,10 @@ def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
         rule = "needs cluster.gpus_per_node=<number>"
         errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     try:
-        cuda = parse_target(f"{cluster.gpu}-8").platform == "cuda"
+        is_cuda = parse_target(f"{cluster.gpu}-8").platform == "cuda"
     except ConfigError:
-        cuda = False
-    if not cuda:
+        is_cuda = False
+    if not is_cuda:
         rule = "must be a100, h100, h200, b200, or null: then the plan knows no memory"
         errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     return errors

@@ -1,9 +1,9 @@
-"""Memory and cores of a host, from the plan: what a scheduler is asked for.
+"""Compute the host memory and cores to request from a scheduler.
 
-The plan computes what the step keeps in a host's memory (optimizer.offload), and what
-an asynchronous save stages there: it needs twice that. The rest are generous rules: 16
-GiB for each process (libraries, compiler, batches), and eight cores for each chip.
-Without a plan nothing is asked for, and the defaults of the site hold.
+The plan computes the bytes that the step keeps in a host's memory (optimizer.offload),
+and those that an asynchronous save stages there, which needs twice as much. The rest
+are generous rules: 16 GiB for each process (libraries, compiler, batches), and eight
+cores for each chip. Without a plan nothing is requested: the site's defaults apply.
 """
 
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _PROCESS_BYTES = 16 << 30
 _CORES_PER_CHIP = 8
-# The assumed rate of a host to an object store or a shared disk.
+# The assumed rate at which a host writes to an object store or a shared disk.
 _SAVED_BYTES_PER_S = 1e9
 
 

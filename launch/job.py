@@ -23,18 +23,18 @@ ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # in the folder of the submission
 
 @dataclass(frozen=True)
 class Job:
-    """A command line of training, bound for a cluster.
+    """A training run to start on a cluster.
 
-    name: the job's name: lower-case letters, digits and hyphens, at most 40; the same
-        for all submissions of a run.
-    run_dir: absolute, or s3:// or gs://.
+    name: at most 40 lower-case letters, digits and hyphens; the same for all
+        submissions of a run.
+    run_dir: an absolute path, or an s3:// or gs:// URL.
     folder: the folder of this submission, in the run's directory.
-    rendered_to: the folder of the rendered files, if it is another.
+    rendered_to: the folder of the rendered files, if it is not `folder`.
     overrides: the overrides of `python -m train`, verbatim.
-    root: the folder of this program's packages, here.
+    root: the folder of this program's packages on this machine.
     workdir: the folder in which this command was typed.
-    staged_bytes: a host's memory while a save copies from it; None: there is no plan.
-    held_bytes: a host's memory that the step keeps arrays in.
+    staged_bytes: the host memory that a save stages arrays in; None without a plan.
+    held_bytes: the host memory in which the step keeps offloaded arrays.
     """
 
     name: str
@@ -51,48 +51,48 @@ class Job:
     def command(
         self, python: str, code: Code = Code.shared, prefix: Sequence[str] = ()
     ) -> list[str]:
-        """Return the words that train there, started by those of `prefix` if given."""
-        # -P leaves the working directory out of the path: `variables` say which code.
+        """Return the command that trains on the cluster, with `prefix` in front."""
+        # -P keeps the working directory off sys.path; `variables` sets PYTHONPATH.
         words = [*prefix, python, "-P", "-m", "train", *self.overrides]
         return self._unpacked(words, python, code)
 
     def status_command(self, python: str, code: Code = Code.shared) -> list[str]:
-        """Return the words that print there, as one JSON object, how far the run is."""
+        """Return the command that prints the run's status as one JSON object."""
         words = [python, "-P", "-m", "train.status", *self.status_arguments]
         return self._unpacked(words, python, code)
 
     def _unpacked(self, words: list[str], python: str, code: Code) -> list[str]:
         if code is not Code.archive:
             return words
-        # An object store holds no program that could be run from there.
+        # Python cannot run a file of an object store.
         in_store = is_remote(self.folder)
         unpack = ["-m", "launch.unpack"] if in_store else [f"{self.folder}/{UNPACK}"]
         return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
-        """Return the environment that goes with the command."""
+        """Return the environment variables that the command needs."""
         path = {"PYTHONPATH": self.root} if code is Code.shared else {}
         return {**path, **self.environment}
 
     def cache_variables(self) -> dict[str, str]:
-        """Return where XLA keeps compiled programs: in the run, for its next start.
+        """Return the variable that makes XLA cache programs in the run's directory.
 
-        For accelerators alone: a program for a CPU may hold instructions that another
-        node lacks.
+        Only for accelerators: a program compiled for one CPU may hold instructions that
+        another node lacks.
         """
         return {"JAX_COMPILATION_CACHE_DIR": f"{self.run_dir}/compilation_cache"}
 
     @property
     def status_arguments(self) -> tuple[str, ...]:
-        """Arguments of `python -m train.status` that print it as one JSON object."""
+        """The arguments of `python -m train.status` that print one JSON object."""
         return hydra_text("run.dir", self.run_dir), "json=true"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Files of the submission's folder, the command that submits, and lines before it.
+    """The files of a submission by name, and the command that submits them.
 
-    Only who submits it oneself has to type the lines of shell in `before`.
+    before: lines of shell that a user who types the command types first.
     """
 
     files: Mapping[str, str]
@@ -101,38 +101,38 @@ class Rendered:
 
 
 def job_name(run_name: str, run_dir: str) -> str:
-    """Return a name that Slurm, Kubernetes and Google Cloud all take."""
-    plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:31].strip("-")
-    digits = hashlib.sha256(run_dir.encode()).hexdigest()[:8]
-    start = plain if plain[:1].isalpha() else f"run-{plain}"[:31].strip("-")
-    return f"{start}-{digits}"
+    """Return a name that Slurm, Kubernetes and Google Cloud all accept."""
+    slug = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:31].strip("-")
+    digest = hashlib.sha256(run_dir.encode()).hexdigest()[:8]
+    start = slug if slug[:1].isalpha() else f"run-{slug}"[:31].strip("-")
+    return f"{start}-{digest}"
 
 
 def local_folder(name: str, folder: str) -> Path:
-    """Return a submission's folder, or, for a remote one, a local one of its own."""
+    """Return `folder`, or a folder under the user's home if `folder` is remote."""
     if not is_remote(folder):
         return Path(folder)
     return Path.home() / f".local/state/longhaul/{name}/{folder.rpartition('/')[2]}"
 
 
 def port_of(name: str) -> int:
-    """Return a port for process 0, below those that Linux hands out at will."""
+    """Return a port for process 0, below the range that Linux assigns from."""
     return 20_000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 12_000
 
 
 def shell(words: Sequence[str]) -> str:
-    """Return a line of shell that means these words."""
+    """Quote words and join them into a line of shell."""
     return shlex.join(words)
 
 
 def options(values: Mapping[str, Any]) -> list[str]:
-    """Return long options: null and false leave one out, true has no value."""
+    """Return long options; null and false omit an option, true gives it no value."""
     set_values = {k: v for k, v in values.items() if v is not None and v is not False}
     return [f"--{k}" if v is True else f"--{k}={v}" for k, v in set_values.items()]
 
 
 def exports(environment: Mapping[str, str]) -> list[str]:
-    """Return lines of shell that set these variables."""
+    """Return lines of shell that export these variables."""
     return [f"export {name}={shlex.quote(v)}" for name, v in environment.items()]
 
 
@@ -141,7 +141,7 @@ VARIABLE_RULE = "must be a variable's name: letters, digits and underscores"
 
 
 def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
-    """List what is no name of a variable, and secrets, with a remedy for these."""
+    """List invalid names, and values that look like secrets, with a remedy."""
     mistakes = []
     for name, value in environment.items():
         key = f"cluster.environment.{name}"
@@ -154,7 +154,7 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
 
 
 def secret_mistakes(overrides: Sequence[str], remedy: str) -> list[Mistake]:
-    """List the overrides that hold a secret: they end up in files, word for word."""
+    """List the overrides that hold a secret, because all are written into files."""
     rule = "holds a password or a key, and would be written into files; leave it out "
     rule += f"of the command line, or name a variable as ${{oc.env:NAME}}, and {remedy}"
     keys = [word.partition("=")[0] for word in overrides if holds_secret(word)]
@@ -162,8 +162,8 @@ def secret_mistakes(overrides: Sequence[str], remedy: str) -> list[Mistake]:
 
 
 def control_character_mistakes(words: Sequence[str]) -> list[Mistake]:
-    """List the words that cannot travel: those with characters that end a line."""
-    rule = "must not hold line breaks or control characters, such as no cluster keeps"
+    """List the words with control characters, which no cluster passes on intact."""
+    rule = "must not hold line breaks or control characters: no cluster passes them on"
     return [
         Mistake("command line", repr(word), rule)
         for word in words

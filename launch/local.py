@@ -1,6 +1,6 @@
-"""`cluster=local`: processes of this machine, kept running from here.
+"""`cluster=local`: processes of this machine, supervised by this command.
 
-Several find each other by torchrun's variables, and on GPUs take one each.
+Several processes find each other by torchrun's variables, and take one GPU each.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: LocalCluster) -> Machine:
-    """Return nothing to plan for: training says the same on this very machine."""
+    """Return nothing to plan for: training makes the same checks on this machine."""
     return Machine()
 
 
@@ -48,7 +48,7 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
     lines = ["#!/usr/bin/env bash", f"cd {shell([job.workdir])}"]
     lines += exports(job.variables())
     for process in range(cluster.processes):
-        variables = _place(process, cluster.processes, port=29500)
+        variables = _torchrun_variables(process, cluster.processes, port=29500)
         words = [f"{name}={value}" for name, value in variables.items()]
         lines.append(" ".join([*words, command]) + " &" * (cluster.processes > 1))
     lines += ["wait"] * (cluster.processes > 1)
@@ -58,16 +58,16 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
 def submit(
     job: Job, cluster: LocalCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Start the processes, and keep them going to the end."""
+    """Start the processes, and supervise them until the run is over."""
     return supervise(job, cluster, submission, partial(_Attempt, job, cluster))
 
 
 def stop(submission: Submission) -> int:
-    """Let the run save and stop, and wait until it has, also without a supervisor."""
-    kept_running = alive(submission)
+    """Stop the run after a save, also without a supervisor, and wait for its end."""
+    was_supervised = alive(submission)
     stop_supervisor(submission)
-    remaining = _left(submission)
-    if not (kept_running or remaining):
+    remaining = _remaining_processes(submission)
+    if not (was_supervised or remaining):
         host = submission.handle.get("host")
         log.warning("nothing of it runs on this machine; it was started on %s", host)
     for process in remaining:
@@ -78,8 +78,8 @@ def stop(submission: Submission) -> int:
     return FINISHED
 
 
-def _left(submission: Submission) -> list[Process]:
-    """Return the run's processes that outlived a supervisor, of any submission."""
+def _remaining_processes(submission: Submission) -> list[Process]:
+    """Return the run's live processes, from the last attempts of all submissions."""
     files = submission.local_folder().parent.glob(f"*/{_PROCESSES}")
     records = [values for file in files for values in json.loads(file.read_text())]
     processes = filter(None, map(Process.from_dict, records))
@@ -87,31 +87,31 @@ def _left(submission: Submission) -> list[Process]:
 
 
 class _Attempt:
-    """One start of all processes; each writes to a file, and outlives us if need be."""
+    """One start of all processes, each with a log file and a session."""
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
         port, self._processes = _free_port(), ProcessGroup()
-        self._output = _log(folder, 0).open("ab+") if show else None
+        self._output = _log_path(folder, 0).open("ab+") if show else None
         for process in range(cluster.processes):
-            own = _place(process, cluster.processes, port)
-            with _log(folder, process).open("ab") as file:
+            variables = _torchrun_variables(process, cluster.processes, port)
+            with _log_path(folder, process).open("ab") as file:
                 self._processes.add(
                     job.command(sys.executable),
-                    env={**os.environ, **job.variables(), **own},
+                    env={**os.environ, **job.variables(), **variables},
                     cwd=job.workdir,
                     stdout=file,
                     stderr=file,
-                    start_new_session=True,  # Ctrl-C comes to us alone
+                    start_new_session=True,  # Ctrl-C reaches only this process
                 )
-        started = [asdict(Process.of(p.pid)) for p in self._processes.processes]
-        (folder / _PROCESSES).write_text(json.dumps(started))
+        records = [asdict(Process.of(p.pid)) for p in self._processes.processes]
+        (folder / _PROCESSES).write_text(json.dumps(records))
 
     def wait(self) -> Sequence[int | None]:
-        """Wait for all, and show what process 0 writes."""
+        """Wait for all processes, showing the output of process 0; return codes."""
         return self._processes.wait(self._show)
 
     def stop(self, number: int) -> None:
-        """Signal all: they agree on the step."""
+        """Send a signal to all processes, which agree on the step to save."""
         self._processes.send_signal(number)
 
     def _show(self) -> None:
@@ -120,21 +120,21 @@ class _Attempt:
             sys.stderr.flush()
 
 
-def _log(folder: Path, process: int) -> Path:
+def _log_path(folder: Path, process: int) -> Path:
     return folder / f"process-{process}.log"
 
 
-def _place(process: int, processes: int, port: int) -> dict[str, str]:
-    """Return all of torchrun's variables; none for a process alone."""
+def _torchrun_variables(process: int, processes: int, port: int) -> dict[str, str]:
+    """Return all of torchrun's variables, or none for a single process."""
     if processes == 1:
         return {}
     variables = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost"}
-    torchrun = torchrun_variables(process, processes)
-    return {**torchrun, **variables, "MASTER_PORT": f"{port}"}
+    ranks = torchrun_variables(process, processes)
+    return {**ranks, **variables, "MASTER_PORT": f"{port}"}
 
 
 def _free_port() -> int:
-    """Return a free port, another for each start: two runs are not in the way."""
+    """Return a free port, a new one for each start so that two runs do not collide."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

@@ -1,6 +1,6 @@
-"""Documents for clusters, as YAML that means the same to every reader of YAML.
+"""Write YAML for clusters that means the same to every YAML parser.
 
-Words that one of them takes for a number, a date or a truth value stand in quotes.
+Words that some parser reads as a number, a date or a boolean are quoted.
 """
 
 import re
@@ -10,58 +10,58 @@ from typing import Any
 import yaml
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-# Readers of YAML 1.1 and 1.2 differ about these.
-_TAKEN = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "inf", "nan"}
+# Parsers of YAML 1.1 and 1.2 differ on these words.
+_AMBIGUOUS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "inf", "nan"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes each text that is not a plain word."""
+    """A dumper that quotes each string that is not a plain word."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    plain = _PLAIN.fullmatch(text) and text.lower() not in _TAKEN
-    # A block shows lines of shell as they are.
-    script = text.endswith("\n") and text.isascii() and text[:-1].strip() == text[:-1]
-    style = None if plain else "|" if script else '"'
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    is_plain = _PLAIN.fullmatch(text) and text.lower() not in _AMBIGUOUS
+    # A block scalar keeps lines of shell readable.
+    is_block = text.endswith("\n") and text.isascii() and text[:-1].strip() == text[:-1]
+    style = None if is_plain else "|" if is_block else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
-    """Write a document."""
+    """Return a document as YAML."""
     style: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 1000}
     return yaml.dump(dict(document), Dumper=_Dumper, **style)
 
 
-def merge_values(document: Any, more: Any) -> Any:
-    """Merge what a person adds into a document; theirs wins.
+def merge_values(document: Any, changes: Any) -> Any:
+    """Return a document with a user's changes merged in; the changes win.
 
-    Keys are merged all the way down, null takes a key away. Lists whose items all have
-    a name are merged by it, as containers and variables are; other lists are replaced.
+    Mappings are merged recursively, and null removes a key. Lists whose items all have
+    a name, such as containers, are merged by name; other lists are replaced.
     """
-    if isinstance(document, Mapping) and isinstance(more, Mapping):
+    if isinstance(document, Mapping) and isinstance(changes, Mapping):
         result = {**document}
-        for key, value in more.items():
+        for key, value in changes.items():
             if value is None:
                 result.pop(key, None)
             else:
                 result[key] = merge_values(result.get(key), value)
         return result
-    if _named(document) and _named(more):
+    if _have_names(document) and _have_names(changes):
         by_name = {item["name"]: item for item in document}
-        for item in more:
+        for item in changes:
             by_name[item["name"]] = merge_values(by_name.get(item["name"]), item)
         return list(by_name.values())
-    if isinstance(more, Mapping):  # without the keys that it would have taken away
-        return merge_values({}, more)
-    return more
+    if isinstance(changes, Mapping):  # its nulls have no key to remove
+        return merge_values({}, changes)
+    return changes
 
 
-def _named(items: Any) -> bool:
+def _have_names(items: Any) -> bool:
     mappings = isinstance(items, list) and all(isinstance(i, Mapping) for i in items)
     return mappings and bool(items) and all("name" in item for item in items)

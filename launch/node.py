@@ -2,11 +2,11 @@
 
     python -m launch.node [--processes 8] [--folder DIR ...] -- command...
 
-It starts the command, or several that share the node's GPUs, with torchrun's variables,
-passes signals on, and ends with the most telling exit code (launch/policy.py). With a
-folder it also asks the run to save and stop for good when the folder has a file `stop`,
-and counts the node's crashes there: after one that may be retried it ends with ABORTED,
-so that the cluster starts it again.
+It starts one or more processes of the command with torchrun's variables, passes signals
+on, and exits with the code that launch/policy.py selects. With --folder it also asks
+the run to save and stop for good when the folder holds a file `stop`, and counts the
+node's crashes there. After a crash that may be retried it exits with ABORTED, so that
+the cluster starts it again.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from launch.subprocesses import ProcessGroup, torchrun_variables
 from train.errors import ABORTED, STOPPED
 
 STOP = "stop"
-_LOOK_S = 10.0
+_POLL_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -35,59 +35,59 @@ def node_command(
     max_restarts: int = 0,
     backoff_s: float = 0,
 ) -> list[str]:
-    """Return the words to put in front of the command."""
+    """Return the words that, in front of a command, run it under this program."""
     words = [python, "-P", "-m", "launch.node", "--processes", str(processes)]
     if folder is not None:
-        counted = ["--max-restarts", str(max_restarts), "--backoff", str(backoff_s)]
-        words += ["--folder", folder, *counted]
+        limits = ["--max-restarts", str(max_restarts), "--backoff", str(backoff_s)]
+        words += ["--folder", folder, *limits]
     return [*words, "--"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the processes to their end; return the exit code."""
+    """Run the node's processes until all have ended; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launch.node")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--folder", type=epath.Path)
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--backoff", type=float, default=0)
-    parser.add_argument("--look", type=float, default=_LOOK_S)
+    parser.add_argument("--look", type=float, default=_POLL_S)
     command = list(arguments)
-    split = command.index("--")
-    options = parser.parse_args(command[:split])
-    rank = int(os.environ.get("NODE_RANK", "0"))
+    separator = command.index("--")
+    options = parser.parse_args(command[:separator])
+    node_rank = int(os.environ.get("NODE_RANK", "0"))
     if asked_to_stop(options.folder):
         return STOPPED
     processes = ProcessGroup()
     for number in _SIGNALS:
         signal.signal(number, lambda number, _: processes.send_signal(number))
-    for local in range(options.processes):
-        env = {**os.environ, **torchrun_variables(local, options.processes, rank)}
-        processes.add(command[split + 1 :], env=env)
-    if options.folder is not None and rank == 0:
-        looking = processes, options.folder, options.look
-        threading.Thread(target=_stop_if_asked, args=looking, daemon=True).start()
+    for local_rank in range(options.processes):
+        ranks = torchrun_variables(local_rank, options.processes, node_rank)
+        processes.add(command[separator + 1 :], env={**os.environ, **ranks})
+    if options.folder is not None and node_rank == 0:
+        thread_args = processes, options.folder, options.look
+        threading.Thread(target=_stop_if_asked, args=thread_args, daemon=True).start()
     verdict, code = judge(processes.wait())
-    # Nothing is left to pass them on to. Python keeps what is ignored to its very end.
+    # No process is left to signal. Python still ignores these while it shuts down.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if verdict is not Verdict.crashed or options.folder is None:
         return code
-    return _counted(code, options.folder / f"crashes-{rank}", options)
+    return _count_crash(code, options.folder / f"crashes-{node_rank}", options)
 
 
 def asked_to_stop(folder: epath.Path | None) -> bool:
-    """Return whether a submission's folder holds `stop`; no while it cannot be read."""
+    """Return whether a folder holds a file `stop`; False while it cannot be read."""
     try:
         return folder is not None and (folder / STOP).exists()
-    except Exception as error:  # each store has its own; it may be away for a while
-        print(f"cannot look into {folder}: {error}", file=sys.stderr)
+    except Exception as error:  # each store's client has its own errors
+        print(f"cannot read {folder}: {error}", file=sys.stderr)
         return False
 
 
-def _counted(code: int, count: epath.Path, options: argparse.Namespace) -> int:
-    """Count a crash; return the code that has the node started again, or not."""
-    crashes = 1 + int(count.read_text() if count.exists() else 0)
-    count.write_text(str(crashes))
+def _count_crash(code: int, count_file: epath.Path, options: argparse.Namespace) -> int:
+    """Count a crash; return ABORTED after a pause, or `code` at the limit."""
+    crashes = 1 + int(count_file.read_text() if count_file.exists() else 0)
+    count_file.write_text(str(crashes))
     pause_s = pause_after_crash(code, crashes, options.max_restarts, options.backoff)
     if pause_s is None:
         return code
@@ -95,10 +95,10 @@ def _counted(code: int, count: epath.Path, options: argparse.Namespace) -> int:
     return ABORTED
 
 
-def _stop_if_asked(processes: ProcessGroup, folder: epath.Path, look_s: float) -> None:
-    """Wait until a person asks to stop; pass that on as Ctrl-C, once."""
+def _stop_if_asked(processes: ProcessGroup, folder: epath.Path, poll_s: float) -> None:
+    """Wait for a file `stop`, then send SIGINT to the processes once."""
     while not asked_to_stop(folder):
-        time.sleep(look_s)
+        time.sleep(poll_s)
     processes.send_signal(signal.SIGINT)
 
 

@@ -1,7 +1,7 @@
-"""Before a job is submitted: can it run there, and does it fit?
+"""Plan a job before its submission: can it run on the cluster, and does it fit?
 
-`python -m train.plan` answers in a process of its own, for the cluster's machine or, if
-that is not known, for a number of virtual devices.
+`python -m train.plan` runs in a separate process, for the cluster's machine or, if that
+is not known, for a number of virtual devices.
 """
 
 import json
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Machine(NamedTuple):
-    """The machine to plan for. Without fields it is the machine that training finds.
+    """The machine to plan for. Without any field there is nothing to plan for.
 
     target: its name in train/hardware/targets.py.
-    devices: the number of devices, if nothing more is known.
+    devices: the number of devices, if their kind is not known.
     variables: environment variables of the compiler, such as XLA_FLAGS.
     """
 
@@ -54,12 +54,12 @@ _REFUSED = {
 
 
 def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None]:
-    """Show the plan; return the job with what it says of a host's memory.
+    """Print the plan; return the job with its host memory, and what is unchecked.
 
-    Return also a sentence that says what no plan has checked, None if all was.
+    The second value is a sentence about what was not checked, None if all was.
 
     Raises:
-        Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless forced.
+        Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless `force`.
     """
     if machine == Machine():
         why = "the keys of the cluster do not say which devices there are"
@@ -74,38 +74,38 @@ def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None
     if code in _REFUSED:
         why = f"the plan says that {_REFUSED[code]}"
         if not force:
-            raise Exit(code, f"Refused: {why}. To go on all the same: force=true")
+            raise Exit(code, f"Refused: {why}. To submit it anyway, use force=true")
         log.warning("%s; goes on all the same (force=true)", why)
         return job, f"With force=true this goes on, although {why}."
     if code != FINISHED:
-        reason = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
-        log.warning(reason)
-        return job, reason
+        unchecked = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
+        log.warning(unchecked)
+        return job, unchecked
     if machine.target is None:
-        why = "The plan was made for devices of an unknown kind: the memory of a "
-        why += "device, and the memory and cores of a host were not checked."
-        return job, why
+        unchecked = "The plan was made for devices of an unknown kind: the memory of a "
+        unchecked += "device, and the memory and cores of a host were not checked."
+        return job, unchecked
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
     staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
     return replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes), None
 
 
 def tpu_target(name: str | None) -> Target | Mistake:
-    """Return the target of `cluster.target`, or what is wrong with it."""
+    """Return the target that `cluster.target` names, or the mistake in it."""
     key = "cluster.target"
     if name is None:
-        return Mistake(key, None, "is required, say v6e-8, or v5p-512x4: slices")
+        return Mistake(key, None, "is required: v6e-8, or v5p-512x4 for 4 slices")
     try:
         target = parse_target(name)
     except ConfigError as error:
         return error.mistakes[0]._replace(key=key)
     if target.platform != "tpu":
-        return Mistake(key, name, "is no TPU; GPUs are cluster=gke_gpu, or slurm")
+        return Mistake(key, name, "is not a TPU. Use cluster=gke_gpu or slurm")
     return target
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:
-    """List what is wrong with a run's directory that must be seen from anywhere."""
+    """List the mistake of a run's directory that is not in an object store."""
     if is_remote(run_dir):
         return []
     rule = f"must lie where the hosts of cluster={kind} and this machine both see it: "

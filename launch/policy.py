@@ -13,13 +13,13 @@ from train.errors import ABORTED, FINISHED
 
 log = logging.getLogger(__name__)
 
-# Another start would end in the same way, or is not wanted; the first found counts.
+# Another start would end in the same way, or is not wanted. The first match decides.
 NEVER_AGAIN = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
 NEVER_AGAIN += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
 AGAIN = (errors.PREEMPTED, ABORTED, errors.OWNED)  # these do not count as crashes
-SAME_STEP = 3  # after this many crashes at one step another start would not help
+SAME_STEP = 3  # crashes in a row at one step, after which no start would help
 LONGEST_BACKOFF_S = 600.0
-OTHERS_S = 600.0  # after one has ended: heartbeat, watchdog and a save are within it
+OTHERS_S = 600.0  # how long processes may outlive another: time for a last save
 
 
 class Verdict(StrEnum):
@@ -28,14 +28,14 @@ class Verdict(StrEnum):
     done = "done"
     stop = "stop"
     again = "again"
-    crashed = "crashed"  # again, if there were not too many
+    crashed = "crashed"  # starts again, unless it has crashed too often
 
 
 def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
-    """Return what the exit codes of all processes mean, and which of them says it.
+    """Return the verdict on the exit codes of all processes, and the decisive code.
 
     Args:
-        codes: as a shell sees them, 137 for kill -9; None: its host was lost.
+        codes: as a shell reports them (137 for kill -9), None for a lost host.
     """
     for code in NEVER_AGAIN:
         if code in codes:
@@ -50,21 +50,21 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
 
 
 def backoff(crashes: int, first_s: float) -> float:
-    """Return the seconds to wait after this number of crashes."""
+    """Return the seconds to wait after the given number of crashes."""
     return min(first_s * 2 ** (crashes - 1), LONGEST_BACKOFF_S)
 
 
 def pause_after_crash(
     code: int, crashes: int, max_restarts: int, first_s: float
 ) -> float | None:
-    """Return the seconds to wait before the next start; None: there is none.
+    """Return the seconds to wait before the next start, or None at the limit.
 
-    `crashes` counts this one too.
+    `crashes` includes the present one.
     """
     crash = f"crashed with {code} ({crashes} of {max_restarts})"
     if crashes > max_restarts:
-        log.error("%s: not again (cluster.max_restarts)", crash)
+        log.error("%s: giving up (cluster.max_restarts)", crash)
         return None
     pause_s = backoff(crashes, first_s)
-    log.warning("%s; again in %.0f s", crash, pause_s)
+    log.warning("%s: starting again in %.0f s", crash, pause_s)
     return pause_s

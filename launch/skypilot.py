@@ -1,9 +1,9 @@
-"""`cluster=skypilot`: a managed job of SkyPilot, on whatever cloud it finds.
+"""`cluster=skypilot`: a managed job of SkyPilot, on any of its clouds.
 
-SkyPilot starts the job again when its machines are lost, and after the exit codes that
-do not count; crashes are counted by launch/node.py. To stop, the run is asked through a
-file in its directory: `sky jobs cancel` takes the machines away without waiting for a
-save, and is used only while nothing runs. One process a node, with all its GPUs.
+SkyPilot restarts the job when its machines are lost, and after exit codes that are not
+counted as crashes; launch/node.py counts crashes. A file in the run's directory asks
+the run to stop. `sky jobs cancel` takes the machines away without waiting for a save,
+so it is used only while nothing runs. Each node runs one process with all its GPUs.
 """
 
 import json
@@ -39,17 +39,17 @@ SECRETS_REMEDY = (
 )
 _INSTALLS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
 _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes: also FAILED_SETUP, ...
-_LOOK_S = 10.0
+_POLL_S = 10.0
 
 
 def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys, or with where the run lies."""
+    """List the mistakes in the cluster's keys, and in the run's location."""
     errors = []
     if cluster.region is not None and cluster.cloud is None:
-        rule = "is a region of what? Give cluster.cloud too"
+        rule = "needs cluster.cloud too"
         errors.append(Mistake("cluster.region", cluster.region, rule))
     if cluster.code is Code.shared:
-        rule = "its machines do not see this one's files: must be archive or image"
+        rule = "must be archive or image: the machines do not share files with this one"
         errors.append(Mistake("cluster.code", "shared", rule))
     if cluster.code is Code.image and cluster.image is None:
         rule = "is needed with cluster.code=image: docker:host/name:tag"
@@ -67,7 +67,7 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: SkypilotCluster) -> Machine:
-    """Plan for the nodes, if the accelerators are known."""
+    """Return the nodes, or nothing to plan for if cluster.accelerators is unclear."""
     name, _, count = (cluster.accelerators or "").partition(":")
     if not name or not (count or "1").isdigit():
         return Machine()
@@ -76,16 +76,16 @@ def machine(cluster: SkypilotCluster) -> Machine:
 
 
 def render(job: Job, cluster: SkypilotCluster) -> Rendered:
-    """Return the task."""
+    """Return the task file, and the command that launches it."""
     document = merge_values(_task(job, cluster), cluster.merge)
     pairs = cluster.secrets.items()
     setup = [f'export {name}="${source}"' for name, source in pairs if name != source]
-    command = _launch(job.name, cluster, job.rendered_to or job.folder)
+    command = _launch_command(job.name, cluster, job.rendered_to or job.folder)
     return Rendered({FILE: to_yaml(document)}, command, setup)
 
 
-def _launch(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
-    """Return what is typed; the values of secrets come from the environment."""
+def _launch_command(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
+    """Return the command; sky reads the values of secrets from the environment."""
     code = ["--workdir", folder] if cluster.code is Code.archive else []
     secrets = [word for name in cluster.secrets for word in ("--secret", name)]
     words = ["sky", "jobs", "launch", "--name", name, "--yes", "--detach-run"]
@@ -104,15 +104,14 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
         },
     }
     on_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")
-    around = node_command(
+    node_prefix = node_command(
         PYTHON,
         folder=job.folder,
         max_restarts=cluster.max_restarts,
         backoff_s=cluster.backoff_s,
     )
     local_job = replace(job, folder=".")  # the working directory has the archive
-    run = shell(local_job.command(PYTHON, cluster.code, around))
-    # null: the value comes with --secret.
+    run = shell(local_job.command(PYTHON, cluster.code, node_prefix))
     task = {
         "name": job.name,
         "num_nodes": cluster.nodes,
@@ -122,7 +121,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             **(job.cache_variables() if cluster.accelerators else {}),
             **job.variables(cluster.code),
         },
-        "secrets": dict.fromkeys(cluster.secrets, None),
+        "secrets": dict.fromkeys(cluster.secrets, None),  # --secret gives the values
         "setup": "".join(f"{line}\n" for line in cluster.setup),
         "run": f'export NODE_RANK="$SKYPILOT_NODE_RANK"\n{run}\n',
     }
@@ -132,7 +131,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 def submit(
     job: Job, cluster: SkypilotCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Launch the job; the archive and the task lie in a folder of this machine then."""
+    """Launch the job from a local folder, and copy remote files there first."""
     folder = submission.local_folder()
     for name in (ARCHIVE, UNPACK, FILE):
         source = submission.folder / name
@@ -140,27 +139,28 @@ def submit(
             source.copy(epath.Path(folder) / name, overwrite=True)
     submission.with_handle(name=job.name)
     sources = cluster.secrets.values()
-    if lacking := [name for name in sources if name not in os.environ]:
-        raise Exit(CRASHED, f"not set in this environment: {', '.join(lacking)}")
+    if missing := [name for name in sources if name not in os.environ]:
+        raise Exit(CRASHED, f"not set in this environment: {', '.join(missing)}")
     if cluster.image is None and not _INSTALLS.search(" ".join(cluster.setup)):
         log.warning(
             "nothing seems to install jax there: give cluster.image, or cluster.setup="
             '[pip install "jax[cuda13]" ...]'
         )
     secrets = {name: os.environ[source] for name, source in cluster.secrets.items()}
-    env = {**os.environ, **secrets}  # sky takes them from there
-    ask_tool(_launch(job.name, cluster, str(folder)), env=env, capture_output=False)
+    env = {**os.environ, **secrets}  # sky reads secrets there
+    command = _launch_command(job.name, cluster, str(folder))
+    ask_tool(command, env=env, capture_output=False)
     return FINISHED
 
 
 def alive(submission: Submission) -> bool:
-    """Return whether the job runs, or waits to."""
-    return not _is_over(_newest(submission))
+    """Return whether the job is running, or waiting to run."""
+    return not _is_over(_newest_job(submission))
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe what SkyPilot knows of the job, and why it waits."""
-    job = _newest(submission)
+    """Describe the job's state in SkyPilot, and why it waits."""
+    job = _newest_job(submission)
     if "job_id" not in job:
         return ["SkyPilot knows no such job"]
     region = job.get("infra") or job.get("region") or ""
@@ -173,23 +173,23 @@ def status(submission: Submission) -> list[str]:
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what the run has said; ends as `sky jobs logs` does (100: it failed)."""
+    """Print the run's output; return the code of `sky jobs logs` (100: job failed)."""
     flags = ["--follow" if follow else "--no-follow", "--tail", "0"]
     words = ["sky", "jobs", "logs", "--name", submission.name, *flags]
     return run_tool(words, capture_output=False).returncode
 
 
 def stop(submission: Submission) -> int:
-    """Ask the run to save and stop, and wait until its job has ended."""
+    """Stop the run after a save, and wait until its job has ended."""
     requested = False
-    while not _is_over(job := _newest(submission)):
+    while not _is_over(job := _newest_job(submission)):
         if not requested and job["status"] == "RUNNING":
             (submission.folder / STOP).write_text("")
-            log.info("asked to save and stop")
+            log.info("asked the run to save and stop")
         elif not requested:
             ask_tool(["sky", "jobs", "cancel", "--name", submission.name, "--yes"])
         requested = True
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return FINISHED
 
 
@@ -197,12 +197,12 @@ def _is_over(job: dict[str, Any]) -> bool:
     return job.get("status", "FAILED").startswith(_OVER)
 
 
-def _newest(submission: Submission) -> dict[str, Any]:
-    """Return the last job in the queue with the submission's name; {} if none is."""
+def _newest_job(submission: Submission) -> dict[str, Any]:
+    """Return the newest job with the submission's name; {} if there is none."""
     output = ask_tool(["sky", "jobs", "queue", "--all", "--output", "json"])
-    # SkyPilot may print other things before it.
+    # SkyPilot may print other text before the JSON.
     start = min((i for c in "[{" if (i := output.find(c)) >= 0), default=len(output))
     jobs = json.loads(output[start:] or "[]")
     jobs = jobs if isinstance(jobs, list) else jobs.get("jobs", [])
-    named = [job for job in jobs if job.get("job_name") == submission.name]
-    return max(named, key=lambda job: job["job_id"], default={})
+    matches = [job for job in jobs if job.get("job_name") == submission.name]
+    return max(matches, key=lambda job: job["job_id"], default={})

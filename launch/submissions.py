@@ -34,14 +34,14 @@ _REMEDY = "Put it back from a copy, or move its folder away and submit again."
 
 @dataclass(frozen=True)
 class Submission:
-    """A submission.
+    """One submission of a run.
 
-    number: counts the run's submissions from 1 on.
-    name: the name of the job.
+    number: its number among the run's submissions, from 1.
+    name: the job's name on the cluster.
     arguments: the arguments of `python -m launch`.
-    workdir: the folder in which that was typed.
-    handle: how the cluster knows the job: an id, a name.
-    code: the SHA-256 of the code's archive, if it travels as one.
+    workdir: the folder in which the command was typed.
+    handle: the values that identify the job on its cluster, such as an id.
+    code: the SHA-256 of the code's archive, if there is one.
     """
 
     run_dir: str
@@ -61,14 +61,14 @@ class Submission:
         return epath.Path(self.run_dir) / _FOLDER / str(self.number)
 
     def with_handle(self, **handle: Any) -> "Submission":
-        """Write the record, with how the cluster knows the job."""
+        """Add values to the handle and write the record; return the submission."""
         submission = replace(self, handle={**self.handle, **handle})
         record = {k: v for k, v in asdict(submission).items() if k != "run_dir"}
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         return submission
 
     def local_folder(self) -> Path:
-        """Return a local folder: the submission's own, unless that is remote."""
+        """Create and return a local folder: `folder` itself, unless that is remote."""
         folder = local_folder(self.name, str(self.folder))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -76,96 +76,96 @@ class Submission:
 
 def next_number(run_dir: str) -> int:
     """Return the number of the next submission."""
-    # Folders without a record count too: someone may have submitted rendered files.
-    return max(_numbers(run_dir), default=0) + 1
+    # Folders without a record count too: rendered files may have been submitted.
+    return max(_submission_numbers(run_dir), default=0) + 1
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
-    """Return the folder that `submit` would use next; an object store is not asked."""
+    """Return the next submission's folder, without querying an object store."""
     number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
 
 
-def newest(run_dir: str) -> Submission | None:
-    """Read the run's last submission, if any; raise DataError if it is damaged."""
+def newest_submission(run_dir: str) -> Submission | None:
+    """Return the run's last submission, if any; raise DataError if it is damaged."""
     folder = epath.Path(run_dir) / _FOLDER
-    for number in sorted(_numbers(run_dir), reverse=True):
+    for number in sorted(_submission_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD
-        with _accessible(run_dir):
+        with _access_errors_explained(run_dir):
             record_values = read_record(record, _REMEDY)
         if record_values is not None:
             try:
                 arguments = tuple(record_values.pop("arguments"))
                 return Submission(run_dir, arguments=arguments, **record_values)
             except (KeyError, TypeError):
-                raise damaged(record, "is no submission", _REMEDY) from None
+                raise damaged(record, "is not a submission", _REMEDY) from None
     return None
 
 
-def submitted(run_dir: str) -> Submission:
-    """Read the run's last submission; raise ConfigError if there is none."""
-    submission = newest(run_dir)
+def require_submission(run_dir: str) -> Submission:
+    """Return the run's last submission; raise ConfigError if there is none."""
+    submission = newest_submission(run_dir)
     if submission is None:
         rule = f"was never submitted: there is no {run_dir}/{_FOLDER}. Name a run that "
-        rule += "was, with run.name, run.dir or the keys that it was submitted with"
+        rule += "was, by run.name, run.dir or the keys of its submission"
         raise ConfigError([Mistake("run.dir", run_dir, rule)])
     return submission
 
 
-def _numbers(run_dir: str) -> list[int]:
+def _submission_numbers(run_dir: str) -> list[int]:
     from data.key_value_store import check_answers  # imports TensorStore
 
     folder = epath.Path(run_dir) / _FOLDER
-    with _accessible(run_dir):
+    with _access_errors_explained(run_dir):
         check_answers(run_dir)
         names = [f.name for f in folder.iterdir()] if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]
 
 
 @contextmanager
-def _accessible(run_dir: str) -> Iterator[None]:
-    """Turn the failure to read or write a run's folder into an error for people."""
+def _access_errors_explained(run_dir: str) -> Iterator[None]:
+    """Turn a failure to access a run's folder into an error message for users."""
     try:
         yield
-    except Exception as error:  # each store's client has errors of its own
+    except Exception as error:  # each store's client has its own errors
         is_explained = isinstance(error, (Exit, ConfigError, DataError))
         if is_explained and not isinstance(error, StorageError):
             raise
         raise access_error(run_dir, error) from error
 
 
-def keep(
+def write_submission(
     submission: Submission, files: Mapping[str, str | bytes], root: Path
 ) -> Submission:
-    """Write a submission down, with the state of the code in git."""
-    commit, patch = _git(root)
+    """Write a submission's files and record, with the git state of the code."""
+    commit, patch = _git_state(root)
     files = {**files, **({"uncommitted.patch": patch} if patch else {})}
-    with _accessible(submission.run_dir):
+    with _access_errors_explained(submission.run_dir):
         write_files(submission.folder, files)
-    code, now = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    sha = hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None
-    return replace(submission, git=commit, code=sha, time=now).with_handle()
+    code, timestamp = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    digest = hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None
+    return replace(submission, git=commit, code=digest, time=timestamp).with_handle()
 
 
 def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
-    """Write files into a folder, which is made if need be."""
+    """Write files into a folder, which is created if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         data = content.encode() if isinstance(content, str) else content
         (folder / name).write_bytes(data)
 
 
-def _git(root: Path) -> tuple[dict[str, Any], str]:
-    """Return the commit, and what differs from it; nothing where there is no git."""
+def _git_state(root: Path) -> tuple[dict[str, Any], str]:
+    """Return the commit with untracked files, and the patch; empty without git."""
 
-    def ask(*words: str) -> str:
+    def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True)
 
     try:
-        commit = ask("rev-parse", "HEAD").strip()
-        patch = ask("diff", "--binary", "HEAD", "--", ".")
-        unknown = ask("ls-files", "--others", "--exclude-standard", "--", ".")
+        commit = git("rev-parse", "HEAD").strip()
+        patch = git("diff", "--binary", "HEAD", "--", ".")
+        untracked = git("ls-files", "--others", "--exclude-standard", "--", ".")
     except (OSError, subprocess.CalledProcessError):
         return {}, ""
-    return {"commit": commit, "untracked": unknown.split("\n")[:-1]}, patch
+    return {"commit": commit, "untracked": untracked.split("\n")[:-1]}, patch

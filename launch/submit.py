@@ -1,4 +1,4 @@
-"""Submitting: checked, planned, rendered, kept, and handed to the cluster."""
+"""Submit a run: check, plan, render and record it, and hand it to the cluster."""
 
 import dataclasses
 import logging
@@ -29,10 +29,10 @@ from launch.slurm import backend as slurm
 from launch.submissions import (
     Submission,
     folder_to_render,
-    keep,
-    newest,
+    newest_submission,
     next_number,
     write_files,
+    write_submission,
 )
 from launch.subprocesses import ROOT
 from train.cli.command import compose, config_yaml
@@ -53,47 +53,51 @@ BACKENDS: Mapping[str, Backend] = {
     "gke_gpu": gke_gpu,
     "skypilot": skypilot,
 }
-OWN = {f.name for f in dataclasses.fields(LaunchConfig)} - {
+LAUNCH_KEYS = {f.name for f in dataclasses.fields(LaunchConfig)} - {
     f.name for f in dataclasses.fields(Config)
 }
-_OF_RESUME = {"action", "force", "run.name", "run.dir"}  # keys that it heeds
+_RESUME_KEYS = {"action", "force", "run.name", "run.dir"}  # resume reads these
 
 
 def run_directory(config: Any) -> str:
-    """Return the run's directory, a local one from the root on."""
+    """Return the run's directory; a local one is made absolute."""
     return os.fspath(run_folder(run_dir(training_config(config))))
 
 
 def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
-    """Check, show the plan, render, keep what is submitted, submit.
+    """Check, plan, render, record and submit a run; return the exit code.
 
-    `config` was composed of `arguments`, typed in `workdir`: paths begin there. The
-    plan comes before the run's directory is read, which may be out of reach.
+    `config` was composed from `arguments`, typed in `workdir`; relative paths start
+    there. The run's directory may be unreachable, so it is read only after the plan.
     """
     kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
     backend = BACKENDS[kind]
-    job, _ = _checked(config, _job(config, arguments, workdir), backend)
-    _refuse_twice(directory)
-    number, typed = next_number(directory), tuple(arguments)
+    job, _ = _with_plan(config, _job(config, arguments, workdir), backend)
+    _refuse_second_submission(directory)
     submission = Submission(
-        directory, number, kind=kind, name=job.name, arguments=typed, workdir=workdir
+        directory,
+        number=next_number(directory),
+        kind=kind,
+        name=job.name,
+        arguments=tuple(arguments),
+        workdir=workdir,
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
     files = {**_files(rendered, cluster), "config.yaml": config_yaml(config)}
-    submission = keep(submission, files, ROOT)
-    log.info("%s: kept in %s", job.name, submission.folder)
+    submission = write_submission(submission, files, ROOT)
+    log.info("%s: recorded in %s", job.name, submission.folder)
     return backend.submit(job, cluster, rendered, submission)
 
 
 def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Show what would be submitted, with the paths that `submit_job` would use.
 
-    The first line says what the plan did not check, if so. Files go to `output`, or are
-    printed; then come the commands.
+    If the plan left something unchecked, the first line says so. Files are written to
+    `output`, or printed. The commands are printed last.
     """
     backend = BACKENDS[kind_in(arguments)]
-    job, unchecked = _checked(config, _job(config, arguments, workdir), backend)
+    job, unchecked = _with_plan(config, _job(config, arguments, workdir), backend)
     folder = os.fspath(folder_to_render(run_directory(config)))
     job = dataclasses.replace(job, folder=folder, rendered_to=config.output or ".")
     rendered = backend.render(job, config.cluster)
@@ -112,14 +116,14 @@ def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
 
 def resume(
     submission: Submission,
-    typed: Sequence[str],
-    mistakes: Callable[[Any], list[Mistake]],
+    overrides: Sequence[str],
+    list_mistakes: Callable[[Any], list[Mistake]],
     force: bool,
 ) -> int:
-    """Submit again what was submitted; warn of all else in `typed`."""
-    for word in typed:
-        if _key(word) not in _OF_RESUME and word not in submission.arguments:
-            why = "action=resume submits what was submitted, as it was"
+    """Repeat a recorded submission; warn of `overrides` that have no effect."""
+    for word in overrides:
+        if _key(word) not in _RESUME_KEYS and word not in submission.arguments:
+            why = "action=resume repeats the recorded submission unchanged"
             log.warning("%s has no effect: %s", _key(word), why)
     config = compose(submission.arguments, "launch", schema_of(submission.kind))
     config = dataclasses.replace(
@@ -128,20 +132,20 @@ def resume(
         force=force or config.force,
         run=dataclasses.replace(config.run, dir=submission.run_dir),
     )
-    if errors := mistakes(config):
+    if errors := list_mistakes(config):
         raise ConfigError(errors)
     return submit_job(config, submission.arguments, submission.workdir)
 
 
-def _checked(config: Any, job: Job, backend: Backend) -> tuple[Job, str | None]:
-    """Make the plan of a job, unless plan_first=false."""
+def _with_plan(config: Any, job: Job, backend: Backend) -> tuple[Job, str | None]:
+    """Plan a job unless plan_first=false; return the same as `check_plan`."""
     if not config.plan_first:
         return job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}."
     return check_plan(job, backend.machine(config.cluster), config.force)
 
 
 def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
-    """Return what is to run; its folder is not settled yet."""
+    """Return the job without its folder, which is chosen later."""
     if errors := control_character_mistakes(arguments):
         raise ConfigError(errors)
     directory = run_directory(config)
@@ -149,7 +153,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
         name=job_name(run_name(training_config(config)), directory),
         run_dir=directory,
         folder="",
-        overrides=_for_training(arguments, directory),
+        overrides=_training_overrides(arguments, directory),
         root=str(ROOT),
         workdir=workdir,
         environment=config.cluster.environment,
@@ -160,22 +164,22 @@ def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
     archived = getattr(cluster, "code", None) is Code.archive  # some kinds lack the key
     if not archived:
         return dict(rendered.files)
-    unpack = (ROOT / "launch" / UNPACK).read_bytes()
-    return {**rendered.files, ARCHIVE: archive(ROOT), UNPACK: unpack}
+    unpacker = (ROOT / "launch" / UNPACK).read_bytes()
+    return {**rendered.files, ARCHIVE: archive(ROOT), UNPACK: unpacker}
 
 
-def _refuse_twice(directory: str) -> None:
+def _refuse_second_submission(directory: str) -> None:
     """Raise ConfigError if the run was submitted and is not over."""
-    submission = newest(directory)
+    submission = newest_submission(directory)
     if submission is not None and BACKENDS[submission.kind].alive(submission):
         rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "
         rule += "action=logs follow=true shows it, action=stop ends it"
         raise ConfigError([Mistake("run.dir", directory, rule)])
 
 
-def _for_training(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
-    """Leave out what is ours; name the run's directory from the root on."""
-    passed = [a for a in arguments if _key(a).partition(".")[0] not in OWN]
+def _training_overrides(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
+    """Return the overrides for training, with the run's absolute directory."""
+    passed = [a for a in arguments if _key(a).partition(".")[0] not in LAUNCH_KEYS]
     passed = [a for a in passed if _key(a) != "run.dir"]
     return (*passed, hydra_text("run.dir", directory))
 

@@ -1,4 +1,4 @@
-"""Processes of this machine: other commands of this program, and other programs."""
+"""Run commands of this program, and other programs, as processes of this machine."""
 
 import contextlib
 import logging
@@ -18,8 +18,8 @@ from train.errors import CRASHED, WRONG_CONFIG, Exit
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of this program's packages
-ASK_S = 120.0  # how long one host that hangs may hold up the others
-LONGEST_S = 1800.0  # for what copies code, or makes machines
+ASK_S = 120.0  # the timeout of queries: a host that hangs delays the others
+LONGEST_S = 1800.0  # the timeout of commands that copy code or create machines
 _POLL_S = 0.05
 
 
@@ -29,42 +29,39 @@ def run_module(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m <module> <arguments>`, from the same files as this process.
-
-    It has `variables` in addition to those of this process.
-    """
+    """Run a module of this program with `variables` added to the environment."""
     env = {**os.environ, **(variables or {}), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-m", module, *arguments]
     return subprocess.run(command, env=env, text=True, **options)
 
 
 def run_tool(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a program of a cluster; return what it did, its outputs as text.
+    """Run a cluster's command; return the completed process, with output as text.
 
     Raises:
-        Exit: there is no such program.
+        Exit: the program is not installed.
     """
     options = {"capture_output": True, "text": True, **options}
     try:
         return subprocess.run(words, **options)
     except FileNotFoundError:
-        raise _missing(words[0], CRASHED) from None
+        raise _missing_program(words[0], CRASHED) from None
 
 
 def ask_tool(words: Sequence[str], **options: Any) -> str:
-    """Run a program of a cluster, which must succeed; return its output, if captured.
+    """Run a cluster's command that must succeed; return its output, if captured.
 
     Raises:
-        Exit: it failed, or there is no such program.
+        Exit: the command failed, or the program is not installed.
     """
-    done = run_tool(words, **options)
-    if done.returncode:
-        why = (done.stderr or "").strip() or f"exit code {done.returncode}"
+    result = run_tool(words, **options)
+    if result.returncode:
+        why = (result.stderr or "").strip() or f"exit code {result.returncode}"
         raise Exit(CRASHED, f"{shlex.join(words)} failed: {why}")
-    return done.stdout or ""
+    return result.stdout or ""
 
 
-def _missing(program: str, code: int) -> Exit:
+def _missing_program(program: str, code: int) -> Exit:
     message = f"{program} is not installed on this machine, or not on the PATH"
     return Exit(code, message)
 
@@ -77,12 +74,12 @@ def run_captured(
 ) -> tuple[int, bytes, str]:
     """Run a command; return its exit code, its output and its error output.
 
-    It has a session of its own, so that Ctrl-C does not reach it. After `timeout_s` it
-    is killed with all that it started; the whole lines that it had written by then are
-    returned.
+    The command gets a separate session, so that Ctrl-C does not reach it. After
+    `timeout_s` its process group is killed, and the complete lines that it wrote are
+    returned with exit code 1.
 
     Raises:
-        Exit: there is no such program.
+        Exit: the program is not installed.
     """
     pipe = subprocess.PIPE
     try:
@@ -95,7 +92,7 @@ def run_captured(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise _missing(words[0], WRONG_CONFIG) from None
+        raise _missing_program(words[0], WRONG_CONFIG) from None
     with process:
         try:
             out, err = process.communicate(stdin, timeout_s)
@@ -105,53 +102,56 @@ def run_captured(
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             out = error.stdout or b""
-            late = f"{words[0]} took longer than {timeout_s:.0f} s"
-            return 1, out[: out.rfind(b"\n") + 1], late
+            message = f"{words[0]} took longer than {timeout_s:.0f} s"
+            return 1, out[: out.rfind(b"\n") + 1], message
     return process.returncode, out, err.decode(errors="replace")
 
 
-def torchrun_variables(local: int, processes: int, node: int = 0) -> dict[str, str]:
-    """Return torchrun's variables of a process of this node; none for one alone."""
+def torchrun_variables(
+    local_rank: int, processes: int, node_rank: int = 0
+) -> dict[str, str]:
+    """Return torchrun's rank variables; none if a node has one process."""
     if processes == 1:
         return {}
-    numbers = {"RANK": node * processes + local, "LOCAL_RANK": local}
+    numbers = {"RANK": node_rank * processes + local_rank, "LOCAL_RANK": local_rank}
     numbers |= {"LOCAL_WORLD_SIZE": processes}
     return {name: str(number) for name, number in numbers.items()}
 
 
 class ProcessGroup:
-    """Processes that are one run; signals may come while more are being started."""
+    """The processes of one run; signals may arrive while they are being started."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
         self.processes: list[subprocess.Popen[Any]] = []
 
     def add(self, command: Sequence[str], **options: Any) -> None:
-        """Start one more; `options` are those of `subprocess.Popen`."""
+        """Start one more process, with these options of `subprocess.Popen`."""
         self.processes.append(subprocess.Popen(command, **options))
-        if self._signal is not None:  # it came while they were started
+        if self._signal is not None:  # it arrived during the starts
             self.processes[-1].send_signal(self._signal)
 
-    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> list[int | None]:
-        """Wait for all, calling `meanwhile` often; return exit codes as a shell does.
+    def wait(self, on_poll: Callable[[], object] = lambda: None) -> list[int | None]:
+        """Wait for all processes; return their exit codes as a shell reports them.
 
-        The rest is killed long after the first has ended.
+        `on_poll` is called at each poll. Processes that run for OTHERS_S after another
+        has ended are killed.
         """
-        patience_s = OTHERS_S
+        left_s = OTHERS_S
         while None in (codes := [process.poll() for process in self.processes]):
-            meanwhile()
+            on_poll()
             if any(code is not None for code in codes):
-                patience_s -= _POLL_S
-                if patience_s < 0:
-                    log.warning("some do not end after another has: killed")
+                left_s -= _POLL_S
+                if left_s < 0:
+                    log.warning("some processes do not end, so they are killed")
                     self.send_signal(signal.SIGKILL)
             time.sleep(_POLL_S)
-        meanwhile()
+        on_poll()
         codes = [process.returncode for process in self.processes]
         return [128 - code if code < 0 else code for code in codes]
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all that live, and to those to come."""
+        """Send a signal to all running processes, and to those added later."""
         self._signal = number
         for process in self.processes:
             if process.poll() is None:

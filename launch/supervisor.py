@@ -1,8 +1,8 @@
 """Keep a run going: start it again until it is finished or another start cannot help.
 
-Preemptions and lost hosts do not count. Crashes do, with growing pauses, up to a limit,
-and never three at the same step. A signal to stop is passed to the run, which saves,
-and then ends the supervisor.
+Preemptions and lost hosts are not counted. Crashes are, up to a limit and with growing
+pauses; three in a row at one step end the run. A signal to stop is passed to the run,
+which saves and ends; then the supervisor ends.
 """
 
 import json
@@ -21,60 +21,60 @@ from train.errors import CRASHES_AGAIN, OWNED, PREEMPTED, STOPPED
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 1.0  # after what is not counted
-_OWNED_PAUSE_S = 15.0  # another process is at it: it may leave, or die
+_PAUSE_S = 1.0  # the pause after an end that is not counted
+_OWNED_PAUSE_S = 15.0  # the owner of the run may release it meanwhile, or die
 ATTEMPTS = "attempts.jsonl"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to stop
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # these stop the run
 
 
 class Wait:
-    """Pauses that end when a signal has come; what came is kept."""
+    """Pauses that a signal ends, with the last signal and the count of signals."""
 
     def __init__(self) -> None:
-        self.asked: int | None = None
+        self.last_signal: int | None = None
         self.count = 0
 
     def ask(self, number: int) -> None:
-        """Take a signal; may be called from a handler, and so takes no lock."""
-        self.asked = number
+        """Record a signal. A signal handler may call this, so it takes no lock."""
+        self.last_signal = number
         self.count += 1
 
     def __call__(self, seconds: float, handled: int = 0) -> bool:
         """Wait, and return whether a signal has arrived, now or earlier.
 
-        The first `handled` signals end no pause any more.
+        The first `handled` signals do not end the wait.
         """
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0 and self.count <= handled:
             time.sleep(min(left_s, 0.1))
-        return self.asked is not None
+        return self.last_signal is not None
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that a signal ended before it could start."""
-        return STOPPED if self.asked == signal.SIGINT else PREEMPTED
+        """The exit code of a run that a signal stopped before its start."""
+        return STOPPED if self.last_signal == signal.SIGINT else PREEMPTED
 
 
 class Attempt(Protocol):
     """One start of all processes of a run."""
 
     def wait(self) -> Sequence[int | None]:
-        """Wait for their ends; return exit codes, None for a lost host."""
+        """Wait until all processes have ended; return exit codes, None if lost."""
         ...
 
     def stop(self, number: int) -> None:
-        """Pass a signal on; called from a handler, while another thread waits."""
+        """Pass a signal on; a signal handler may call this during `wait`."""
         ...
 
 
 @dataclass
 class Supervisor:
-    """The attempts at a run.
+    """Makes attempts at a run until it is over.
 
     start: begins an attempt.
-    step: returns the newest step of the run, None if it has none or cannot be asked.
+    step: returns the newest step of the run, or None if that is unknown.
     diary: a file that gets a JSON line for each attempt.
-    over: called at the end, however that comes about; no signal interrupts it.
+    on_end: called at the end, also after an exception; no signal interrupts it.
     stopped: returns whether the run was asked to stop, maybe on another machine.
     """
 
@@ -83,58 +83,59 @@ class Supervisor:
     max_restarts: int
     backoff_s: float
     diary: Path
-    over: Callable[[], object] = lambda: None
+    on_end: Callable[[], object] = lambda: None
     stopped: Callable[[], bool] = lambda: False
     _wait: Wait = field(default_factory=Wait, init=False)
     _attempt: Attempt | None = field(default=None, init=False)
     _crashed_at: list[int | None] = field(default_factory=list, init=False)
 
     def run(self) -> int:
-        """Go on to the end; return the exit code that says what it was."""
+        """Make attempts until the run is over; return its exit code."""
         previous_handlers = {n: signal.signal(n, self._stop) for n in SIGNALS}
         try:
-            while (code := self._once()) is None:
+            while (code := self._attempt_once()) is None:
                 pass
             return code
         finally:
-            # Who presses Ctrl-C twice would else leave machines that cost money.
-            self.over()
+            # A second Ctrl-C must not leave machines that cost money.
+            self.on_end()
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
-    def _once(self) -> int | None:
-        """Make one attempt; return an exit code if it was the last."""
-        if self._wait.asked is not None:  # in the pause
+    def _attempt_once(self) -> int | None:
+        """Make one attempt; return the exit code if it was the last, otherwise None."""
+        if self._wait.last_signal is not None:  # it came during the pause
             return self._wait.exit_code
         if self.stopped():
-            log.info("asked to stop: does not start")
+            log.info("the run was asked to stop: it does not start")
             return STOPPED
         began = time.time()
         self._attempt = self.start()
-        if self._wait.asked is not None:  # while it started
-            self._attempt.stop(self._wait.asked)
+        if self._wait.last_signal is not None:  # it came during the start
+            self._attempt.stop(self._wait.last_signal)
         codes = list(self._attempt.wait())
         self._attempt = None
         verdict, code = judge(codes)
-        line = {"began": began, "ended": time.time(), "codes": codes}
-        last, pause_s = self._next(verdict, code)
-        line |= {"verdict": verdict, "over": last is not None}
+        record = {"began": began, "ended": time.time(), "codes": codes}
+        final_code, pause_s = self._decide(verdict, code)
+        record |= {"verdict": verdict, "over": final_code is not None}
         with self.diary.open("a") as diary:
-            diary.write(json.dumps(line) + "\n")
+            diary.write(json.dumps(record) + "\n")
         self._wait(pause_s)
-        return last
+        return final_code
 
-    def _next(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
-        """Return the exit code, if this end is the last, and the seconds to wait."""
-        if self._wait.asked is not None or verdict in (Verdict.done, Verdict.stop):
+    def _decide(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
+        """Return the run's exit code, None to start again, and the seconds to wait."""
+        signalled = self._wait.last_signal is not None
+        if signalled or verdict in (Verdict.done, Verdict.stop):
             return code, 0
         if verdict is Verdict.again:
-            log.info("ended with %d; again, this does not count", code)
+            log.info("ended with %d, which is not counted: starting again", code)
             return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
         self._crashed_at.append(self.step())
-        last = self._crashed_at[-SAME_STEP:]
-        if len(last) == SAME_STEP and last[0] is not None and len({*last}) == 1:
-            log.error("crashed %d times at step %d: not again", SAME_STEP, last[0])
+        steps = self._crashed_at[-SAME_STEP:]
+        if len(steps) == SAME_STEP and steps[0] is not None and len({*steps}) == 1:
+            log.error("crashed %d times at step %d: giving up", SAME_STEP, steps[0])
             return CRASHES_AGAIN, 0
         crashes = len(self._crashed_at)
         pause_s = pause_after_crash(code, crashes, self.max_restarts, self.backoff_s)
@@ -143,23 +144,24 @@ class Supervisor:
     def _stop(self, number: int, frame: object) -> None:
         self._wait.ask(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         log.info("%s: the run is asked to save and stop", signal.Signals(number).name)
-        if self._attempt is not None and self._wait.asked is not None:
-            self._attempt.stop(self._wait.asked)
+        if self._attempt is not None and self._wait.last_signal is not None:
+            self._attempt.stop(self._wait.last_signal)
 
 
 def run_step(job: Job) -> int | None:
-    """Return the newest step of the run; None if it cannot be asked."""
+    """Return the run's newest step, or None if its status cannot be read."""
     status = run_module("train.status", job.status_arguments, capture_output=True)
     return json.loads(status.stdout)["step"] if status.returncode == 0 else None
 
 
 def describe_attempts(diary: Path) -> list[str]:
-    """Return a line for each attempt so far: how it ended."""
+    """Return one line for each attempt in the diary."""
     attempts = diary.read_text().splitlines() if diary.exists() else []
     lines = []
     for number, attempt in enumerate(map(json.loads, attempts), start=1):
         codes = ", ".join("lost" if c is None else str(c) for c in attempt["codes"])
         took_s = attempt["ended"] - attempt["began"]
-        last = "the last" if attempt["over"] else "again"
-        lines.append(f"attempt {number}   {took_s:.0f} s, exit codes {codes}: {last}")
+        follow_up = "the last" if attempt["over"] else "again"
+        line = f"attempt {number}   {took_s:.0f} s, exit codes {codes}: {follow_up}"
+        lines.append(line)
     return lines

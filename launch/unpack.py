@@ -1,12 +1,12 @@
-"""Unpacks this program where it has come to, and becomes the command that uses it.
+"""Unpack this program on a machine of a cluster, then run a command that uses it.
 
     python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]
 
-It needs the standard library alone, and fsspec for an archive under gs:// or s3://. The
-code comes to a folder of the user's cache that is named by the archive's SHA-256, and
-is the first in the command's PYTHONPATH. Each start compares every file there with the
-archive, and puts it whole in its place if it differs, so several may start at once. The
-command takes the place of this process: signals and exit codes are its own.
+This script needs only the standard library, and fsspec for an archive under gs:// or
+s3://. It unpacks the code into a folder of the user's cache, named by the archive's
+SHA-256, and puts that first in the command's PYTHONPATH. Each start replaces files that
+differ from the archive atomically, so several may start at once. The command replaces
+this process (exec), so signals and exit codes are the command's own.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-_PREEMPTED = 42  # train/errors.py is still in the archive
+_PREEMPTED = 42  # train/errors.py cannot be imported yet
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Unpack, and become the command."""
+    """Unpack the archive, and replace this process by the command."""
     if len(arguments) < 3 or arguments[1] != "--":
         sys.exit("usage: python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]")
     for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):  # nothing to save so far
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def read_archive(archive: str) -> bytes:
-    """Read a file of this machine, or an object."""
+    """Return the bytes of a local file or of an object in a store."""
     if "://" not in archive:
         return Path(archive).read_bytes()
     import fsspec
@@ -54,10 +54,7 @@ def read_archive(archive: str) -> bytes:
 
 
 def cache() -> Path:
-    """Return a folder that this user alone can write: code from it is run.
-
-    The user's cache, or, without a home, a new one.
-    """
+    """Return a folder that only this user may write to, because its code is run."""
     root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     folder = Path(root, "longhaul", "code").absolute()
     try:
@@ -69,17 +66,17 @@ def cache() -> Path:
 
 
 def unpack(content: bytes, into: Path) -> Path:
-    """Put all files of an archive in their places, and give the folder.
+    """Unpack an archive below `into`, and return the folder of its files.
 
     Raises:
-        ValueError: the archive holds something else than files inside that folder.
+        ValueError: a member of the archive is not a file inside that folder.
     """
     folder = into / hashlib.sha256(content).hexdigest()
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
         for member in tar:
             name = PurePosixPath(member.name)
             if not member.isfile() or name.is_absolute() or ".." in name.parts:
-                raise ValueError(f"{member.name}: is no file inside the archive")
+                raise ValueError(f"{member.name}: is not a file inside the archive")
             file = tar.extractfile(member)
             assert file is not None
             path, data = folder / name, file.read()

@@ -1,4 +1,4 @@
-"""The keys of `python -m launch`: those of training, its own, and those of a cluster.
+"""The keys of `python -m launch`: training keys, launcher keys and cluster keys.
 
 Each kind of cluster has a dataclass of keys, which the other kinds do not know.
 """
@@ -71,12 +71,12 @@ def kind_in(arguments: Sequence[str]) -> str:
 
 
 def kind_of(cluster: ClusterConfig) -> str:
-    """Return the kind that has these keys."""
+    """Return the name of the kind that has these keys."""
     return next(kind for kind, keys in KINDS.items() if keys is type(cluster))
 
 
 def schema_of(kind: str) -> type:
-    """Return the dataclass of all keys of `python -m launch`, with this kind's own."""
+    """Return the dataclass of all keys of `python -m launch` for a kind of cluster."""
     default: Any = field(default_factory=KINDS[kind])
     cluster = ("cluster", KINDS[kind], default)
     return dataclasses.make_dataclass(

@@ -1,7 +1,7 @@
 """`cluster=gke_gpu`: GPU nodes of GKE, or of any Kubernetes with JobSet.
 
-One Job with a pod for each node. The pods find each other by torchrun's variables and
-the name that JobSet gives the first of them. Not seen on a cluster yet.
+The JobSet has one Job with a pod for each node. The pods find each other by torchrun's
+variables and the host name of the first pod. Not tested on a cluster yet.
 """
 
 from launch import gpu_variables as gpu
@@ -19,12 +19,12 @@ NODE = "node"
 
 
 def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys, or with where the run lies."""
+    """List the mistakes in the cluster's keys, and in the run's location."""
     return [*gpu.gpu_mistakes(cluster), *jobset.jobset_mistakes(cluster, run_dir)]
 
 
 def machine(cluster: GkeGpuCluster) -> Machine:
-    """Plan for the nodes."""
+    """Return the nodes as the machine to plan for."""
     return gpu.machine_of(
         cluster.gpu,
         gpus_per_node=cluster.gpus_per_node,
@@ -34,9 +34,9 @@ def machine(cluster: GkeGpuCluster) -> Machine:
 
 
 def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
-    """Return the JobSet."""
+    """Return the JobSet's manifest, and the command that creates it."""
     many_processes = cluster.processes_per_node > 1
-    around = (
+    prefix = (
         node_command("python", cluster.processes_per_node) if many_processes else ()
     )
     index = from_pod("annotations", "batch.kubernetes.io/job-completion-index")
@@ -44,7 +44,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         name=NODE,
         jobs=1,
         pods=cluster.nodes,
-        command=job.command("python", cluster.code, around),
+        command=job.command("python", cluster.code, prefix),
         environment={
             **gpu.values(job.environment),
             **job.cache_variables(),
@@ -56,6 +56,6 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         resource=("nvidia.com/gpu", cluster.gpus_per_node),
         user={"runAsNonRoot": True},
         processes=cluster.processes_per_node,
-        memory_volume=True,  # NCCL's, between processes of a node
+        memory_volume=True,  # NCCL connects processes of a node there
     )
     return jobset.render_jobset(job, cluster, pods)

@@ -1,9 +1,9 @@
 """`cluster=gke_tpu`: TPU slices of Google Kubernetes Engine, one Job of a JobSet each.
 
-GKE tells the processes of a slice of each other, and what tells slices of each other is
-set here; JAX's own detection reads both. The container runs as root, but without a
-capability: nodes from GKE 1.28 on give it the chips without privileges, but to root.
-Not seen on a TPU yet.
+GKE sets the variables by which the processes of a slice find each other, and this
+module sets those by which slices do; JAX's cluster detection reads both. The container
+runs as root but without capabilities: from GKE 1.28 on root needs no privileges to use
+the chips. Not tested on a TPU yet.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ _NODES_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 
 def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys, or with where the run lies."""
+    """List the mistakes in the cluster's keys, and in the run's location."""
     errors = _target_mistakes(cluster.target)
     return [*errors, *jobset.jobset_mistakes(cluster, run_dir)]
 
@@ -50,13 +50,13 @@ def _target_mistakes(name: str | None) -> list[Mistake]:
 
 
 def machine(cluster: GkeTpuCluster) -> Machine:
-    """Plan for the slices."""
+    """Return the slices as the machine to plan for."""
     return Machine(target=cluster.target)
 
 
 def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
-    """Return the JobSet."""
-    assert cluster.target is not None  # `mistakes`
+    """Return the JobSet's manifest, and the command that creates it."""
+    assert cluster.target is not None  # checked by `mistakes`
     target = parse_target(cluster.target)
     hosts = target.num_hosts // target.slices
     pods = Pods(
@@ -70,10 +70,10 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
             "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[target.family],
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, target.topology)),
         },
-        # The hosts of a slice are a node pool: its pods stay together.
+        # A slice is one node pool, so all its pods must be placed there.
         annotations={_EXCLUSIVE: "cloud.google.com/gke-nodepool"} if hosts > 1 else {},
-        # Device nodes are root's, unless containerd was told to hand them over. Source:
-        # kubernetes/kubernetes#92211.
+        # Device files belong to root, unless containerd is configured otherwise.
+        # Source: kubernetes/kubernetes#92211.
         user={"runAsUser": 0},
         network=_NODES_NETWORK if cluster.host_network else {},
     )
@@ -81,11 +81,11 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
 
 
 def _environment(job: Job, target: Target) -> dict[str, Any]:
-    """Return what tells processes of each other, and GKE does not say.
+    """Return the variables by which processes find each other and that GKE omits.
 
-    A host alone is told so: it is in an Indexed Job all the same, which else would look
-    like one of several. GKE adds MEGASCALE_* to the pods of a JobSet where they are not
-    set (xpk and axlearn rely on it); set here, nothing depends on that.
+    A single host also gets variables, because its Indexed Job looks like one of several
+    hosts. GKE adds missing MEGASCALE_* variables to the pods of a JobSet (xpk and
+    axlearn rely on that); here they are set explicitly.
     """
     if target.num_hosts == 1:
         return {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1", "RANK": "0"}

@@ -1,8 +1,8 @@
-"""A run as a JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2), from 0.10 on.
+"""Render a run as a JobSet (jobset.x-k8s.io/v1alpha2), for JobSet 0.10 or later.
 
-The JobSet itself states what the exit code of a process means (launch/policy.py), so
-nothing else needs to watch it. There is no pause between restarts. Not seen on a
-cluster yet: what is rendered is held to the schemas of JobSet and Kueue.
+The JobSet's failure policy implements launch/policy.py, so no supervisor is needed.
+There is no pause between restarts. Not tested on a cluster yet: tests check the
+manifest against the schemas of JobSet and Kueue.
 """
 
 import re
@@ -28,7 +28,7 @@ _SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
 
 
 def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the keys that both kinds have."""
+    """List the mistakes in the keys that both kinds of GKE share."""
     errors = []
     if not cluster.image:
         rule = "is needed: an image with this program in it (docker build), as "
@@ -52,14 +52,14 @@ def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
 
 
 def render_jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
-    """Return the manifest, and what is typed with it."""
+    """Return the manifest, and the command that creates the JobSet."""
     document = merge_values(_jobset(job, cluster, pods), cluster.merge)
     command = [*kubectl(cluster), "create", "-f", FILE]
     return Rendered({FILE: to_yaml(document)}, command)
 
 
 def kubectl(cluster: KubernetesCluster) -> list[str]:
-    """Return the words before a verb."""
+    """Return the words of a kubectl command before its verb."""
     context = ["--context", cluster.context] if cluster.context else []
     return ["kubectl", *context, "--namespace", cluster.namespace]
 
@@ -76,7 +76,7 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
         "parallelism": pods.pods,
         "completions": pods.pods,
         "completionMode": "Indexed",
-        "backoffLimit": 0,  # one pod's end is the end of all
+        "backoffLimit": 0,  # the failure of one pod fails the Job
         "podFailurePolicy": {"rules": _pod_rules()},
         "template": {"spec": pod(job, cluster, pods)},
     }
@@ -90,7 +90,7 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
             "failurePolicy": {
                 "maxRestarts": cluster.max_restarts,
                 "restartStrategy": "BlockingRecreate",
-                "rules": _rules(),
+                "rules": _job_rules(),
             },
             "ttlSecondsAfterFinished": cluster.ttl_s,
             "replicatedJobs": [replicated],
@@ -99,25 +99,25 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    """Return which ends of a pod end its Job with reason PodFailurePolicy.
+    """Return the rules by which a failed pod fails its Job for PodFailurePolicy.
 
-    Others end it with BackoffLimitExceeded. Preemptions, evictions and lost nodes
-    leave the condition DisruptionTarget on the pod.
+    Other failures have the reason BackoffLimitExceeded. Preemptions, evictions and lost
+    nodes leave the condition DisruptionTarget on the pod.
     """
-    of_container = {"containerName": CONTAINER, "operator": "In"}
-    lost = {"type": "DisruptionTarget", "status": "True"}
-    ends = [
-        {"onExitCodes": {**of_container, "values": sorted(NEVER_AGAIN)}},
-        {"onExitCodes": {**of_container, "values": sorted(AGAIN)}},
-        {"onPodConditions": [lost]},
+    in_container = {"containerName": CONTAINER, "operator": "In"}
+    disrupted = {"type": "DisruptionTarget", "status": "True"}
+    conditions = [
+        {"onExitCodes": {**in_container, "values": sorted(NEVER_AGAIN)}},
+        {"onExitCodes": {**in_container, "values": sorted(AGAIN)}},
+        {"onPodConditions": [disrupted]},
     ]
-    return [{"action": "FailJob", **end} for end in ends]
+    return [{"action": "FailJob", **condition} for condition in conditions]
 
 
-def _rules() -> list[dict[str, Any]]:
-    """Return what the end of a Job means; what no rule names restarts all, and counts.
+def _job_rules() -> list[dict[str, Any]]:
+    """Return the rules for failed Jobs; other failures are counted restarts.
 
-    Source of the message's words: kubernetes, pkg/controller/job/pod_failure_policy.go,
+    Source of the message pattern: kubernetes, pkg/controller/job/pod_failure_policy.go,
     "... failed with exit code %v matching %v rule at index %d".
     """
     codes = "|".join(str(code) for code in sorted(NEVER_AGAIN))
@@ -135,11 +135,11 @@ def _rules() -> list[dict[str, Any]]:
     ]
 
 
-def _mounts(more: Any) -> list[str]:
-    """List where volumes are mounted in what a person merges."""
-    if isinstance(more, Mapping):
-        paths = [more["mountPath"]] if isinstance(more.get("mountPath"), str) else []
-        return paths + [path for value in more.values() for path in _mounts(value)]
-    if isinstance(more, Sequence) and not isinstance(more, str):
-        return [path for value in more for path in _mounts(value)]
+def _mounts(node: Any) -> list[str]:
+    """List the paths at which a part of `cluster.merge` mounts volumes."""
+    if isinstance(node, Mapping):
+        paths = [node["mountPath"]] if isinstance(node.get("mountPath"), str) else []
+        return paths + [path for child in node.values() for path in _mounts(child)]
+    if isinstance(node, Sequence) and not isinstance(node, str):
+        return [path for child in node for path in _mounts(child)]
     return []

@@ -26,18 +26,18 @@ from train.errors import FINISHED
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 2.0
-_MARGIN_S = 120  # the time for work after the end of the last pod
-_SPOT_NOTICE_S = 15  # for user pods. Source: GKE, "Spot VMs", graceful termination
+_POLL_S = 2.0
+_MARGIN_S = 120  # the time to delete the rest after the last pod
+_SPOT_NOTICE_S = 15  # the notice that user pods get. Source: GKE, "Spot VMs"
 _OVER = ("Completed", "Failed")
-_PODS_OF = "jobset.sigs.k8s.io/jobset-name="
-_FIRST = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+_JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name="
+_RANK_0 = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
 
 
 def submit(
     job: Job, cluster: KubernetesCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Create the JobSet, after the deletion of a finished one of that name."""
+    """Create the JobSet; a finished one with the same name is deleted first."""
     if cluster.backoff_s != ClusterConfig().backoff_s:
         log.warning("cluster.backoff_s has no effect: JobSet restarts at once")
     if cluster.spot:
@@ -45,26 +45,26 @@ def submit(
     submission = submission.with_handle(
         kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
     )
-    if (jobset := _jobset(submission)) and _over(jobset):
+    if (jobset := _jobset(submission)) and _is_over(jobset):
         stop(submission)
     _ask(submission, ["create", "-f", "-"], input=rendered.files[FILE])
-    print(f"{job.name}: submitted; action=status says where it is")
+    print(f"{job.name}: submitted; action=status shows its state")
     return FINISHED
 
 
 def alive(submission: Submission) -> bool:
-    """Return whether the job runs, or waits to."""
+    """Return whether the job is running, or waiting to run."""
     jobset = _jobset(submission)
-    return jobset is not None and not _over(jobset)
+    return jobset is not None and not _is_over(jobset)
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe what state the JobSet is in, and why its pods wait, if they do."""
+    """Describe the JobSet's state, and why its pods wait."""
     jobset = _jobset(submission)
     if jobset is None:
-        return ["not there: it was stopped, or somebody deleted it"]
+        return ["not found: it was stopped or deleted"]
     state = jobset.get("status", {})
-    over = _over(jobset)
+    over = _is_over(jobset)
     lines = [_describe_jobset(jobset, over)]
     if restarts := state.get("restarts", 0):
         counted = state.get("restartsCountTowardsMax", 0)
@@ -74,7 +74,7 @@ def status(submission: Submission) -> list[str]:
         owner = f"kueue.x-k8s.io/job-uid={jobset['metadata']['uid']}"
         workloads = _list(submission, "workloads.kueue.x-k8s.io", "--selector", owner)
         lines.append(describe_queue(queue, workloads))
-    pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name)
+    pods = _list(submission, "pods", "--selector", _JOBSET_LABEL + submission.name)
 
     def events(pod: str) -> list[dict[str, Any]]:
         selector = f"involvedObject.kind=Pod,involvedObject.name={pod}"
@@ -85,7 +85,7 @@ def status(submission: Submission) -> list[str]:
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print the output of process 0; with `follow`, through restarts to the end."""
+    """Print the output of process 0; with `follow`, until the JobSet is over."""
     printed_pod, since = "", ""
     while True:
         over = not (follow and alive(submission))
@@ -94,19 +94,19 @@ def logs(submission: Submission, follow: bool) -> int:
             words = ["logs", pod, "--container", CONTAINER]
             words += ["--follow"] * (not over)
             words += [f"--since-time={since}"] if pod == printed_pod else []
-            done = _run(submission, words, capture_output=False)
-            if done.returncode == 0:
+            result = _run(submission, words, capture_output=False)
+            if result.returncode == 0:
                 printed_pod = pod
                 since = datetime.now(UTC).isoformat(timespec="seconds")
         if over:
             if not pod:
-                print("no pod is there yet, or any more", file=sys.stderr)
+                print("there is no pod yet, or no longer", file=sys.stderr)
             return FINISHED
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def stop(submission: Submission) -> int:
-    """Delete the JobSet, and wait until its pods have saved and are gone."""
+    """Delete the JobSet, and wait until its pods have saved and ended."""
     patience_s = submission.handle["grace_period_s"] + _MARGIN_S
     words = ["delete", "jobset", submission.name, "--ignore-not-found"]
     words += ["--cascade=foreground", "--wait", f"--timeout={patience_s}s"]
@@ -122,32 +122,33 @@ def _jobset(submission: Submission) -> dict[str, Any] | None:
 
 def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, Any]]:
     """Return objects; none if the cluster forbids it or does not know the kind."""
-    done = _run(submission, ["get", kind, *arguments, "-ojson"])
-    return json.loads(done.stdout)["items"] if done.returncode == 0 else []
+    result = _run(submission, ["get", kind, *arguments, "-ojson"])
+    return json.loads(result.stdout)["items"] if result.returncode == 0 else []
 
 
 def _process_0_pod(submission: Submission) -> str:
-    """Return the name of the newest started pod of process 0; "" if none has."""
-    pods = _list(submission, "pods", "--selector", _PODS_OF + submission.name + _FIRST)
-    begun = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
-    begun.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
-    return begun[-1]["metadata"]["name"] if begun else ""
+    """Return the name of the newest started pod of process 0; "" if there is none."""
+    selector = _JOBSET_LABEL + submission.name + _RANK_0
+    pods = _list(submission, "pods", "--selector", selector)
+    started = [pod for pod in pods if pod["status"].get("phase") != "Pending"]
+    started.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
+    return started[-1]["metadata"]["name"] if started else ""
 
 
-def _over(jobset: dict[str, Any]) -> bool:
+def _is_over(jobset: dict[str, Any]) -> bool:
     return jobset.get("status", {}).get("terminalState") in _OVER
 
 
 def _describe_jobset(jobset: dict[str, Any], over: bool) -> str:
     state = jobset.get("status", {})
-    true = [c for c in state.get("conditions", []) if c["status"] == "True"]
+    active = [c for c in state.get("conditions", []) if c["status"] == "True"]
     if over:
         final = state["terminalState"]
-        why = [c.get("message", "") for c in true if c["type"] == final]
+        why = [c.get("message", "") for c in active if c["type"] == final]
         return ": ".join([final.lower(), *filter(None, why)])
     if jobset["spec"].get("suspend"):
-        return "suspended: it waits for Kueue, or for somebody to resume it"
-    return "restarting" if any(c["type"] == "Restarting" for c in true) else "submitted"
+        return "suspended: it waits for Kueue, or until it is resumed"
+    return "restarting" if "Restarting" in {c["type"] for c in active} else "submitted"
 
 
 def _ask(submission: Submission, words: Sequence[str], **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""Why a JobSet's pods wait, in sentences: from Kueue, the scheduler, the image."""
+"""Explain why a JobSet's pods wait: for Kueue, the scheduler or the image."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -7,15 +7,15 @@ from typing import Any
 from train.errors import meaning
 
 Object = Mapping[str, Any]
-_MOST = 8  # lines of pods that have failed
+_MAX_FAILURES = 8  # lines about pods that have failed
 
 
 def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
-    """Describe what Kueue says of a JobSet in its queue."""
+    """Describe the state of a JobSet in its queue of Kueue."""
     if not workloads:
         return f"queue {queue}: Kueue has not taken it up (is there such a queue?)"
-    all_of_them = workloads[-1].get("status", {}).get("conditions", [])
-    conditions = {condition["type"]: condition for condition in all_of_them}
+    condition_list = workloads[-1].get("status", {}).get("conditions", [])
+    conditions = {condition["type"]: condition for condition in condition_list}
     if conditions.get("Admitted", {}).get("status") == "True":
         return f"queue {queue}: admitted"
     why = conditions.get("QuotaReserved", {}).get("message", "waits")
@@ -25,28 +25,29 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
 def describe_pods(
     pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
-    """Count a JobSet's pods; describe why the first that waits does, and who failed.
+    """Return lines: the pods by phase, why the first pending one waits, and failures.
 
-    `events` returns those of a pod, the newest last.
+    `events` returns the events of a pod by its name, the newest last.
     """
     if not pods:
         return ["no pods"]
     phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
     counts = ", ".join(f"{count} {phase.lower()}" for phase, count in phases.items())
     lines = [f"pods: {counts}"]
-    waiting = [(pod, why) for pod in pods if (why := _why_it_waits(pod))]
+    waiting = [(pod, why) for pod in pods if (why := _waiting_reason(pod))]
     if waiting:
         pod, why = waiting[0]
         name = pod["metadata"]["name"]
         lines.append(f"{name} waits: {why}")
         newest = events(name)[-1:]
         lines += [f"  {event['reason']}: {event['message']}" for event in newest]
-    ended = [line for pod in pods for line in _how_it_ended(pod)]
-    more = [f"... and {len(ended) - _MOST} more"] if len(ended) > _MOST else []
-    return lines + ended[:_MOST] + more
+    failures = [line for pod in pods for line in _failures(pod)]
+    num_hidden = len(failures) - _MAX_FAILURES
+    more = [f"... and {num_hidden} more"] if num_hidden > 0 else []
+    return lines + failures[:_MAX_FAILURES] + more
 
 
-def _why_it_waits(pod: Object) -> str | None:
+def _waiting_reason(pod: Object) -> str | None:
     status = pod["status"]
     if status.get("phase") != "Pending":
         return None
@@ -60,7 +61,7 @@ def _why_it_waits(pod: Object) -> str | None:
     return "for its node"
 
 
-def _how_it_ended(pod: Object) -> list[str]:
+def _failures(pod: Object) -> list[str]:
     name, lines = pod["metadata"]["name"], []
     for container in pod["status"].get("containerStatuses", []):
         ended = container.get("state", {}).get("terminated")

@@ -1,7 +1,7 @@
-"""A pod of a run: one container, started without a shell.
+"""Render a pod of a run: one container, started without a shell.
 
-It has no capabilities, no account unless it is given one, and no secrets in it but
-references to them.
+The pod has no capabilities, no account unless one is configured, and references to
+secrets instead of their values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ class Pods:
     name: the name of the replicated job.
     jobs: the number of its replicas.
     pods: the number of pods in each replica.
-    environment: values of variables: texts, or mappings made by `from_pod`.
-    resource: the name of the device resource, and its number for each pod.
+    environment: the values of variables, as texts or mappings made by `from_pod`.
+    resource: the name of the device resource, and the number for each pod.
     selector: labels that the nodes must have.
     annotations: annotations of the JobSet.
     user, network: parts of the pod's security context and of its specification.
@@ -46,12 +46,12 @@ class Pods:
 
 
 def host_of(job: Job, pods: str) -> str:
-    """Return the name of the first pod, as JobSet's headless service does."""
+    """Return the host name of the first pod in JobSet's headless service."""
     return f"{job.name}-{pods}-0-0.{job.name}"
 
 
 def from_pod(kind: str, name: str) -> dict[str, Any]:
-    """Return the value of a variable that is one of its pod's labels or annotations."""
+    """Return a variable's value that is taken from a label or annotation of its pod."""
     return {"valueFrom": {"fieldRef": {"fieldPath": f"metadata.{kind}['{name}']"}}}
 
 
@@ -61,7 +61,7 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
     selector |= cluster.node_selector
     spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
     shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    chosen = {
+    optional = {
         "priorityClassName": cluster.priority_class,
         "serviceAccountName": cluster.service_account,
         "nodeSelector": selector,
@@ -70,10 +70,10 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": cluster.grace_period_s,
-        # Only what was given an account may ask Kubernetes, or the cloud, for anything.
+        # Only a pod with a configured account may call Kubernetes or the cloud.
         "automountServiceAccountToken": cluster.service_account is not None,
         "enableServiceLinks": False,
-        # Process 1 cannot abort, nor end with 134: let it be another.
+        # PID 1 cannot abort and so end with 134: training must not be PID 1.
         "shareProcessNamespace": True,
         "securityContext": {**pods.user, "seccompProfile": {"type": "RuntimeDefault"}},
         "tolerations": [
@@ -81,7 +81,7 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
             *[spot] * cluster.spot,
         ],
         **pods.network,
-        **{key: value for key, value in chosen.items() if value},
+        **{key: value for key, value in optional.items() if value},
         "containers": [_container(job, cluster, pods)],
     }
 
@@ -92,14 +92,14 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
         name, _, key = secret.partition("/")
         values[variable] = {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
     environment = [
-        {"name": name, **({"value": escaped(v)} if isinstance(v, str) else v)}
+        {"name": name, **({"value": escape(v)} if isinstance(v, str) else v)}
         for name, v in values.items()
     ]
     shm = {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
     return {
         "name": CONTAINER,
         "image": cluster.image,
-        "command": [escaped(word) for word in pods.command],
+        "command": [escape(word) for word in pods.command],
         **({"env": environment} if environment else {}),
         "resources": _resources(job, cluster, pods),
         "securityContext": {
@@ -111,7 +111,7 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
 
 
 def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
-    """Return what a pod needs; memory and cores are no limits, so none kills it."""
+    """Return a pod's resources; memory and cores are no limits that could kill it."""
     resource, count = pods.resource
     cpus, memory = cluster.cpus, cluster.memory
     if job.staged_bytes is not None:
@@ -123,10 +123,10 @@ def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
     return {**({"requests": requests} if requests else {}), "limits": {resource: count}}
 
 
-def escaped(word: str) -> str:
-    """Return what the kubelet's expansion of `$(NAME)` turns into the word.
+def escape(word: str) -> str:
+    """Escape a word so that the kubelet's expansion of `$(NAME)` restores it.
 
-    It makes `$$` one `$`, wherever that stands. Source: kubernetes,
+    The expansion turns every `$$` into `$`. Source: kubernetes,
     third_party/forked/golang/expansion/expand.go.
     """
     return word.replace("$", "$$")

@@ -1,1 +1,1 @@
-"""Machines reached by ssh: a supervisor here, processes there."""
+"""Machines reached by ssh: a supervisor on this machine, processes on others."""

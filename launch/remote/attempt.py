@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 LOST_S = 600.0  # a host that does not answer for this time is lost
 SILENT_S = 120.0  # the same, after other processes have ended
-_LINES = 200  # the number of lines shown of a crashed process
+_LINES = 200  # the maximum number of lines shown of crashed processes
 
 
 class RemoteAttempt:
@@ -33,25 +33,25 @@ class RemoteAttempt:
         self, hosts: Hosts, file: Path, begin: Callable[[Wait], bool], show: bool = True
     ):
         self._hosts, self._file, self._begin, self._show = hosts, file, begin, show
-        self._wait, self._read = Wait(), 0
+        self._wait, self._num_read = Wait(), 0
         self._codes: dict[str, int | None] = {}
         self._heard_at: dict[str, float] = {}
 
     def stop(self, number: int) -> None:
-        """Pass a signal on when the machines answer."""
+        """Record a signal; `wait` passes it on when the machines answer."""
         self._wait.ask(number)
 
     def wait(self) -> Sequence[int | None]:
         """Start all processes, wait for them, and return their exit codes."""
         if not self._begin(self._wait):
             return [self._wait.exit_code] * self._hosts.processes
-        began = self._since = time.monotonic()
-        reported, tried = 0, 0
+        began = self._others_since = time.monotonic()
+        num_delivered, num_signals = 0, 0
         while True:
-            if (tried := self._wait.count) > reported and self._signal():
-                reported = tried
+            if (num_signals := self._wait.count) > num_delivered and self._signal():
+                num_delivered = num_signals
             states = self._hosts.ask("poll")
-            self._note(states)
+            self._record_states(states)
             self._copy_output()
             if self._all_ended(began):
                 break
@@ -59,14 +59,14 @@ class RemoteAttempt:
                 log.warning("the machines are gone")
                 break
             self._end_the_rest()
-            self._wait(self._hosts.poll_s, handled=tried)
+            self._wait(self._hosts.poll_s, handled=num_signals)
         self._log_crashes()
         missing = self._hosts.processes - len(self._codes)
         return [*self._codes.values(), *([None] * missing)]
 
     def _signal(self) -> bool:
-        """Return whether one received the signal: enough, as they agree on the step."""
-        number = self._wait.asked or signal.SIGTERM
+        """Send the signal; return whether a process has it, which is enough for all."""
+        number = self._wait.last_signal or signal.SIGTERM
         name = signal.Signals(number).name.removeprefix("SIG")
         if any(s.word == "told" for s in self._hosts.ask("signal", name).values()):
             log.info("the run has the signal; it saves and stops")
@@ -77,13 +77,13 @@ class RemoteAttempt:
     def _end_the_rest(self) -> None:
         """Kill processes that continue for long after others have ended."""
         if not self._codes:
-            self._since = time.monotonic()
-        elif time.monotonic() > self._since + OTHERS_S:
+            self._others_since = time.monotonic()
+        elif time.monotonic() > self._others_since + OTHERS_S:
             log.warning("some processes do not end, so they are killed")
             self._hosts.ask("signal", "KILL")
-            self._since = time.monotonic()
+            self._others_since = time.monotonic()
 
-    def _note(self, states: Mapping[str, State]) -> None:
+    def _record_states(self, states: Mapping[str, State]) -> None:
         for name, state in states.items():
             self._heard_at[name] = time.monotonic()
             if state.word in ("ended", "lost"):
@@ -93,22 +93,23 @@ class RemoteAttempt:
 
     def _all_ended(self, began: float) -> bool:
         """Return whether all processes have ended, or are lost."""
-        late = time.monotonic() - (SILENT_S if self._codes else LOST_S)
+        cutoff = time.monotonic() - (SILENT_S if self._codes else LOST_S)
         for name, heard_at in self._heard_at.items():
-            if heard_at < late and name not in self._codes:
+            if heard_at < cutoff and name not in self._codes:
                 log.warning("%s does not answer: lost", name)
                 self._codes[name] = None
-        num_silent = 0 if began > late else self._hosts.processes - len(self._heard_at)
-        return len(self._codes) + num_silent >= self._hosts.processes
+        num_silent = self._hosts.processes - len(self._heard_at)
+        num_lost = 0 if began > cutoff else num_silent
+        return len(self._codes) + num_lost >= self._hosts.processes
 
     def _copy_output(self) -> None:
         """Append new output of process 0 to the file, and show it."""
-        new = self._hosts.output(self._read)
-        self._read += len(new)
+        output = self._hosts.output(self._num_read)
+        self._num_read += len(output)
         with self._file.open("ab") as file:
-            file.write(new)
-        if self._show and new:
-            sys.stderr.buffer.write(new)
+            file.write(output)
+        if self._show and output:
+            sys.stderr.buffer.write(output)
             sys.stderr.flush()
 
     def _log_crashes(self) -> None:

@@ -1,6 +1,6 @@
-"""The gcloud program: commands for queued resources, and what its errors mean.
+"""Commands of gcloud for queued resources, and the meaning of its errors.
 
-Commands and flags: its reference, gcloud compute tpus queued-resources (SDK 528).
+Source of the flags: the reference of gcloud compute tpus queued-resources (SDK 528).
 """
 
 import re
@@ -11,15 +11,15 @@ from launch.job import options
 from launch.subprocesses import LONGEST_S, run_captured
 from train.hardware.targets import parse_target
 
-_MOST = 2000  # characters of what it says
-# By google.rpc.Code. Source: googleapis/googleapis, google/rpc/code.proto.
+_MAX_MESSAGE = 2000  # characters of an error that are kept
+# Permanent errors by code. Source: googleapis/googleapis, google/rpc/code.proto.
 _HOPELESS = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 7: "PERMISSION_DENIED"}
 _HOPELESS |= {16: "UNAUTHENTICATED"}
-_ACCOUNT = ("active account", "gcloud auth login", "Reauthentication")
+_ACCOUNT_ERRORS = ("active account", "gcloud auth login", "Reauthentication")
 _USAGE = 2  # the exit code of gcloud's parser
 
-# The cloud's names. Sources: docs.cloud.google.com/tpu/docs/v5e and its sister pages;
-# for the software versions for JAX docs.cloud.google.com/tpu/docs/runtimes.
+# Accelerator type and software version by family. Sources:
+# docs.cloud.google.com/tpu/docs/v5e and its sister pages, .../tpu/docs/runtimes.
 TYPES = {
     "v4": ("v4", "tpu-ubuntu2204-base"),
     "v5e": ("v5litepod", "v2-alpha-tpuv5-lite"),
@@ -29,7 +29,7 @@ TYPES = {
 
 
 def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
-    """Return the commands that make, describe and delete it."""
+    """Return the commands that create, describe and delete a queued resource."""
     target = parse_target(cluster.target or "")
     kind, runtime = TYPES[target.family]
     labels = {"longhaul": name, **cluster.labels}
@@ -50,54 +50,54 @@ def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
     }
     create = [*options(flags), *cluster.options]
     return {
-        "create": words("create", [name], cluster, *create),
-        "describe": words("describe", [name], cluster, "--format=json"),
-        "delete": words("delete", [name], cluster, "--force"),
+        "create": gcloud_command("create", [name], cluster, *create),
+        "describe": gcloud_command("describe", [name], cluster, "--format=json"),
+        "delete": gcloud_command("delete", [name], cluster, "--force"),
     }
 
 
-def words(
-    verb: str, names: Sequence[str], cluster: TpuVmCluster, *more: str
+def gcloud_command(
+    verb: str, names: Sequence[str], cluster: TpuVmCluster, *arguments: str
 ) -> list[str]:
     """Return a command of `gcloud compute tpus queued-resources`."""
-    where = {"zone": cluster.zone, "project": cluster.project, "quiet": True}
+    location = {"zone": cluster.zone, "project": cluster.project, "quiet": True}
     group = ["gcloud", "compute", "tpus", "queued-resources"]
-    return [*group, verb, *names, *options(where), *more]
+    return [*group, verb, *names, *options(location), *arguments]
 
 
 class GcloudError(Exception):
-    """It ended with an error; the message is its own."""
+    """A command of gcloud failed. The message is the end of its error output."""
 
     def __init__(self, message: str, code: int):
         self.code = code
-        super().__init__(message[-_MOST:].strip())
+        super().__init__(message[-_MAX_MESSAGE:].strip())
 
     def is_status(self, name: str) -> bool:
-        """Return whether the service answered so, `NOT_FOUND` say."""
+        """Return whether the service answered with this status, such as NOT_FOUND."""
         return re.search(rf"\b{name}\b", str(self)) is not None
 
     @property
     def hopeless(self) -> bool:
         """Whether the same call would fail again."""
         text = str(self)
-        refused = any(self.is_status(name) for name in _HOPELESS.values())
-        unknown = any(words in text for words in _ACCOUNT)
-        return refused or unknown or self.code == _USAGE or is_quota(text)
+        is_refused = any(self.is_status(name) for name in _HOPELESS.values())
+        no_account = any(phrase in text for phrase in _ACCOUNT_ERRORS)
+        return is_refused or no_account or self.code == _USAGE or is_quota_error(text)
 
 
-def is_quota(message: str) -> bool:
-    """Return whether it is the project's quota that lacks, and not machines."""
+def is_quota_error(message: str) -> bool:
+    """Return whether a request failed for lack of quota, not of machines."""
     return "quota" in message.lower()
 
 
 def hopeless_status(code: int | None, message: str) -> bool:
     """Return whether a request that failed with this status would fail again."""
-    return code in _HOPELESS or is_quota(message)
+    return code in _HOPELESS or is_quota_error(message)
 
 
-def call(words: Sequence[str], timeout_s: float = LONGEST_S) -> str:
+def call(command: Sequence[str], timeout_s: float = LONGEST_S) -> str:
     """Run a command; return its output, or raise GcloudError if it fails."""
-    code, out, err = run_captured(words, timeout_s)
+    code, out, err = run_captured(command, timeout_s)
     if code:
         raise GcloudError(err, code)
     return out.decode(errors="replace")

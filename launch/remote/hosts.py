@@ -1,6 +1,6 @@
-"""The machines of a run, which are asked over ssh: what all kinds of them share.
+"""The base class of a run's machines that are reached over ssh.
 
-Each has a `run.sh` (remote/run_script.py) in a folder of its own.
+Each machine has a `run.sh` (remote/run_script.py) in a local folder.
 """
 
 import logging
@@ -11,87 +11,87 @@ from launch.config import SshCluster, TpuVmCluster
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK
 from launch.node import asked_to_stop
-from launch.remote.run_script import RUN, State, read_states, run_words
+from launch.remote.run_script import RUN, State, read_states, verb_line
 from launch.submissions import Submission
 from launch.supervisor import Wait
 
 log = logging.getLogger(__name__)
 
-# Options of ssh that end a connection to a host that is silent for a minute.
+# Options of ssh that close the connection after a minute without an answer.
 KEEP_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
 _AGAIN_S = 15.0  # the pause before another try if some hosts could not be reached
 
 
 def files_of(cluster: SshCluster | TpuVmCluster) -> list[str]:
-    """List the files that go there."""
+    """List the names of the files to copy to each machine."""
     return [RUN, UNPACK, ARCHIVE] if cluster.code is Code.archive else [RUN]
 
 
 class Hosts(ABC):
-    """The machines of a submission, with all their processes, asked every `poll_s`."""
+    """The machines of a submission and their processes, polled every `poll_s`."""
 
     def __init__(self, submission: Submission, processes: int, poll_s: float):
         self._submission, self._name = submission, submission.name
         self.processes, self.poll_s = processes, poll_s
 
     def begin(self, wait: Wait, take_up: bool) -> bool:
-        """Start all processes, or with `take_up` watch those that run already.
+        """Start all processes or, with `take_up`, watch any that already run.
 
-        Return False if a signal came before.
+        Returns False if a signal came first.
         """
         while not self._stopped(wait) and self._await_machines(wait):
-            if take_up and (count := self._running()):
-                log.info("%d processes run there already: watched", count)
+            if take_up and (count := self._count_running()):
+                log.info("%d processes already run there: watching them", count)
                 return True
             if self._start():
-                self._stopped(wait)  # asked meanwhile: the attempt passes it on
+                self._stopped(wait)  # records a stop for the attempt to pass on
                 return True
             wait(_AGAIN_S)
         return False
 
     def _stopped(self, wait: Wait) -> bool:
-        """Return whether a signal came; `action=stop` anywhere is as good as one."""
+        """Return whether a signal came. `action=stop` on any machine counts as one."""
         if asked_to_stop(self._submission.folder):
             wait.ask(signal.SIGINT)
         return wait(0)
 
     def ask(self, verb: str, *words: str | int) -> dict[str, State]:
-        """Run a verb of run.sh on all; return the states of those who answer."""
+        """Run a verb of run.sh for all processes; return the states of those found."""
         return read_states(self._run(verb, *words))
 
     def output(self, skip: int) -> bytes:
-        """Return what process 0 has written, without its first bytes; may be none."""
-        return self._run_on_first(run_words(self._name, "said", [0, skip]))
+        """Return the output of process 0 after `skip` bytes; b"" if unreachable."""
+        return self._run_on_first(verb_line(self._name, "said", [0, skip]))
 
     def tail(self, code: int) -> str:
-        """Return the last lines of those that ended with a code."""
+        """Return the last lines of the processes that ended with `code`."""
         return self._run("tail", code)
 
     def gone(self) -> bool:
-        """Return whether the machines are known to be no more."""
+        """Return whether the machines are known to be gone."""
         return False
 
     def may_run(self) -> bool:
-        """Return whether there may be something to stop."""
-        return self._running() > 0
+        """Return whether processes may be running there."""
+        return self._count_running() > 0
 
     def release(self) -> None:  # noqa: B027
-        """Give the machines back, if they were lent: the run is over."""
+        """Give up the machines after the end of the run, if the run requested them."""
 
-    def _running(self) -> int:
+    def _count_running(self) -> int:
         return [state.word for state in self.ask("poll").values()].count("running")
 
     def _await_machines(self, wait: Wait) -> bool:
-        """Wait until there are machines; return False if a signal came before."""
+        """Wait until there are machines; return False if a signal came first."""
         return not wait(0)
 
     @abstractmethod
     def _start(self) -> bool:
-        """Copy what is needed, and start; return whether that succeeded on all."""
+        """Copy the files and start all processes; return whether all were started."""
 
     @abstractmethod
     def _run(self, verb: str, *words: str | int) -> str:
-        """Run a verb of run.sh for all processes; return what all have answered."""
+        """Run a verb of run.sh for all processes; return their combined output."""
 
     @abstractmethod
     def _run_on_first(self, line: str) -> bytes:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # One run on this host. FIRST and COUNT: its processes here, by number.
-#   run.sh start FIRST COUNT [WORLD_SIZE ADDRESS PORT]   instead of what runs
+#   run.sh start FIRST COUNT [WORLD_SIZE ADDRESS PORT]   kills old processes first
 #   run.sh poll FIRST COUNT
 #   run.sh signal FIRST COUNT NAME
-#   run.sh said FIRST BYTES      what FIRST has said, without so many bytes
-#   run.sh tail FIRST COUNT CODE the last lines of those that ended with this code
+#   run.sh said FIRST BYTES      the output of FIRST after that many bytes
+#   run.sh tail FIRST COUNT CODE the last lines of processes that ended with CODE
 set -u
 cd -- "$(dirname -- "$0")" || exit 1
 
@@ -13,19 +13,19 @@ trap 'echo "a line before training failed" >&2; exit 1' ERR
 @BODY@
 }
 
-place() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
+export_ranks() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
   if [ "${4-1}" != 1 ]; then
     export RANK="$1" LOCAL_RANK="$(($1 - $2))" LOCAL_WORLD_SIZE="$3"
     export WORLD_SIZE="$4" MASTER_ADDR="$5" MASTER_PORT="$6"
   fi
 }
 
-one() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
+run_process() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
   (
     trap 'exit 130' INT # until training takes over
     trap 'exit 42' TERM
     echo "$BASHPID" >"process-$1/pid"
-    place "$@"
+    export_ranks "$@"
     train
   )
   echo "$?" >"process-$1/code.new"
@@ -40,7 +40,7 @@ start() { # FIRST COUNT [WORLD_SIZE ADDRESS PORT]
     exec 9>"process-$process/lock"
     flock -w 20 9 || continue
     rm -f "process-$process"/{code,pid,group}
-    setsid --fork bash ./run.sh one "$process" "$@" \
+    setsid --fork bash ./run.sh run_process "$process" "$@" \
       </dev/null >"process-$process/log" 2>&1
     exec 9>&-
     say "$process" running
@@ -63,14 +63,14 @@ poll() { # FIRST COUNT
 }
 
 signal() { # FIRST COUNT NAME
-  local process pid wait
+  local process pid attempt
   for ((process = $1; process < $1 + $2; process++)); do
     locked "$process" || continue
-    for wait in 1 2 3 4 5 6 7 8 9 10; do
+    for attempt in 1 2 3 4 5 6 7 8 9 10; do
       [ -s "process-$process/pid" ] || sleep 0.2
     done
     pid=$(cat "process-$process/pid")
-    # What runs by sudo, docker for one, is not ours to signal.
+    # A process that runs under sudo, such as docker, needs sudo to be signalled.
     kill -s "$3" "$pid" 2>/dev/null || sudo -n kill -s "$3" "$pid"
     say "$process" told
   done
@@ -99,10 +99,10 @@ kill_group() {
 }
 
 case "$1" in
-one)
+run_process)
   shift
   echo "$$" >"process-$1/group"
-  one "$@"
+  run_process "$@"
   ;;
 start | poll | signal | said) "$@" ;;
 tail) shift && tail_of "$@" ;;

@@ -1,14 +1,14 @@
-"""`run.sh`: trains on a host, apart from the connection that asked for it.
+"""Render `run.sh`, which trains on a host independently of the ssh connection.
 
-It lies in a folder of the host's own, with what it knows of each process:
+The script is in a local folder of the host, with files about each process:
 
-    process-<n>/lock    held as long as anything of it lives
-    process-<n>/pid     of training, or of what is set up before
-    process-<n>/code    its exit code, as a shell has it; there only when it has ended
-    process-<n>/log     what the last start said
+    process-<n>/lock    locked while the process or a child of it lives
+    process-<n>/pid     the id of the training process, or of the setup before it
+    process-<n>/code    the exit code, as a shell reports it, once the process has ended
+    process-<n>/log     the output of the last start
 
-A process has a session of its own, by setsid --fork and not `&`, with which a shell has
-its children ignore SIGINT. All verbs end with 0: what counts is what they print.
+`setsid --fork` gives each process its session; with `&` a shell would make its children
+ignore SIGINT. All verbs exit with 0: only their output counts.
 """
 
 import re
@@ -25,7 +25,7 @@ RUN = "run.sh"
 class State(NamedTuple):
     """The state of a process: `running`, `ended` with a code, or `lost` without one.
 
-    `told` says whether it received the signal.
+    The verb `signal` gives `told` if the process received the signal.
     """
 
     word: str
@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 
 def remote_folder(name: str) -> str:
-    """Return the folder on the host, from the user's home on."""
+    """Return the run's folder on a host, relative to the user's home."""
     return f"longhaul/{name}"
 
 
@@ -49,10 +49,10 @@ def run_script(
 
     Args:
         command: the words that train.
-        environment: variables.
-        secrets: lines of shell that fetch others, and fail where they cannot.
+        environment: variables to export.
+        secrets: lines of shell that export secret variables, or fail.
         setup: lines of shell, in the same shell as the command.
-        workdir: where it runs; None: in the folder of run.sh.
+        workdir: the working directory, None for the folder of run.sh.
         last: lines of shell right before the command.
     """
     change_folder = [] if workdir is None else [f"cd -- {shlex.quote(workdir)}"]
@@ -62,13 +62,13 @@ def run_script(
     return template.replace("@BODY@", "\n".join(body))
 
 
-def run_words(name: str, verb: str, words: Sequence[str | int]) -> str:
-    """Return the command that a shell of the host is told."""
+def verb_line(name: str, verb: str, words: Sequence[str | int]) -> str:
+    """Return the line of shell that runs a verb of run.sh on a host."""
     return shell(["bash", f"{remote_folder(name)}/{RUN}", verb, *map(str, words)])
 
 
 def read_states(output: str) -> dict[str, State]:
-    """Read what run.sh said of its processes, by `host:process`."""
+    """Return the states in the output of run.sh, by `host:process`."""
     pattern = r"^longhaul (\S+) (running|ended|lost|told) ?(\d*)\r?$"
     return {
         name: State(word, int(code) if code else None)

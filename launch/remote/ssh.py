@@ -1,8 +1,8 @@
-"""`cluster=ssh`: machines that ssh reaches, kept running from here.
+"""`cluster=ssh`: machines that ssh reaches, supervised by this machine.
 
-Training has a session of its own there (`remote/run_script.py`): a broken connection
-ends nothing, and `action=resume` takes up what runs. The run's directory, and with
-cluster.code=shared this program too, lie where all of them and this machine see it.
+Training has its own session there (`remote/run_script.py`), so it survives a broken
+connection, and `action=resume` continues to supervise it. All machines and this one
+share the run's directory and, with cluster.code=shared, this program's folder.
 """
 
 import re
@@ -26,17 +26,17 @@ SECRETS_REMEDY = (
 
 
 def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys."""
+    """List the mistakes in the cluster's keys."""
     errors = []
     if not cluster.hosts:
-        rule = "must name at least one, say [node1, me@node2]"
+        rule = "must name at least one host, say [node1, me@node2]"
         errors.append(Mistake("cluster.hosts", [], rule))
     for host in [*cluster.hosts, *filter(None, [cluster.address])]:
         if not re.fullmatch(r"[A-Za-z0-9_][\w.@:%-]*", host, re.ASCII):
             rule = "must be a host as ssh takes it, with user@ before it if need be"
             errors.append(Mistake("cluster.hosts", host, rule))
     if len({*cluster.hosts}) < len(cluster.hosts):
-        rule = "must differ; cluster.processes_per_node has several on each"
+        rule = "must differ. cluster.processes_per_node starts several on each host"
         errors.append(Mistake("cluster.hosts", cluster.hosts, rule))
     if cluster.code is Code.image:
         rule = "must be shared or archive: nothing starts containers here"
@@ -45,12 +45,12 @@ def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: SshCluster) -> Machine:
-    """Return nothing to plan for: what the hosts have is not known here."""
+    """Return nothing to plan for: the devices of the hosts are not known here."""
     return Machine()
 
 
 def render(job: Job, cluster: SshCluster) -> Rendered:
-    """Return run.sh, and how it is started on each host."""
+    """Return run.sh, and a script that starts it on each host."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     shared = job.workdir if cluster.code is Code.shared else None
     script = run_script(
@@ -69,7 +69,7 @@ def render(job: Job, cluster: SshCluster) -> Rendered:
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe the processes there, who keeps them running, and what came before."""
+    """Describe the supervisor, past attempts, and the processes on the hosts."""
     hosts = supervise.submitted_hosts(submission)
     states = hosts.ask("poll")
     lines = [

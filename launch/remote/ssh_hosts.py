@@ -1,7 +1,7 @@
-"""Machines that ssh reaches: files there, commands there.
+"""Copy files to machines that ssh reaches, and run commands there.
 
-Files travel over the connections' standard input, so that what they hold is on no
-command line. An ssh that ends with 255 says nothing of the process there.
+Files are sent over standard input, so that no command line shows their contents. If ssh
+exits with 255, the state of the process there is unknown.
 """
 
 import logging
@@ -13,17 +13,17 @@ from data.storage import is_remote
 from launch.config import SshCluster
 from launch.job import port_of
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
-from launch.remote.run_script import read_states, remote_folder, run_words
+from launch.remote.run_script import read_states, remote_folder, verb_line
 from launch.submissions import RECORD, Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from train.errors import WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
-# Never a question on a terminal; a host that is off is known to be so soon.
+# Never ask questions on a terminal, and give up soon on a host that is off.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", *KEEP_ALIVE)
 _HOPELESS = ("Permission denied", "Could not resolve", "Host key verification failed")
-_AT_ONCE = 32
+_MAX_CONNECTIONS = 32
 Answers = dict[str, tuple[int, bytes, str]]  # host -> exit code, output, errors
 
 
@@ -34,24 +34,24 @@ def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
 
 
 def put_line(name: str, file: str) -> str:
-    """Return the line of shell that puts what it reads into a file, whole or not."""
+    """Return the line of shell that writes its standard input to a file atomically."""
     path = f"{remote_folder(name)}/{file}"
-    # The file is moved, not copied, so that a shell that reads the old run.sh keeps it.
+    # The file is replaced, so a shell that is running the old run.sh is not disturbed.
     write = f"umask 077 && mkdir -p {remote_folder(name)} && cat >{path}.new"
     return f"{write} && mv -f {path}.new {path}"
 
 
 def start_line(name: str, cluster: SshCluster, number: int) -> str:
-    """Return the line of shell that starts the processes of a host, by its number."""
+    """Return the line of shell that starts the processes of host `number`."""
     count = cluster.processes_per_node
     address = cluster.address or cluster.hosts[0].rpartition("@")[2]
     port, world_size = cluster.port or port_of(name), count * len(cluster.hosts)
-    first = number * count
-    return run_words(name, "start", [first, count, world_size, address, port])
+    first_process = number * count
+    return verb_line(name, "start", [first_process, count, world_size, address, port])
 
 
 class SshHosts(Hosts):
-    """The hosts of `cluster.hosts`; they may always come back."""
+    """The hosts of `cluster.hosts`, which are never considered gone."""
 
     def __init__(self, submission: Submission, cluster: SshCluster):
         processes = cluster.processes_per_node * len(cluster.hosts)
@@ -59,16 +59,16 @@ class SshHosts(Hosts):
         self._cluster, self._reached = cluster, False
 
     def _start(self) -> bool:
-        if not (self._put() and self._shared()):
+        if not (self._copy_files() and self._all_see_run_dir()):
             return False
         answers = self._on_all(lambda n: start_line(self._name, self._cluster, n))
-        return len(read_states(_together(answers))) == self.processes
+        return len(read_states(_joined_output(answers))) == self.processes
 
-    def _put(self) -> bool:
-        """Copy what is needed to all hosts; return whether that succeeded.
+    def _copy_files(self) -> bool:
+        """Copy the files to all hosts; return whether that succeeded.
 
         Raises:
-            Exit: ssh will not come through, whatever one waits for.
+            Exit: ssh failed with an error that waiting does not cure.
         """
         for file in files_of(self._cluster):
             content = (self._submission.folder / file).read_bytes()
@@ -83,11 +83,11 @@ class SshHosts(Hosts):
         self._reached = True
         return True
 
-    def _shared(self) -> bool:
-        """Return whether all hosts see the run's folder; False: some do not answer.
+    def _all_see_run_dir(self) -> bool:
+        """Return True if all hosts see the run's folder, False if some do not answer.
 
         Raises:
-            Exit: a host has no such folder: its processes would be a run of their own.
+            Exit: a host does not have the folder, and would start another run.
         """
         if is_remote(self._submission.run_dir):
             return True
@@ -105,9 +105,9 @@ class SshHosts(Hosts):
         count = self._cluster.processes_per_node
 
         def line(number: int) -> str:
-            return run_words(self._name, verb, [number * count, count, *words])
+            return verb_line(self._name, verb, [number * count, count, *words])
 
-        return _together(self._on_all(line, timeout_s=ASK_S))
+        return _joined_output(self._on_all(line, timeout_s=ASK_S))
 
     def _run_on_first(self, line: str) -> bytes:
         host = self._cluster.hosts[0]
@@ -119,16 +119,16 @@ class SshHosts(Hosts):
         stdin: bytes = b"",
         timeout_s: float = LONGEST_S,
     ) -> Answers:
-        """Run a line of shell, by the host's number, on many hosts at once."""
+        """Run `line(number)` on all hosts in parallel; return their answers."""
         hosts = self._cluster.hosts
 
         def run(number: int) -> tuple[int, bytes, str]:
             command = ssh_command(self._cluster, hosts[number], line(number))
             return run_captured(command, timeout_s, stdin=stdin)
 
-        with ThreadPoolExecutor(min(len(hosts), _AT_ONCE)) as pool:
+        with ThreadPoolExecutor(min(len(hosts), _MAX_CONNECTIONS)) as pool:
             return dict(zip(hosts, pool.map(run, range(len(hosts))), strict=True))
 
 
-def _together(answers: Answers) -> str:
+def _joined_output(answers: Answers) -> str:
     return b"".join(out for _, out, _ in answers.values()).decode(errors="replace")

@@ -1,7 +1,7 @@
 """The actions that local, ssh and tpu_vm share: they use a supervisor on this machine.
 
-It runs in the foreground or, with `cluster.detach`, in the background. If it died,
-`action=resume` starts another.
+The supervisor runs in the foreground or, with `cluster.detach`, in the background. If
+it died, `action=resume` starts another.
 """
 
 import os
@@ -39,12 +39,12 @@ def supervise(
     cluster: LocalCluster | SshCluster | TpuVmCluster,
     submission: Submission,
     start: Callable[[Path, bool], Attempt],
-    over: Callable[[], object] = lambda: None,
+    on_end: Callable[[], object] = lambda: None,
 ) -> int:
-    """Keep the run going to its end; return its exit code.
+    """Supervise the run until it is over; return its exit code.
 
-    `start` begins an attempt, which writes to files in this folder, and shows what
-    process 0 writes if told to.
+    `start(folder, show)` begins an attempt, which writes its output to files in
+    `folder`, and with `show` also prints the output of process 0.
     """
     folder = submission.local_folder()
     if cluster.detach and not detach_process(folder / "launch.log"):
@@ -57,7 +57,7 @@ def supervise(
         max_restarts=cluster.max_restarts,
         backoff_s=cluster.backoff_s,
         diary=folder / ATTEMPTS,
-        over=over,
+        on_end=on_end,
         stopped=partial(asked_to_stop, submission.folder),
     ).run()
 
@@ -68,12 +68,12 @@ def submit(
     rendered: Rendered,
     submission: Submission,
 ) -> int:
-    """Start a run on other machines, or take up what runs there; keep it going."""
+    """Supervise a run on other machines; the first attempt may take up processes."""
     submission = submission.with_handle(cluster=asdict(cluster))
-    hosts, first = submitted_hosts(submission), iter([True])
+    hosts, take_up_flags = submitted_hosts(submission), iter([True])
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
-        begin = partial(hosts.begin, take_up=next(first, False))
+        begin = partial(hosts.begin, take_up=next(take_up_flags, False))
         return RemoteAttempt(hosts, folder / LOG, begin, show)
 
     return supervise(job, cluster, submission, start, hosts.release)
@@ -83,7 +83,7 @@ def detach_process(log: Path) -> bool:
     """Fork; return True in the child, which has no terminal and writes to a file."""
     sys.stdout.flush()
     if child := os.fork():
-        _, status = os.waitpid(child, 0)  # the middle one, which leaves at once
+        _, status = os.waitpid(child, 0)  # it exits after the second fork
         assert status == 0
         return False
     os.setsid()
@@ -97,7 +97,7 @@ def detach_process(log: Path) -> bool:
 
 
 def submitted_hosts(submission: Submission) -> Any:
-    """Return the machines of a submission; None if it runs on this one."""
+    """Return the machines of a submission; None if it runs on this machine."""
     kinds = {"ssh": SshHosts, "tpu_vm": TpuHosts}
     if submission.kind not in kinds:
         return None
@@ -107,24 +107,24 @@ def submitted_hosts(submission: Submission) -> Any:
 
 
 def alive(submission: Submission) -> bool:
-    """Return whether it is being kept running from this machine."""
+    """Return whether a supervisor of the submission runs on this machine."""
     process = Process.from_dict(submission.handle)
     return process is not None and bool(process.alive())
 
 
 def status(submission: Submission) -> list[str]:
-    """Return whether it is being kept running from here, and how its attempts ended."""
+    """Describe the supervisor, and how the attempts ended."""
     handle = submission.handle
     supervisor = f"process {handle.get('pid')} on {handle.get('host')}"
     state = f"kept running by {supervisor}"
     if not alive(submission):
-        state = f"not kept running: {supervisor} is over, or not of this machine; "
-        state += "action=resume goes on"
+        state = f"not kept running: {supervisor} has ended, or is on another machine; "
+        state += "action=resume starts another"
     return [state, *describe_attempts(Path(handle.get("folder", "")) / ATTEMPTS)]
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print the output of process 0, from the local log or else from its machine."""
+    """Print the output of process 0, from the local log or from its machine."""
     file = Path(submission.handle.get("folder", "")) / LOG
     if file.exists() or alive(submission):
         file.touch()
@@ -140,9 +140,9 @@ def logs(submission: Submission, follow: bool) -> int:
 
 
 def stop(submission: Submission) -> int:
-    """Let the run save and stop, wait until it has, and give its machines back.
+    """Stop the run after a save, wait for its end, and release its machines.
 
-    A file keeps a supervisor on another machine from starting it again.
+    A file keeps supervisors on other machines from starting the run again.
     """
     (submission.folder / STOP).write_text("")
     if alive(submission):

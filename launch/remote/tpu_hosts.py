@@ -1,7 +1,7 @@
-"""The VMs of a queued resource, all slices together: files there, commands there.
+"""Copy files to the VMs of a queued resource, and run commands there.
 
-Commands and flags: the reference of gcloud compute tpus queued-resources ssh and scp
-(SDK 528). Their exit code is that of some worker: what run.sh prints is what counts.
+Source of the flags: the reference of gcloud compute tpus queued-resources ssh and scp
+(SDK 528). Their exit code is that of any one worker, so the output of run.sh counts.
 """
 
 import logging
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from launch.config import TpuVmCluster
 from launch.remote.attempt import LOST_S
-from launch.remote.gcloud import GcloudError, words
+from launch.remote.gcloud import GcloudError, gcloud_command
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.queued_resource import ACTIVE, QueuedResource
-from launch.remote.run_script import read_states, remote_folder, run_words
+from launch.remote.run_script import read_states, remote_folder, verb_line
 from launch.submissions import Submission
 from launch.subprocesses import ASK_S, LONGEST_S, run_captured
 from launch.supervisor import Wait
@@ -31,18 +31,19 @@ def ssh_to_vms(
     name: str, cluster: TpuVmCluster, line: str, workers: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
-    more = (*_alive("ssh"), *cluster.ssh_options, f"--command={line}")
-    return words("ssh", [name], cluster, *workers, *more)
+    flags = (*_keep_alive_flags("ssh"), *cluster.ssh_options, f"--command={line}")
+    return gcloud_command("ssh", [name], cluster, *workers, *flags)
 
 
 def copy_to_vms(name: str, cluster: TpuVmCluster) -> list[str]:
     """Return the command that copies files of the working directory to all VMs."""
     paths = [*files_of(cluster), f"{name}:{remote_folder(name)}/incoming/"]
-    return words("scp", paths, cluster, *_ALL, *_alive("scp"), *cluster.ssh_options)
+    flags = (*_keep_alive_flags("scp"), *cluster.ssh_options)
+    return gcloud_command("scp", paths, cluster, *_ALL, *flags)
 
 
-def _alive(verb: str) -> list[str]:
-    # In one word each: gcloud splits what it passes on at spaces.
+def _keep_alive_flags(verb: str) -> list[str]:
+    # Each flag is one word, because gcloud splits flags at spaces.
     return [f"--{verb}-flag=-o{option}" for option in KEEP_ALIVE]
 
 
@@ -68,13 +69,13 @@ class TpuHosts(Hosts):
         self._unreached_since = self._unreached_since or now
         log.warning("%d of %d VMs were reached", started, self.processes)
         if now > self._unreached_since + LOST_S:
-            log.warning("that is for too long: other machines are asked for")
+            log.warning("that has lasted too long: requesting other machines")
             self.resource.delete()
             self._unreached_since = None
         return False
 
     def _copy_and_start(self) -> int:
-        """Return on how many VMs training was started."""
+        """Copy the files and start training; return the number of VMs that started."""
         folder = remote_folder(self._name)
         for command in (
             ssh_to_vms(self._name, self._cluster, f"mkdir -p {folder}/incoming"),
@@ -84,14 +85,14 @@ class TpuHosts(Hosts):
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        # Files are moved, so that a shell that reads the old run.sh keeps it.
+        # Files are replaced, so a shell that is running the old run.sh is undisturbed.
         line = f"mv -f {folder}/incoming/* {folder}/ && "
-        line += run_words(self._name, "start", _PROCESS)
+        line += verb_line(self._name, "start", _PROCESS)
         output = self._run_line(line, timeout_s=LONGEST_S)
         return len(read_states(output.decode(errors="replace")))
 
     def _files(self) -> Path:
-        """Return a folder of this machine with the files that go there."""
+        """Return a folder of this machine with the files to copy to the VMs."""
         folder = self._submission.local_folder()
         for file in files_of(self._cluster):
             if not (folder / file).exists():
@@ -100,7 +101,7 @@ class TpuHosts(Hosts):
         return folder
 
     def _run(self, verb: str, *words: str | int) -> str:
-        line = run_words(self._name, verb, [*_PROCESS, *words])
+        line = verb_line(self._name, verb, [*_PROCESS, *words])
         return self._run_line(line).decode(errors="replace")
 
     def _run_on_first(self, line: str) -> bytes:
@@ -113,7 +114,7 @@ class TpuHosts(Hosts):
         return run_captured(command, timeout_s)[1]
 
     def gone(self) -> bool:
-        """Return whether the queue has taken them back."""
+        """Return whether the queued resource is no longer active."""
         try:
             return self.resource.look().state != ACTIVE
         except GcloudError as error:
@@ -121,10 +122,10 @@ class TpuHosts(Hosts):
             return False
 
     def may_run(self) -> bool:
-        """Return whether there are machines: they may be out of reach for a while."""
+        """Return whether the VMs exist: they may be unreachable for a while."""
         return not self.gone()
 
     def release(self) -> None:
-        """Delete the machines, unless they are to be kept."""
+        """Delete the VMs, unless `cluster.keep`."""
         if not self._cluster.keep:
             self.resource.delete()

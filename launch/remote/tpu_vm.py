@@ -1,8 +1,8 @@
-"""`cluster=tpu_vm`: Cloud TPU VMs, one or several slices, kept running from here.
+"""`cluster=tpu_vm`: Cloud TPU VMs, one or several slices, supervised by this machine.
 
-The machines come as a queued resource, get this program by scp or as an image, and are
-asked over ssh. Machines that were taken away are asked for again, and what is over is
-deleted, unless `cluster.keep`.
+The VMs are requested as a queued resource, get this program by scp or as an image, and
+are polled over ssh. VMs that were taken away are requested again. When the run is over,
+the VMs are deleted, unless `cluster.keep`.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ from launch.submissions import Submission
 from train.errors import Mistake
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
-# The Python of the machines is 3.10, so the setup installs a newer one next to it, with
-# the package versions of the archive: each start installs, and no restart changes them.
+# The Python of the VMs is 3.10, so each start installs a newer one next to it. The
+# package versions are fixed by the archive, so no restart changes them.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
     "python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv",
@@ -34,12 +34,12 @@ _SETUP = (
 
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys, or with where the run lies."""
+    """List the mistakes in the cluster's keys, and in the run's location."""
     errors = [*_target_mistakes(cluster.target)]
     if not cluster.zone:
         errors.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
     if cluster.spot and cluster.reserved:
-        rule = "go not together: spot machines are what reservations leave"
+        rule = "exclude each other: use spot machines or reserved ones"
         errors.append(Mistake("cluster.spot, cluster.reserved", True, rule))
     if (cluster.image is None) == (cluster.code is Code.image):
         rule = "goes with cluster.code=image, and only with it"
@@ -47,7 +47,7 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
             errors.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
-    # All machines see one file system with code=shared.
+    # All VMs share a file system if code=shared.
     shared = cluster.code is Code.shared
     return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
@@ -63,12 +63,12 @@ def _target_mistakes(name: str | None) -> list[Mistake]:
 
 
 def machine(cluster: TpuVmCluster) -> Machine:
-    """Return the target that the plan is made for."""
+    """Return the slices as the machine to plan for."""
     return Machine(target=cluster.target)
 
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
-    """Return run.sh, and the command that asks for the machines."""
+    """Return run.sh, and the command that requests the VMs."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = remote_job.command(python, cluster.code)
@@ -91,7 +91,7 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
 
 
 def _secrets(cluster: TpuVmCluster) -> list[str]:
-    """Return lines of shell that ask Secret Manager, by the machine's own account."""
+    """Return lines of shell that read Secret Manager with the VM's service account."""
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():
@@ -103,7 +103,7 @@ def _secrets(cluster: TpuVmCluster) -> list[str]:
 def _in_docker(
     image: str, name: str, variables: list[str], command: list[str]
 ) -> list[str]:
-    """Return what runs a command in a container, with all chips of the machine.
+    """Return the words that run a command in a container with all chips of the VM.
 
     Source: docs.cloud.google.com/tpu/docs/run-in-container.
     """
@@ -114,11 +114,11 @@ def _in_docker(
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe the queued resource, who keeps it running, and what came before."""
+    """Describe the queued resource, its supervisor, and its past states."""
     try:
-        now = supervise.submitted_hosts(submission).resource.look()
-        state = str(now) if now.state else "none: it is over, or not asked for yet"
+        current = supervise.submitted_hosts(submission).resource.look()
+        state = str(current) if current.state else "none: it is over, or not requested"
     except GcloudError as error:
-        state = f"gcloud does not say: {error}"
+        state = f"unknown, as gcloud failed: {error}"
     states = describe_states(submission.local_folder() / STATES)
     return [f"queued resource: {state}", *supervise.status(submission), *states]

@@ -1,1 +1,1 @@
-"""Slurm: one job that puts itself back into the queue."""
+"""Slurm: one job that requeues itself."""

@@ -1,25 +1,24 @@
-# One attempt, and what follows from it. Above: srun, srun_one, train and status, the
-# words of commands; tasks; folder, diary and stop, where things lie; exclude, the nodes
-# that the user does not want; chosen, whether some are asked for; and the policy.
+# Make one attempt, and decide what follows. The lines above set the commands (srun,
+# srun_one, train, status), tasks, the paths (folder, diary, stop), the nodes that the
+# user excludes (exclude), whether the user selects nodes (chosen), and the policy.
 
 say() { printf '%s  %s\n' "$(date '+%F %T')" "$*" >&2; }
 
-# Gives a line of the diary: verdict, whether it is the last attempt, the step.
-note() {
+diary_line() { # verdict, whether it is the last attempt, the step
 	local codes
-	printf -v codes ', %s' "${found[@]}"
+	printf -v codes ', %s' "${exit_codes[@]}"
 	printf '{"began": %d, "ended": %d, "codes": [%s], ' "$began" "$(date +%s)" "${codes:2}"
 	printf '"verdict": "%s", "over": %s, "step": %s}\n' "$1" "$2" "${3:-null}"
 }
 
 finish() { # verdict, exit code, what to say, the step
-	note "$1" true "${4:-null}" >>"$diary"
+	diary_line "$1" true "${4:-null}" >>"$diary"
 	say "$3"
 	exit "$2"
 }
 
-# Puts this job back into the queue; not before so many seconds, if told.
-again() {
+# Puts this job back into the queue, to start after $1 seconds if that is given.
+requeue() {
 	local avoid changed=
 	avoid=$(nodes_to_avoid) && changed=yes
 	if ! scontrol requeue "$SLURM_JOB_ID"; then
@@ -31,9 +30,9 @@ again() {
 	exit "$code" # Slurm ends this script anyway
 }
 
-# Says what becomes of this job: it is running; it was put_back by Slurm, or by us before
-# its end; it was cut_off by a time limit, or for a job of a higher priority where that
-# cancels (PreemptMode), and to put it back is ours; it was cancelled.
+# Prints the state of this job: running; put_back (requeued by Slurm or by this script);
+# cut_off (ended by a time limit, or by a preemption that cancels jobs (PreemptMode), so
+# and this script must requeue it); or cancelled.
 fate() {
 	local job
 	job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
@@ -49,55 +48,55 @@ fate() {
 	fi
 }
 
-# Called by a SIGTERM: of those that Slurm means to kill, a while later, if they have not
-# ended. This script is among them, so it puts the job back at once, and waits on: a save
-# that takes longer must not be the end of the run.
+# Handles SIGTERM. Slurm sends it to all processes that it will kill later, this script
+# included. So the script requeues the job at once and goes on waiting: otherwise a long
+# save would end the run.
 put_back_in_time() {
-	trap '' TERM # one more would end scontrol
+	trap '' TERM # another one would end scontrol
 	if [[ ! -e $stop && $(fate) == cut_off ]] && scontrol requeue "$SLURM_JOB_ID"; then
 		say "Slurm is about to end this job: it is in the queue again; saves, if it can"
 	fi
 	trap put_back_in_time TERM
 }
 
-found_one() { [[ " ${found[*]} " == *" $1 "* ]]; }
+has_ended_with() { [[ " ${exit_codes[*]} " == *" $1 "* ]]; }
 
-# Sets verdict and code from what was found.
+# Sets verdict and code from exit_codes.
 judge() {
 	for code in "${never_again[@]}"; do
 		verdict=stop
-		found_one "$code" && return
+		has_ended_with "$code" && return
 	done
-	for code in "${found[@]}"; do
+	for code in "${exit_codes[@]}"; do
 		verdict=crashed
 		[[ " 0 ${again[*]} " == *" $code "* ]] || return
 	done
-	for code in "${found[@]}"; do
+	for code in "${exit_codes[@]}"; do
 		verdict=again
 		((code)) && return
 	done
 	verdict=done code=0
 }
 
-# Says how far the run is; nothing if it cannot be asked.
+# Prints the run's newest step; nothing if that is unknown.
 step_of_run() {
-	local said
-	said=$("${srun_one[@]}" "${status[@]}") || return
-	[[ $said =~ \"step\":\ ([0-9]+) ]] && echo "${BASH_REMATCH[1]}"
+	local output
+	output=$("${srun_one[@]}" "${status[@]}") || return
+	[[ $output =~ \"step\":\ ([0-9]+) ]] && echo "${BASH_REMATCH[1]}"
 }
 
 crashes() { grep '"verdict": "crashed"' "$diary" 2>/dev/null; }
 
 is_crash() { [[ " 0 ${never_again[*]} ${again[*]} " != *" $1 "* ]]; }
 
-# Says which nodes the next attempt is to be without: the user's, and the one on which
-# processes have crashed while none did elsewhere. Fails where nothing is to change, and
-# where the partition has no node to spare: the job would wait for ever.
+# Prints the nodes that the next attempt excludes: the user's, and the only node on which
+# processes crashed, if there is just one. Fails if nothing changes, or if the partition
+# has no spare node, because the job would wait for ever.
 nodes_to_avoid() {
 	local file code node spare
 	local -A crashed=()
 	for file in "$folder/nodes"/*; do
-		code=$(cat "$folder/codes/${file##*/}" 2>/dev/null) || code=$highest
+		code=$(cat "$folder/codes/${file##*/}" 2>/dev/null) || code=$srun_code
 		node=$(<"$file")
 		! is_crash "$code" || crashed[$node]=1
 	done
@@ -118,31 +117,32 @@ nodes_to_avoid() {
 	echo "${exclude:+$exclude,}$node"
 }
 
-# Leaves codes of processes in files: without one it was killed with its shell.
+# Sets exit_codes. A process without a file of its code was killed together with its
+# shell; the exit code of srun stands for it.
 attempt() {
 	rm -rf "$folder/codes" "$folder/nodes"
 	mkdir -p "$folder/codes" "$folder/nodes"
-	# shellcheck disable=SC2016 # for the shells there
+	# shellcheck disable=SC2016 # the shells on the nodes expand these
 	local shell='trap : TERM INT USR1 USR2; folder=$1; shift
 		echo "$SLURMD_NODENAME" >"$folder/nodes/$SLURM_PROCID"; "$@"; code=$?
 		echo "$code" >"$folder/codes/$SLURM_PROCID"; exit "$code"'
 	trap put_back_in_time TERM
 	"${srun[@]}" sh -c "$shell" sh "$folder" "${train[@]}" &
 	local pid=$! file
-	# A signal ends a wait: the last one, when it is over, gives the code.
+	# A signal ends `wait` early. Only the last `wait`, after srun's end, gives its code.
 	wait "$pid"
 	while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
 	wait "$pid"
-	highest=$?
+	srun_code=$?
 	trap : TERM
-	found=()
+	exit_codes=()
 	for file in "$folder/codes"/*; do
-		[[ -s $file ]] && found+=("$(<"$file")")
+		[[ -s $file ]] && exit_codes+=("$(<"$file")")
 	done
-	((${#found[@]} == tasks)) || found+=("$highest")
+	((${#exit_codes[@]} == tasks)) || exit_codes+=("$srun_code")
 }
 
-trap : TERM INT HUP USR1 USR2 CONT # the processes hear them too: wait for their ends
+trap : TERM INT HUP USR1 USR2 CONT # the processes get them too: wait until they end
 if [[ -e $stop ]]; then
 	say "asked to stop: does not start"
 	exit "$stopped"
@@ -151,15 +151,15 @@ began=$(date +%s)
 attempt
 judge
 
-# What cuts it off leaves it to us. Anything else that ends this job is Slurm's affair.
+# This script requeues the job if it was cut off. Slurm handles all other ends.
 if [[ $verdict != done ]]; then
 	case $(fate) in
 	put_back)
-		note again false >>"$diary"
-		say "ended with ${found[*]}: Slurm starts it again, this does not count"
+		diary_line again false >>"$diary"
+		say "ended with ${exit_codes[*]}, which is not counted: Slurm starts it again"
 		exit "$code"
 		;;
-	cancelled) finish stop "$code" "ended with ${found[*]}: Slurm has cancelled the job" ;;
+	cancelled) finish stop "$code" "ended with ${exit_codes[*]}: Slurm has cancelled the job" ;;
 	esac
 fi
 case $verdict in
@@ -168,22 +168,22 @@ stop) finish stop "$code" "ended with $code: not again" ;;
 esac
 [[ ! -e $stop ]] || finish stop "$code" "ended with $code, and was asked to stop"
 if [[ $verdict == again ]]; then
-	note again false >>"$diary"
-	say "ended with $code; again, this does not count"
-	again
+	diary_line again false >>"$diary"
+	say "ended with $code, which is not counted: starting again"
+	requeue
 fi
 step=$(step_of_run) || step=null
-here=$(crashes | tail -n $((same_step - 1)) | grep -c "\"step\": $step}")
+crashes_here=$(crashes | tail -n $((same_step - 1)) | grep -c "\"step\": $step}")
 number=$(($(crashes | wc -l) + 1))
-if [[ $step != null ]] && ((here == same_step - 1)); then
+if [[ $step != null ]] && ((crashes_here == same_step - 1)); then
 	finish crashed "$crashes_again" "crashed $same_step times at step $step: not again" "$step"
 fi
 if ((number > max_restarts)); then
-	finish crashed "$code" "crashed with $code; that is once more than \
-cluster.max_restarts=$max_restarts" "$step"
+	finish crashed "$code" "crashed with $code, one time more than \
+cluster.max_restarts=$max_restarts allows" "$step"
 fi
 last=$((number < ${#pauses[@]} ? number : ${#pauses[@]}))
 pause=${pauses[last - 1]}
-note crashed false "$step" >>"$diary"
-say "crashed with $code ($number of $max_restarts); again in $pause s"
-again "$pause"
+diary_line crashed false "$step" >>"$diary"
+say "crashed with $code ($number of $max_restarts): starting again in $pause s"
+requeue "$pause"

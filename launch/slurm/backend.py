@@ -1,7 +1,7 @@
-"""`cluster=slurm`: one job of sbatch's, which puts itself back into the queue.
+"""`cluster=slurm`: one sbatch job that requeues itself.
 
-It is submitted, asked about and stopped with Slurm's own commands, on a machine that
-has them and sees the run's folder as the nodes do.
+Slurm's own commands submit, query and stop it, on a machine that has them and sees the
+run's folder under the same path as the nodes.
 """
 
 import logging
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 SECRETS_REMEDY = (
     "set it in the environment that you type this command in: sbatch passes that on"
 )
-_LOOK_S = 1.0
-_ASK_AGAIN_S = 60.0  # the first signal may have come before there was a process
+_POLL_S = 1.0
+_ASK_AGAIN_S = 60.0  # the first signal may have come before the processes
 
 
 def machine(cluster: SlurmCluster) -> Machine:
-    """Return nodes of GPUs; nothing for CPUs, whose number is not known."""
+    """Return the nodes of GPUs; nothing to plan for if the nodes have only CPUs."""
     if cluster.gpus_per_node is None:
         return Machine()
     return gpu.machine_of(
@@ -43,50 +43,50 @@ def machine(cluster: SlurmCluster) -> Machine:
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:
-    """Return the job script, and sbatch's line; that holds the paths."""
+    """Return the job script, and the sbatch command, which holds the paths."""
     folder = script_folder(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
     files = job.rendered_to or folder
     command += [f"--output={output}", f"{files}/{SCRIPT}"]
-    make = shell(["mkdir", "-p", folder])  # sbatch makes none for the output
-    return Rendered({SCRIPT: script(job, cluster)}, command, [make])
+    mkdir = shell(["mkdir", "-p", folder])  # sbatch does not create it
+    return Rendered({SCRIPT: script(job, cluster)}, command, [mkdir])
 
 
 def submit(
     job: Job, cluster: SlurmCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Hand the script to sbatch."""
-    grace = "cluster.signal_s: before a time limit Slurm leaves"
-    warn_of_short_notice(job, cluster.signal_s, grace)
+    """Submit the script with sbatch."""
+    source = "cluster.signal_s: before a time limit Slurm leaves"
+    warn_of_short_notice(job, cluster.signal_s, source)
     folder = Path(script_folder(job))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCRIPT).write_text(rendered.files[SCRIPT])
     submission = submission.with_handle(folder=str(folder))
     number, _, federation = ask_tool(rendered.command).strip().partition(";")
     submission.with_handle(job=number, cluster=federation)
-    print(f"job {number}; action=status says where it is, action=logs what it says")
+    print(f"job {number}; action=status shows its state, action=logs its output")
     return FINISHED
 
 
 def alive(submission: Submission) -> bool:
-    """Return whether the job runs, or waits to."""
+    """Return whether the job is running, or waiting to run."""
     return QueuedJob(submission.handle).state() is not None
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe where the job is, why it waits, and how its attempts ended."""
+    """Describe the job's state, why it waits, and how its attempts ended."""
     diary = Path(submission.handle["folder"]) / ATTEMPTS
     return [*QueuedJob(submission.handle).describe(), *describe_attempts(diary)]
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print what the script and the processes have said."""
+    """Print the output of the script and the processes."""
     file, job = Path(submission.handle["folder"]) / LOG, QueuedJob(submission.handle)
-    offset, over, looked = 0, not follow, 0.0
+    offset, over, checked_at = 0, not follow, 0.0
     while True:
-        if follow and time.monotonic() - looked > 5 * _LOOK_S:
-            over, looked = job.state() is None, time.monotonic()
+        if follow and time.monotonic() - checked_at > 5 * _POLL_S:
+            over, checked_at = job.state() is None, time.monotonic()
         if file.exists():
             with file.open("rb") as log_file:
                 log_file.seek(offset)
@@ -94,14 +94,14 @@ def logs(submission: Submission, follow: bool) -> int:
                 offset = log_file.tell()
         if over:
             return FINISHED
-        time.sleep(_LOOK_S / 4)
+        time.sleep(_POLL_S / 4)
 
 
 def stop(submission: Submission) -> int:
-    """Let the run save and stop, or take it out of the queue; wait until it is gone.
+    """Stop the run after a save, or cancel it in the queue; wait until it has ended.
 
-    A file keeps the script from starting again. The signal goes to the processes, and
-    SIGINT goes only once: a second would end them before they have saved.
+    A file keeps the script from starting again. Slurm signals the processes directly.
+    They get SIGINT only once, because a second one would end them before the save.
     """
     (Path(submission.handle["folder"]) / STOP).touch()
     job, asked_at = QueuedJob(submission.handle), None
@@ -110,11 +110,11 @@ def stop(submission: Submission) -> int:
         if state == "PENDING":
             job.cancel()
         elif state == "RUNNING" and asked_at is None:
-            log.info("job %s: asked to save and stop", job.number)
+            log.info("asked job %s to save and stop", job.number)
             job.cancel("INT")
             asked_at = now
         elif state == "RUNNING" and now - (asked_at or now) > _ASK_AGAIN_S:
             job.cancel("TERM")
             asked_at = now
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return FINISHED

@@ -19,7 +19,7 @@ _VALUE_RULE = "must be of letters, digits and _ . , : ; / @ % + = [ ] ( ) * & | 
 _MEMORY_RULE = "must be a number, with K, M, G or T, say 500G"
 _TIME_RULE = "must be [days-]hours:minutes:seconds, say 1-12:00:00"
 _TIME = r"UNLIMITED|\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}"
-_KEYS = {  # option: the key that it has here
+_KEYS = {  # option: the key of `cluster` that sets it
     "ntasks": "processes_per_node",
     "ntasks-per-node": "processes_per_node",
     "gpus-per-node": "gpus_per_node",
@@ -32,15 +32,16 @@ _KEYS = {  # option: the key that it has here
     "container-workdir": "workdir",
 }
 _KEYS |= {name: name for name in ("nodes", "time", "partition", "account", "qos")}
-_OURS = ("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "array")
-_OURS += ("wrap", "parsable", "wait", "kill-on-bad-exit", "test-only", "container-env")
-# A process that sees one GPU only cannot reach the others of its node over NVLink.
-_ONE_EACH = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
+_FIXED = ("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "array")
+_FIXED += ("wrap", "parsable", "wait", "kill-on-bad-exit", "test-only", "container-env")
+# A process that sees only one GPU cannot reach the others of its node over NVLink.
+_HIDING_GPUS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 
 def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
-    """List what is wrong with the cluster's keys."""
-    errors = [*_texts(cluster), *gpu.gpu_mistakes(cluster), *_code(cluster, run_dir)]
+    """List the mistakes in the cluster's keys, and in the run's location."""
+    errors = [*_text_mistakes(cluster), *gpu.gpu_mistakes(cluster)]
+    errors += _container_mistakes(cluster, run_dir)
     for key in ("cluster.options", "cluster.srun_options"):
         options = cluster.options if key == "cluster.options" else cluster.srun_options
         for name, value in options.items():
@@ -49,16 +50,16 @@ def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     return errors
 
 
-def _texts(cluster: SlurmCluster) -> Iterator[Mistake]:
-    """List mistakes in what ends up in a directive."""
-    for name, value, form, rule in (
+def _text_mistakes(cluster: SlurmCluster) -> Iterator[Mistake]:
+    """List the mistakes in texts that become directives."""
+    for name, value, pattern, rule in (
         ("partition", cluster.partition, _VALUE, _VALUE_RULE),
         ("account", cluster.account, _VALUE, _VALUE_RULE),
         ("qos", cluster.qos, _VALUE, _VALUE_RULE),
         ("memory", cluster.memory, r"\d+[KMGT]?", _MEMORY_RULE),
         ("time", cluster.time, _TIME, _TIME_RULE),
     ):
-        if value is not None and not re.fullmatch(form, value):
+        if value is not None and not re.fullmatch(pattern, value):
             yield Mistake(f"cluster.{name}", value, rule)
 
 
@@ -66,20 +67,20 @@ def _rule_of_option(name: str, value: Any) -> str | None:
     """Return the rule that an option breaks, if it breaks one."""
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         return "must be the long name of an option, without the leading --"
-    if name in _ONE_EACH:
-        rule = "breaks what GPUs of a node share; cluster.processes_per_node="
-        return rule + "cluster.gpus_per_node gives each process one in a way that works"
+    if name in _HIDING_GPUS:
+        rule = "hides the GPUs of a node from each other. For one GPU each, set "
+        return rule + "cluster.processes_per_node to cluster.gpus_per_node"
     if name in _KEYS:
-        return f"is said by cluster.{_KEYS[name]}"
-    if name in _OURS:
-        return "is for the launcher to say"
+        return f"is set by cluster.{_KEYS[name]}"
+    if name in _FIXED:
+        return "is reserved for the launcher"
     if not isinstance(value, bool | int | float | str | None):
         return "must be text, a number, true, false or null"
     malformed = isinstance(value, str) and not re.fullmatch(_VALUE, value)
     return _VALUE_RULE if malformed else None
 
 
-def _code(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:
+def _container_mistakes(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:
     image = cluster.container_image
     if cluster.code is Code.image and image is None:
         rule = "needs cluster.container_image"

@@ -1,9 +1,9 @@
 """The job script of Slurm: it trains, and decides whether to requeue the job.
 
 The script reads the exit codes of all processes from files, because srun reports only
-the highest. It judges them as `launch/policy.py` does, requeues its own job or does
-not, and says why. Events that Slurm handles itself (a lost node, a preemption that
-requeues, scancel) do not count. Slurm sends signals to the processes directly.
+the highest. It judges them as `launch/policy.py` does, requeues its own job if that may
+help, and logs why. Events that Slurm handles itself (a lost node, a preemption that
+requeues, scancel) are not counted. Slurm sends signals to the processes directly.
 """
 
 import shlex
@@ -30,12 +30,12 @@ from train.errors import CRASHES_AGAIN, STOPPED
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
 _PAUSES = 32  # the last one holds for all later crashes
-_CHOOSES_NODES = {"constraint", "nodelist", "nodefile", "reservation"}
+_NODE_OPTIONS = {"constraint", "nodelist", "nodefile", "reservation"}
 
 
 def script(job: Job, cluster: SlurmCluster) -> str:
     """Return the job script."""
-    parts = [
+    sections = [
         ["#!/usr/bin/env bash", *directives(job, cluster)],
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
         exports(_gpu_variables(job, cluster)),
@@ -46,16 +46,16 @@ def script(job: Job, cluster: SlurmCluster) -> str:
         _policy(job, cluster),
         [Path(__file__).with_name("attempt.sh").read_text()],
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def script_folder(job: Job) -> str:
-    """Return the folder of script, log and exit codes: all nodes see it."""
+    """Return the folder of the script, log and exit codes, which all nodes share."""
     return str(Path.cwd() / local_folder(job.name, job.folder))
 
 
 def directives(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Return the lines for sbatch; their values were checked (`slurm/backend.py`)."""
+    """Return the #SBATCH lines; `slurm/checks.py` has checked their values."""
     defaults = {
         "job-name": job.name,
         "nodes": cluster.nodes,
@@ -90,14 +90,14 @@ def _memory(job: Job, cluster: SlurmCluster) -> str | None:
 def _gpu_variables(job: Job, cluster: SlurmCluster) -> dict[str, str]:
     if cluster.gpus_per_node is None:
         return {}
-    ours = {**job.cache_variables(), **gpu.values(job.environment)}
-    return {name: value for name, value in ours.items() if name not in job.environment}
+    values = {**job.cache_variables(), **gpu.values(job.environment)}
+    return {name: v for name, v in values.items() if name not in job.environment}
 
 
-# JAX needs the name of the first node, where process 0 is, and a free port on it. Jobs
-# that share a node have ids that differ by less than 12,000, so their ports differ.
-# Linux hands out ports to any program only from 32,768 on. Some sites' node names are
-# known to Slurm alone.
+# JAX needs the name of the first node, where process 0 is, and a free port on it. The
+# ids of jobs on one node differ by less than 12,000, so their ports differ. Linux
+# assigns ports to any program only from 32,768 on. At some sites only Slurm can resolve
+# the names of nodes.
 _COORDINATOR = r"""
 # Process 0, at a port that no other job on its node has.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -139,7 +139,7 @@ def _array(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
-    """Return options of srun; pyxis mounts host paths at the same paths inside."""
+    """Return srun's options; pyxis mounts each host path at the same path inside."""
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
@@ -147,8 +147,8 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     host_paths += [] if is_remote(job.run_dir) else [job.run_dir]
     host_paths += [job.root] if cluster.code is Code.shared else []
     paths = [Path(path) for path in dict.fromkeys(host_paths)]
-    outer = [path for path in paths if not {*paths} & {*path.parents}]
-    mounts = [f"{path}:{path}" for path in outer]
+    outermost = [path for path in paths if not {*paths} & {*path.parents}]
+    mounts = [f"{path}:{path}" for path in outermost]
     names = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
     names |= {*_gpu_variables(job, cluster)}
     return {
@@ -173,7 +173,7 @@ def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
         "crashes_again": CRASHES_AGAIN,
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
-        "chosen": int(any(map(cluster.options.get, _CHOOSES_NODES))),
+        "chosen": int(any(map(cluster.options.get, _NODE_OPTIONS))),
         "never_again": f"({' '.join(map(str, NEVER_AGAIN))})",
         "again": f"({' '.join(map(str, AGAIN))})",
         "pauses": f"({' '.join(map(str, pauses))})",

@@ -112,7 +112,7 @@ class Sky:
 
 @pytest.fixture
 def sky(tmp_path, monkeypatch) -> Iterator[Sky]:
-    monkeypatch.setattr(skypilot, "_LOOK_S", 0.05)
+    monkeypatch.setattr(skypilot, "_POLL_S", 0.05)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return Sky(tmp_path)
 

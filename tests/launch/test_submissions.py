@@ -3,7 +3,7 @@
 import pytest
 
 from data.errors import DataError
-from launch.submissions import newest
+from launch.submissions import newest_submission
 
 
 @pytest.mark.parametrize("content", ['{"arguments": [', "[]", "", '{"cluster": 1}'])
@@ -12,4 +12,4 @@ def test_a_damaged_record_is_damage_and_no_directory_out_of_reach(tmp_path, cont
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(content)
     with pytest.raises(DataError, match=r"launch/1/record\.json: .*Put it back"):
-        newest(str(tmp_path))
+        newest_submission(str(tmp_path))

@@ -38,7 +38,7 @@ def test_what_is_missing_is_named_by_its_file(store, damage):
     place = np.array([10, 2 * 256 + 70]), np.array([5, 5])
     assert [len(values) for values in tokens.gather(*place)] == [5, 5]
     if damage != "cut while open":
-        data.token_store.local_shards._open.cache_clear()
+        data.token_store.local_shards._open_shard.cache_clear()
     file = Path(store.path, "train/tokens/c/2")
     content = file.read_bytes()
     if damage == "cut while open":
@@ -68,8 +68,10 @@ def test_a_read_that_fails_is_tried_through_tensorstore(store, monkeypatch, capl
 
 
 def test_only_so_many_files_are_open(store, monkeypatch):
-    opened = functools.lru_cache(2)(data.token_store.local_shards._open.__wrapped__)
-    monkeypatch.setattr(data.token_store.local_shards, "_open", opened)
+    opened = functools.lru_cache(2)(
+        data.token_store.local_shards._open_shard.__wrapped__
+    )
+    monkeypatch.setattr(data.token_store.local_shards, "_open_shard", opened)
     shards, before = shards_of(store), num_open()
     for start in (10, 300, 600, 10):
         shards.read([(start, start + 5)])

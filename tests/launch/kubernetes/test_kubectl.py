@@ -98,7 +98,7 @@ def cluster(tmp_path, monkeypatch) -> Cluster:
     text = FAKE.format(python=sys.executable, file=str(file), kubectl=real)
     program(tmp_path / "bin/kubectl", text)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(kubectl, "_LOOK_S", 0.05)
+    monkeypatch.setattr(kubectl, "_POLL_S", 0.05)
     return Cluster(file)
 
 
@@ -112,7 +112,7 @@ def submit(folder: Path, job: Job = JOB) -> Submission:
     submission.folder.mkdir(parents=True, exist_ok=True)
     rendered = gke_tpu.render(job, CLUSTER)
     assert gke_tpu.submit(job, CLUSTER, rendered, submission) == 0
-    return submissions.submitted(submission.run_dir)
+    return submissions.require_submission(submission.run_dir)
 
 
 def ended(code: int, reason: str = "Error") -> list[dict[str, Any]]:

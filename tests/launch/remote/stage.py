@@ -15,7 +15,7 @@ from launch.config import SshCluster, TpuVmCluster
 from launch.config.clusters import Code
 from launch.job import Job
 from launch.remote import ssh, tpu_vm
-from launch.submissions import Submission, keep
+from launch.submissions import Submission, write_submission
 from tests.launch import fake_gcloud, fake_ssh
 from tests.launch.hostile import program
 
@@ -85,13 +85,15 @@ class Stage:
         """Return a submission that nobody watches."""
         cluster = cluster or self.cluster
         rendered = self.backend.render(self.job, cluster)
-        submission = keep(self.submission, {**rendered.files, **files}, Path("/none"))
+        submission = write_submission(
+            self.submission, {**rendered.files, **files}, Path("/none")
+        )
         return submission.with_handle(cluster=json.loads(json.dumps(vars(cluster))))
 
     def submit(self, cluster: Any = None) -> int:
         cluster = cluster or self.cluster
         rendered = self.backend.render(self.job, cluster)
-        keep(self.submission, rendered.files, Path("/none"))
+        write_submission(self.submission, rendered.files, Path("/none"))
         return self.backend.submit(self.job, cluster, rendered, self.submission)
 
     @property

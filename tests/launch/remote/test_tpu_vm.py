@@ -12,7 +12,7 @@ from launch.job import ARCHIVE, UNPACK
 from launch.remote import attempt, gcloud, supervise, tpu_vm
 from launch.remote import queued_resource as queued
 from launch.remote.tpu_hosts import copy_to_vms, ssh_to_vms
-from launch.submissions import newest
+from launch.submissions import newest_submission
 from launch.supervisor import Wait
 from tests.launch import fake_gcloud
 from tests.launch.hostile import argument_printer, printed
@@ -108,7 +108,7 @@ def test_stopped_from_another_machine_while_it_waits_for_machines(stage, monkeyp
 
     def stop() -> None:
         monkeypatch.setattr(supervise, "alive", lambda _: False)  # as seen from there
-        assert tpu_vm.stop(newest(at.job.run_dir)) == 0
+        assert tpu_vm.stop(newest_submission(at.job.run_dir)) == 0
 
     stopping = at.later(lambda: at.verbs().count("describe") > 2, stop)
     code = at.submit()

@@ -154,7 +154,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read no trace, which is a file of another program, and do not wait for beats."""
     times = {("layers", "product"): 1.0}, "one device"
     monkeypatch.setattr(train.profile.times, "read_times", lambda *_: times)
-    monkeypatch.setattr(status, "_LOOK_S", 0.0)  # at the lease of an unknown owner
+    monkeypatch.setattr(status, "_LEASE_READ_S", 0.0)  # for an unknown owner
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, "a folder"])
