@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 STATES = "states.jsonl"  # the observed states of the resource
 _ALL = ("--node=all", "--worker=all")
 _FIRST = ("--node=0", "--worker=0")  # JAX makes it process 0
-_PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
+PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
 
 
 def ssh_to_vms(
@@ -40,6 +40,19 @@ def copy_to_vms(name: str, cluster: TpuVmCluster) -> list[str]:
     paths = [*files_of(cluster), f"{name}:{remote_folder(name)}/incoming/"]
     flags = (*_keep_alive_flags("scp"), *cluster.ssh_options)
     return gcloud_command("scp", paths, cluster, *_ALL, *flags)
+
+
+def make_folder_line(name: str) -> str:
+    """Return the line of shell that makes the folder for copied files."""
+    return f"mkdir -p {remote_folder(name)}/incoming"
+
+
+def start_line(name: str) -> str:
+    """Return the line of shell that starts training from the copied files."""
+    # Files are replaced, so a shell that is running the old run.sh is undisturbed.
+    folder = remote_folder(name)
+    start = verb_line(name, "start", PROCESS)
+    return f"mv -f {folder}/incoming/* {folder}/ && {start}"
 
 
 def _keep_alive_flags(verb: str) -> list[str]:
@@ -76,19 +89,15 @@ class TpuHosts(Hosts):
 
     def _copy_and_start(self) -> int:
         """Copy the files and start training; return the number of VMs that started."""
-        folder = remote_folder(self._name)
         for command in (
-            ssh_to_vms(self._name, self._cluster, f"mkdir -p {folder}/incoming"),
+            ssh_to_vms(self._name, self._cluster, make_folder_line(self._name)),
             copy_to_vms(self._name, self._cluster),
         ):
             code, _, err = run_captured(command, cwd=self._files())
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        # Files are replaced, so a shell that is running the old run.sh is undisturbed.
-        line = f"mv -f {folder}/incoming/* {folder}/ && "
-        line += verb_line(self._name, "start", _PROCESS)
-        output = self._run_line(line, timeout_s=LONGEST_S)
+        output = self._run_line(start_line(self._name), timeout_s=LONGEST_S)
         return len(read_states(output.decode(errors="replace")))
 
     def _files(self) -> Path:
@@ -101,7 +110,7 @@ class TpuHosts(Hosts):
         return folder
 
     def _run(self, verb: str, *words: str | int) -> str:
-        line = verb_line(self._name, verb, [*_PROCESS, *words])
+        line = verb_line(self._name, verb, [*PROCESS, *words])
         return self._run_line(line).decode(errors="replace")
 
     def _run_on_first(self, line: str) -> bytes:

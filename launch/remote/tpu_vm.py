@@ -14,9 +14,16 @@ from launch.plan_check import Machine, object_store_mistakes, tpu_target
 from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, commands
 from launch.remote.queued_resource import describe_states
-from launch.remote.run_script import RUN, run_script
+from launch.remote.run_script import RUN, run_script, verb_line
 from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
-from launch.remote.tpu_hosts import STATES
+from launch.remote.tpu_hosts import (
+    PROCESS,
+    STATES,
+    copy_to_vms,
+    make_folder_line,
+    ssh_to_vms,
+    start_line,
+)
 from launch.submissions import Submission
 from train.errors import Mistake
 
@@ -68,7 +75,7 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
-    """Return run.sh, and the command that requests the VMs."""
+    """Return run.sh, and the commands that can be typed instead of supervising."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = remote_job.command(python, cluster.code)
@@ -87,7 +94,26 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
         workdir=job.workdir if cluster.code is Code.shared else None,
         last=last,
     )
-    return Rendered({RUN: script}, commands(job.name, cluster)["create"])
+    files = {RUN: script, "tpu_vm.sh": _typed_commands(job.name, cluster)}
+    return Rendered(files, commands(job.name, cluster)["create"])
+
+
+def _typed_commands(name: str, cluster: TpuVmCluster) -> str:
+    """Return the commands of the supervisor, for users who type them instead."""
+    gcloud = commands(name, cluster)
+    poll = verb_line(name, "poll", PROCESS)
+    interrupt = verb_line(name, "signal", [*PROCESS, "INT"])
+    steps = {
+        "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
+        "Are they?": gcloud["describe"],
+        "Make room for the files": ssh_to_vms(name, cluster, make_folder_line(name)),
+        "Copy them, from the folder of this file": copy_to_vms(name, cluster),
+        "Start training": ssh_to_vms(name, cluster, start_line(name)),
+        "Does it run?": ssh_to_vms(name, cluster, poll),
+        "Let it save and stop": ssh_to_vms(name, cluster, interrupt),
+        "Delete the machines": gcloud["delete"],
+    }
+    return "".join(f"# {title}\n{shell(words)}\n" for title, words in steps.items())
 
 
 def _secrets(cluster: TpuVmCluster) -> list[str]:
