@@ -23,7 +23,7 @@ from train.cli.command import compose
 from train.config import CheckpointConfig
 from train.program import Program, make_program, settle
 from train.run.checkpoint import Checkpoints
-from train.run.digests import damage, size
+from train.run.digests import find_damage, step_bytes
 from train.runtime import set_up
 
 
@@ -67,7 +67,7 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
         whole_s.append(time.perf_counter() - began)
         rss.append(resident())
     last = folder / "checkpoints" / str(saves)
-    bytes_saved = size(epath.Path(last))
+    bytes_saved = step_bytes(epath.Path(last))
     step_median = statistics.median(step_s)
     print(
         f"state             {bytes_saved / 1e9:.2f} GB on disk, 8 x 256 tokens a step"
@@ -86,7 +86,7 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
     shown = ", ".join(f"{rss[n - 1] / 1e9:.2f} GB" for n in some)
     print(f"resident memory   {shown} after save {', '.join(map(str, some))}")
     began = time.perf_counter()
-    assert damage(epath.Path(last)) is None
+    assert find_damage(epath.Path(last)) is None
     print(f"hashing           {time.perf_counter() - began:.2f} s, from memory")
     before = jax.tree.map(np.asarray, state)
     dd = read_with_dd(last)

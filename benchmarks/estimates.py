@@ -27,7 +27,7 @@ from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.plan.config import PlanConfig
 from train.plan.plan import Plan, compile_and_read, estimate
-from train.plan.recomputing import WAYS, format_policy
+from train.plan.recomputing import POLICIES, format_policy
 from train.program import Program, make_program, settle
 from train.units import format_bytes
 
@@ -156,7 +156,7 @@ def compare_policies(case: str) -> list[Compared]:
     """Compare a case with each policy of recomputation, and their order."""
     rows = {
         format_policy(way): compare(f"{case} train.remat={format_policy(way)}")
-        for way in WAYS
+        for way in POLICIES
     }
     found = {remat: row for remat, row in rows.items() if row}
     for (a, one), (b, two) in itertools.combinations(found.items(), 2):

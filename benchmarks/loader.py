@@ -188,7 +188,7 @@ before, began = peak(), time.perf_counter()
 store = KeyValueStore(sys.argv[1])
 tokens = TokenArray(store, "train", int(sys.argv[2]), int(sys.argv[3]))
 rows = Concatenated(tokens, 1024, (len(tokens) - 1) // 1024, True)
-numbers = data.batches.shuffled(np.arange(64), len(rows), 0)
+numbers = data.batches.shuffled_rows(np.arange(64), len(rows), 0)
 _, starts = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
 print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
       f"{len(starts)} documents start in 64 rows")

@@ -159,7 +159,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
     chips, tokens = prediction.chips, prediction.tokens
     flops_per_token = prediction.model_flops * prediction.devices / tokens
     rate = row.tokens or (row.flops or 0.0) / flops_per_token
-    published, step = prediction.at(tokens / chips / rate), prediction.step_s
+    published, step = prediction.speed_at(tokens / chips / rate), prediction.step_s
     cost, mfu = found.cost.as_json(), prediction.range("mfu")
     del cost["outside_layers"]
     return {

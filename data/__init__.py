@@ -1,1 +1,1 @@
-"""Text to tokens to rows to batches; never touches an accelerator."""
+"""Turn text into tokens, rows and batches, without using an accelerator."""

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     positions: Any
 
 
-def padding(num_rows: int, length: int) -> Batch:
+def padding_batch(num_rows: int, length: int) -> Batch:
     """Return a batch that holds only padding."""
     batch = Batch(*np.zeros((4, num_rows, length), np.int32))
     batch.targets[:] = -1
@@ -32,8 +32,8 @@ def padding(num_rows: int, length: int) -> Batch:
 class Piece(NamedTuple):
     """Consecutive tokens of a split that are placed in one row.
 
-    column: the position in the row of the first input.
-    start: the index in the split of the first input. Targets begin one token later.
+    column: the first input's position in the row.
+    start: the first input's index in the split. Targets begin one token later.
     length: the number of inputs.
     """
 
@@ -42,8 +42,8 @@ class Piece(NamedTuple):
     length: int
 
 
-def group_members(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each member's group index, and its index within that group.
+def expand_groups(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the group index of each member, and the member's index within the group.
 
     Sizes of 2, 0 and 3 give groups 0 0 2 2 2 and indices 0 1 0 1 2.
     """

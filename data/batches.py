@@ -2,12 +2,12 @@
 
 The mixture says from which source each row of the run comes (data/mixture.py). Grain
 shuffles the row numbers of each source, in a different order each epoch. Batch s is the
-rows [s B, s B + B) of this endless order. Therefore any batch is looked up in constant
-time, a process reads only its local rows, any division of the rows over processes gives
-the same batch, and a checkpoint saves no data position.
+rows [s B, s B + B) of the mixture. Therefore any batch is looked up in constant time, a
+process reads only its local rows, any division of the rows over processes gives equal
+batches, and a checkpoint saves no data position.
 
-Step s trains on batch s. With `data.skip_batches`, step s may train on a later batch:
-skipped batches keep their numbers and rows, so that all other batches stay the same.
+Step s trains on batch s, or on a later batch if `data.skip_batches` is set.
+Skipped batches keep their numbers and rows, so all other batches stay the same.
 
 Threads read up to `prefetch` batches ahead. The threads end with the iterator and never
 keep the process alive.
@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.batch import Batch, group_members
+from data.batch import Batch, expand_groups
 from data.config import DataConfig, Mistakes, Source
 from data.encoding import decode
 from data.errors import DataError
 from data.mixture import Mixture
 from data.rows import Rows, open_rows, read_rows
-from data.shuffle import seed_of, shuffled
+from data.shuffle import seed_of, shuffled_rows
 from data.sources import Sources
 from data.text.files import Split
 
@@ -47,8 +47,8 @@ class Excerpt(NamedTuple):
     row, column: where the part begins in the batch.
     source: the name of the document's source.
     document: the document's id.
-    number: the document's number in the split.
-    first: the index in the document of the part's first token.
+    document_number: the document's number in the split.
+    first_token: the index in the document of the part's first token.
     text: the decoded inputs.
     """
 
@@ -56,8 +56,8 @@ class Excerpt(NamedTuple):
     column: int
     source: str
     document: str
-    number: int
-    first: int
+    document_number: int
+    first_token: int
     text: str
 
 
@@ -67,7 +67,7 @@ class Order:
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
         """Open the rows of all sources; raise DataError if a batch needs more rows."""
         self._config, self._sources = config, sources
-        self.rows, self._local = _open_split(sources, config, "train")
+        self.rows, self._is_local = _open_split(sources, config, "train")
         num_rows = {name: len(rows) for name, rows in self.rows.items()}
         if sum(num_rows.values()) < config.batch_size or 0 in num_rows.values():
             rows = ", ".join(f"{name} {count}" for name, count in num_rows.items())
@@ -83,7 +83,7 @@ class Order:
         self._seeds = [seed_of(seed, None if is_single else n) for n in self.rows]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return by source the epochs that the first `num_steps` steps use up."""
+        """Return the number of epochs of each source that the first steps use."""
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
         rows_used = self._mixture.counts(num_batches * self._config.batch_size).tolist()
         return {
@@ -115,15 +115,15 @@ class Order:
         first_row = self.batch_number(step) * self._config.batch_size
         source_of_row, rank = self._mixture.rows(first_row + rows)
         numbers = np.zeros_like(rank)
-        for source, (name, source_rows) in enumerate(self.rows.items()):
-            mask, max_epochs = source_of_row == source, self._max_epochs(name)
+        for index, (name, source_rows) in enumerate(self.rows.items()):
+            mask, max_epochs = source_of_row == index, self._max_epochs(name)
             if (rank[mask] >= max_epochs * len(source_rows)).any():
                 raise DataError(
                     f"step {step}: data.sources.{name} is used up after {max_epochs} "
                     f"epochs. Allow more, or give it no weight"
                 )
-            seed = self._seeds[source]
-            numbers[mask] = shuffled(rank[mask], len(source_rows), seed)
+            seed = self._seeds[index]
+            numbers[mask] = shuffled_rows(rank[mask], len(source_rows), seed)
         return source_of_row, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
@@ -145,7 +145,7 @@ class Order:
         steps = range(start_step, stop_step)
         read = functools.partial(self.read, rows=rows)
         num_rows = len(_row_indices(self._config, rows))
-        return _prefetch(read, steps, self._local, num_rows, self._config)
+        return _prefetch(read, steps, self._is_local, num_rows, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
         """Yield the parts of documents in a step's batch, row by row."""
@@ -155,11 +155,17 @@ class Order:
             store = self._sources.stores[name]
             tokens = store.split("train")
             for column, start, length in self.rows[name].pieces(int(number)):
-                index, document_start, _ = tokens.document_at(start)
+                document, document_start, _ = tokens.document_at(start)
                 text = decode(store.encoding, tokens.read(start, start + length))
-                document_id = tokens.document_id(index)
-                first = start - document_start
-                yield Excerpt(row, column, name, document_id, index, first, text)
+                yield Excerpt(
+                    row=row,
+                    column=column,
+                    source=name,
+                    document=tokens.document_id(document),
+                    document_number=document,
+                    first_token=start - document_start,
+                    text=text,
+                )
 
     def _max_epochs(self, name: str) -> float:
         source = self._config.sources.get(name)
@@ -182,27 +188,27 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """Return an iterator over the validation text in order.
 
-    Each token but the first is a target exactly once. Rows of several sources alternate
-    in proportion to the sources' row counts. The last batch is filled up with padding,
-    so that all batches have the same shape. The iterator ends after `num_batches` (-1
-    means all). `rows` is as in `Order.batches`.
+    Each pair of an input and a target occurs exactly once. Rows of several sources
+    alternate in proportion to the sources' row counts. The last batch ends with
+    padding, so that all batches have the same shape. The iterator ends after
+    `num_batches` (-1 means all). `rows` is as in `Order.batches`.
     """
-    readers, local = _open_split(sources, config, sources.held_out, pad=True)
+    readers, is_local = _open_split(sources, config, sources.held_out, pad=True)
     num_rows = np.array([len(reader) for reader in readers.values()])
-    source_of_row, numbers = group_members(num_rows)
+    source_of_row, numbers = expand_groups(num_rows)
     order = np.argsort((numbers + 0.5) / num_rows[source_of_row], kind="stable")
-    available = -(-len(order) // config.batch_size)
-    stop = available if num_batches < 0 else min(num_batches, available)
-    padding = (0, available * config.batch_size - len(order))
-    source_of_row = np.pad(source_of_row[order], padding, constant_values=-1)
-    numbers = np.pad(numbers[order], padding)
+    num_available = -(-len(order) // config.batch_size)
+    stop = num_available if num_batches < 0 else min(num_batches, num_available)
+    pad_width = (0, num_available * config.batch_size - len(order))
+    source_of_row = np.pad(source_of_row[order], pad_width, constant_values=-1)
+    numbers = np.pad(numbers[order], pad_width)
     row_indices = _row_indices(config, rows)
 
     def read(step: int) -> Batch:
         positions = step * config.batch_size + row_indices
         return read_rows(readers, source_of_row[positions], numbers[positions])
 
-    return _prefetch(read, range(stop), local, len(row_indices), config)
+    return _prefetch(read, range(stop), is_local, len(row_indices), config)
 
 
 def _open_split(
@@ -234,15 +240,15 @@ def _row_indices(config: DataConfig, rows: RowSlices) -> np.ndarray:
 def _prefetch(
     read: Callable[[int], Batch],
     steps: range,
-    local: bool,
+    is_local: bool,
     num_rows: int,
     config: DataConfig,
 ) -> Iterator[Batch]:
     import grain
 
-    large = num_rows * config.sequence_length >= _LARGE_BATCH_TOKENS
-    threads = _THREADS_LARGE if large else _THREADS_SMALL
-    threads = threads if local else _THREADS_REMOTE
-    options = grain.ReadOptions(min(threads, config.prefetch), config.prefetch)
+    is_large = num_rows * config.sequence_length >= _LARGE_BATCH_TOKENS
+    num_threads = _THREADS_LARGE if is_large else _THREADS_SMALL
+    num_threads = num_threads if is_local else _THREADS_REMOTE
+    options = grain.ReadOptions(min(num_threads, config.prefetch), config.prefetch)
     batches = grain.MapDataset.range(steps.start, steps.stop).map(read)
     return iter(batches.to_iter_dataset(options))

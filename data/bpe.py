@@ -2,8 +2,8 @@
 
 Hugging Face's `tokenizers` learns the vocabulary, and tiktoken encodes with it. Both
 split text by the same pattern, so their ids agree. The file depends on the texts and
-the vocabulary size alone, not on the order of the texts. It holds no special tokens; a
-special token's name in a text is learned from as plain text.
+the vocabulary size, but not on the order of the texts. It holds no special tokens. The
+name of a special token in a text is treated as plain text.
 """
 
 import base64
@@ -15,11 +15,10 @@ from data.text.documents import read_documents
 from data.text.files import units_of
 from data.text.records import Reading, Record
 from data.tokenizer import RANK_FILE_PATTERN
-from data.tokenizer_json import byte_names, for_oniguruma
+from data.tokenizer_json import byte_names, convert_for_oniguruma
 
 NUM_BYTES = 256
-# In characters, for each of which `tokenizers` takes about 140 bytes of memory.
-PIECE_LENGTH = 2**14
+PIECE_LENGTH = 2**14  # in characters; `tokenizers` takes 140 bytes for each
 HELD_OUT_EVERY = 20
 
 
@@ -41,7 +40,9 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(for_oniguruma(RANK_FILE_PATTERN)), "isolated"),
+            pre_tokenizers.Split(
+                Regex(convert_for_oniguruma(RANK_FILE_PATTERN)), "isolated"
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -56,8 +57,8 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
     vocabulary = tokenizer.get_vocab()
     if len(vocabulary) < vocab_size:
         raise DataError(
-            f"vocab_size={vocab_size}: the text holds pairs that occur twice for "
-            f"{len(vocabulary)} tokens only, of which {NUM_BYTES} are the single "
+            f"vocab_size={vocab_size}: the pairs that occur twice in the text make "
+            f"only {len(vocabulary)} tokens, including the {NUM_BYTES} single "
             f"bytes. Give more text, or at most vocab_size={len(vocabulary)}"
         )
     lines, byte_of = [], {name: byte for byte, name in enumerate(names)}
@@ -86,7 +87,7 @@ def pieces_of(texts: Iterable[str]) -> Iterator[str]:
 def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
     """Cut texts into pieces; put every twentieth into `sample` and yield the others."""
     for index, piece in enumerate(pieces_of(texts)):
-        if index % HELD_OUT_EVERY == 1:  # a tiny text's only piece is learned from
+        if index % HELD_OUT_EVERY == 1:  # not 0: a tiny text's only piece is learned
             sample.append(piece)
         else:
             yield piece
@@ -95,10 +96,10 @@ def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
 def texts_of(
     input: str, max_bytes: int, reading: Reading, pattern: str = "**/*"
 ) -> Iterator[str]:
-    """Yield at most `max_bytes` of an input's text, without its bad records.
+    """Yield texts of at most `max_bytes` in all from an input, and skip bad records.
 
-    If the input is larger, the units that are read are spread evenly over it. Their
-    choice depends on the files' names and sizes alone. Raises DataError if the input
+    From a larger input, units are read that are spread evenly over it. Their choice
+    depends on the files' names and sizes alone. Raises DataError if the input
     does not exist, or a file cannot be read.
     """
     files = find_files([input], pattern)

@@ -229,9 +229,9 @@ class DataConfig:
             return "must be at least 0 and finite"
         if not any(weights.values()):
             return "need one above 0" if self.sources else None
-        from data.mixture import too_many_digits  # imports NumPy: slow
+        from data.mixture import digits_mistake  # imports NumPy: slow
 
-        return too_many_digits(list(weights.values()))
+        return digits_mistake(list(weights.values()))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _BAR_LENGTH = 40  # in characters
 
 
 def describe_store(store: Store) -> str:
-    """Return a store's counts as lines of text."""
+    """Return a store's identity and counts as lines of text."""
     manifest = store.manifest
     lines = [
         f"store        {store.path}",
@@ -39,11 +39,11 @@ def describe_store(store: Store) -> str:
 
 def describe_lengths(store: Store, split: Split) -> str:
     """Return a histogram of document lengths, by powers of two, as lines of text."""
-    counts, end = np.zeros(64, np.int64), np.zeros(0, np.int64)
-    for offsets in store.split(split).stretches("offsets"):
-        lengths = np.diff(np.concatenate([end, offsets]))
+    counts, last_offset = np.zeros(64, np.int64), np.zeros(0, np.int64)
+    for offsets in store.split(split).iterate_shards("offsets"):
+        lengths = np.diff(np.concatenate([last_offset, offsets]))
         counts += np.bincount(np.log2(np.maximum(lengths, 1)).astype(int), minlength=64)
-        end = offsets[-1:]
+        last_offset = offsets[-1:]
     powers = np.flatnonzero(counts).tolist()
     if not powers:
         return f"{split}: no documents"
@@ -55,7 +55,7 @@ def describe_lengths(store: Store, split: Split) -> str:
     return "\n".join(lines)
 
 
-def samples(store: Store, split: Split, count: int, seed: int, width: int) -> str:
+def sample(store: Store, split: Split, count: int, seed: int, width: int) -> str:
     """Return the beginnings of `count` random documents as lines of text."""
     tokens = store.split(split)
     count, random = min(count, tokens.num_documents), np.random.default_rng(seed)
@@ -75,6 +75,8 @@ def describe_batch(excerpts: Iterator[Excerpt], width: int) -> Iterator[str]:
     yield "row  column  source  document (tokens from, number)  text"
     for excerpt in excerpts:
         position = f"{excerpt.row:>3}  {excerpt.column:>6}  {excerpt.source}"
-        document = f"{excerpt.document} ({excerpt.first}, {excerpt.number})"
+        document = (
+            f"{excerpt.document} ({excerpt.first_token}, {excerpt.document_number})"
+        )
         text = ascii(excerpt.text[:width]) if width else ""
         yield f"{position}  {document}  {text}"

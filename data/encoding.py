@@ -2,7 +2,7 @@
 
 Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
 holds the 256 single bytes, even bytes that are not UTF-8. Only a `FolderEncoding` may
-normalize text first; decoding then returns the normalized text. The name of a control
+normalize text first; decoding then returns the normalized text. The name of a special
 token in a text is encoded as ordinary text.
 """
 
@@ -23,7 +23,7 @@ from data.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 
-# Longer text is encoded in pieces, which end before white space if there is any:
+# Longer text is encoded in pieces, which end before white space if possible, because
 # tiktoken needs dozens of bytes of memory for each byte of a run without a break.
 # Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has the same limit.
 _PIECE_CHARS = 400_000
@@ -34,7 +34,7 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # normalization forms of Unicode
 
 
 class FolderEncoding(tiktoken.Encoding):
-    """The tokenizer of a folder, with its rules for normalizing and splitting text.
+    """A folder's tokenizer, with rules for normalizing and splitting text.
 
     form: The Unicode form to which text is normalized; None leaves it as it is.
     words: Added tokens, outside of the BPE vocabulary, that text may contain.
@@ -70,17 +70,17 @@ class FolderEncoding(tiktoken.Encoding):
         form = {"form": self.form} if self.form else {}
         return form | ({"words": self.words} if self.words else {})
 
-    def parts(self, text: str) -> Iterator[str | int]:
-        """Split text into the ids of `words` and the normalized text between them."""
-        for index, part in enumerate(self._word.split(text) if self.words else [text]):
+    def split_words(self, text: str) -> Iterator[str | int]:
+        """Yield the ids of `words` in a text, and the normalized text between them."""
+        for index, span in enumerate(self._word.split(text) if self.words else [text]):
             if index % 2:  # one of `words`
-                yield self._special_tokens[part]
+                yield self._special_tokens[span]
             else:
-                yield unicodedata.normalize(self.form, part) if self.form else part
+                yield unicodedata.normalize(self.form, span) if self.form else span
 
     @functools.cached_property
-    def isolating(self) -> tiktoken.Encoding:
-        """The same tokenizer, made to encode text that its pattern does not match.
+    def gapless_encoding(self) -> tiktoken.Encoding:
+        """The same tokenizer with a pattern that also matches text between matches.
 
         `tokenizers` encodes unmatched text, but tiktoken drops it. Raises ValueError if
         the pattern cannot be repeated within another one.
@@ -97,7 +97,7 @@ class FolderEncoding(tiktoken.Encoding):
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Return a hash of everything that decides the ids, which excludes the name."""
+    """Return a hash of everything that decides the ids, without the name."""
     digest = hashlib.sha256()
     # Source: tiktoken's README, "Extending tiktoken", documents these attributes.
     for token, rank in sorted(encoding._mergeable_ranks.items()):
@@ -116,7 +116,7 @@ def padded_vocab_size(encoding: tiktoken.Encoding) -> int:
 
 
 def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
-    """Encode bytes, valid UTF-8 or not, as ids: uint8 with "bytes", else uint32.
+    """Encode bytes, valid UTF-8 or not, as ids: uint8 for "bytes", otherwise uint32.
 
     The ids never contain the end-of-text token. Raises DataError if decoding them would
     not restore the text, or tiktoken fails.
@@ -132,11 +132,11 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
             continue
         for piece in short_pieces(span):
             has_rules = isinstance(encoding, FolderEncoding)
-            for part in encoding.parts(piece) if has_rules else [piece]:
+            for item in encoding.split_words(piece) if has_rules else [piece]:
                 try:
-                    is_id = isinstance(part, int)
+                    is_id = isinstance(item, int)
                     ids.append(
-                        np.array([part]) if is_id else encode_whole(encoding, part)
+                        np.array([item]) if is_id else encode_piece(encoding, item)
                     )
                 except ValueError as error:
                     raise DataError(
@@ -145,8 +145,8 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
     return np.concatenate(ids).astype(np.uint32, copy=False)
 
 
-def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
-    """Encode text by pattern and ranks alone, and check that decoding restores it.
+def encode_piece(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
+    """Encode normalized text at once, and check that decoding restores it.
 
     Raises ValueError if decoding does not restore the text, or tiktoken fails.
     """
@@ -159,7 +159,7 @@ def encode_whole(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint3
     if encoding.decode_bytes(ids.tolist()) == text.encode():
         return ids
     if isinstance(encoding, FolderEncoding):
-        return encode_whole(encoding.isolating, text)
+        return encode_piece(encoding.gapless_encoding, text)
     raise ValueError(f"it loses a part of the text that begins {text[:20]!a}")
 
 
@@ -177,7 +177,7 @@ def short_pieces(text: str) -> Iterator[str]:
 
 
 def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> bytes:
-    """Return the bytes of ids of any integer dtype; ids without a token are skipped."""
+    """Decode ids of any integer dtype to bytes. Ids without a token are skipped."""
     ids = np.asarray(ids, np.int64).reshape(-1)
     ids = ids[(ids >= 0) & (ids < encoding.n_vocab)]
     if encoding.name == BYTES and not (ids == encoding.eot_token).any():
@@ -185,10 +185,10 @@ def decode_bytes(encoding: tiktoken.Encoding, ids: np.ndarray | list[int]) -> by
     try:
         return encoding.decode_bytes(ids.tolist())
     except KeyError:  # some vocabularies leave gaps between their special tokens
-        known_ids = {*encoding._mergeable_ranks.values()}
-        known_ids |= {*encoding._special_tokens.values()}
+        valid_ids = {*encoding._mergeable_ranks.values()}
+        valid_ids |= {*encoding._special_tokens.values()}
         return encoding.decode_bytes(
-            [token for token in ids.tolist() if token in known_ids]
+            [token_id for token_id in ids.tolist() if token_id in valid_ids]
         )
 
 

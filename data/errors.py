@@ -2,7 +2,7 @@
 
 
 class DataError(Exception):
-    """The data is missing or damaged. Commands exit with 65.
+    """Data is missing or damaged. A command that raises this error exits with 65.
 
     The message names the path, the rule that it breaks and the remedy.
     """

@@ -44,7 +44,7 @@ class InspectConfig:
 def main(config: InspectConfig) -> int:
     """Print what a store holds, or which documents make up a batch."""
     from data.batches import Order
-    from data.describe import describe_batch, describe_lengths, describe_store, samples
+    from data.describe import describe_batch, describe_lengths, describe_store, sample
     from data.sources import open_sources
     from data.text.files import SPLITS
     from data.token_store.store import open_store
@@ -54,7 +54,7 @@ def main(config: InspectConfig) -> int:
         print(describe_store(store))
         for split in SPLITS:
             print("\n" + describe_lengths(store, split))
-        text = samples(store, "train", config.samples, config.seed, 4 * config.width)
+        text = sample(store, "train", config.samples, config.seed, 4 * config.width)
         print(f"\n{text}")
         return 0
     seed = config.seed

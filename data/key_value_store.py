@@ -55,7 +55,8 @@ class KeyValueStore:
         if url.scheme == "gs":
             return spec | {"driver": "gcs"}
         spec["driver"] = "s3"
-        # A URL cannot hold these. Source: tensorstore 0.1.80, kvstore/s3 schema.
+        # A URL cannot hold endpoint, region and credentials.
+        # Source: tensorstore 0.1.80, kvstore/s3 schema.
         if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
             region = os.environ.get("AWS_REGION", "us-east-1")
             spec |= {"endpoint": endpoint, "aws_region": region}
@@ -75,7 +76,7 @@ class KeyValueStore:
     def read_version(
         self, name: str, timeout_s: float | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Return a key's value, None if it does not exist, and its version."""
+        """Return the value and version of a key; the value of a missing key is None."""
         entry = self._call("read", name, lambda store: store.read(name), timeout_s)
         value = bytes(entry.value) if entry.state == "value" else None
         return value, entry.stamp.generation
@@ -92,7 +93,7 @@ class KeyValueStore:
 
         A retried request may be refused because its first attempt succeeded, and a
         failed request may have been carried out. Read the key again to find out.
-        Returns the new version; None if the key has another version and was left alone.
+        Returns the new version, or None if the key has another version and stays so.
         """
 
         def write(store: ts.KvStore) -> ts.Future:
@@ -117,7 +118,7 @@ class KeyValueStore:
     ) -> Any:
         """Send a request, open the store first if necessary, and return the answer."""
         try:
-            if self._store is None:  # opening may ask for credentials and regions
+            if self._store is None:  # opening may request credentials and the region
                 opening = ts.KvStore.open(self.spec(), context=self._context)
                 self._store = opening.result(timeout_s)
             return request(self._store).result(timeout_s)

@@ -1,4 +1,4 @@
-"""The machine: its cores and its folder of caches."""
+"""The number of usable cores, and the folder of caches."""
 
 import os
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 A phase is a span of rows with constant weights. After any number of rows of a phase,
 the number of rows from each source differs from its share by less than one row. A
-difference at the end of a phase is not made up for in the next one, so that a change of
-weights moves no earlier row. The order is a function of the weights alone, without
+difference at the end of a phase is not made up for in the next phase. A change of
+weights moves no earlier row. The order depends on the weights alone, without
 random numbers or floats, and looking up row 10**9 takes as long as row 0. A source of
 weight 0 gives no row.
 
@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 
-MAX_PERIOD = 2**20
+MAX_PERIOD = 2**20  # in rows
 
 
 class Mixture:
@@ -27,7 +27,7 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], phases: Sequence[tuple[int, Mapping[str, float]]]
     ):
-        """Compute one period of the order of each phase.
+        """Compute one period of each phase's order.
 
         Args:
             names: the sources. Their order decides only their indices.
@@ -36,29 +36,30 @@ class Mixture:
                 written. They need not sum to 1, and a missing one is 0.
                 `DataConfig.mistakes` checks the weights and their number of digits.
         """
-        self._first_row = np.array([first for first, _ in phases], np.int64)
-        lengths = [*np.diff(self._first_row).tolist(), MAX_PERIOD]
+        self._phase_starts = np.array([first for first, _ in phases], np.int64)
+        lengths = [*np.diff(self._phase_starts).tolist(), MAX_PERIOD]
         by_name = np.argsort(np.array(names), kind="stable")
         periods, orders, ranks, period_rows = [], [], [], []
         for (_, weights), length in zip(phases, lengths, strict=True):
             shares = shares_of([weights.get(names[int(n)], 0) for n in by_name])
             period = math.lcm(*(share.denominator for share in shares))
-            order = by_name[_first_rows(shares, period, min(period, length))]
+            order = by_name[_source_sequence(shares, period, min(period, length))]
             one_hot = np.eye(len(names), dtype=np.int64)[order]
             earlier = np.cumsum(one_hot, axis=0) - one_hot
             periods.append(period)
             orders.append(order)
             ranks.append(earlier[range(len(order)), order])
             period_rows.append(one_hot.sum(axis=0))
-        self._source, self._rank = np.concatenate(orders), np.concatenate(ranks)
-        self._period = np.array(periods, np.int64)
+        self._source_table = np.concatenate(orders)
+        self._rank_table = np.concatenate(ranks)
+        self._periods = np.array(periods, np.int64)
         # For each phase: the start of its period in the two tables above, each source's
         # number of rows in a period, and each source's number of rows before the phase.
-        self._period_start = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
-        self._per_period = np.array(period_rows)
-        self._before = np.zeros_like(self._per_period)
+        self._table_starts = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
+        self._period_rows = np.array(period_rows)
+        self._rows_before = np.zeros_like(self._period_rows)
         for phase, (length, _) in enumerate(itertools.pairwise(lengths)):
-            self._before[phase + 1] = self._counts_in_phase(phase, length)
+            self._rows_before[phase + 1] = self._counts_in_phase(phase, length)
 
     def rows(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Look up rows by number: int64 [n], in any order.
@@ -66,36 +67,38 @@ class Mixture:
         Returns int64 [n], the source of each row as an index into `names`, and int64
         [n], the number of earlier rows from the same source.
         """
-        phase = np.searchsorted(self._first_row, numbers, "right") - 1
-        offset = numbers - self._first_row[phase]
-        cycle, position = np.divmod(offset, self._period[phase])
-        entry = self._period_start[phase] + position
-        source = self._source[entry]
-        earlier = self._before[phase, source] + cycle * self._per_period[phase, source]
-        return source, earlier + self._rank[entry]
+        phase = np.searchsorted(self._phase_starts, numbers, "right") - 1
+        offset = numbers - self._phase_starts[phase]
+        cycle, position = np.divmod(offset, self._periods[phase])
+        entry = self._table_starts[phase] + position
+        source = self._source_table[entry]
+        earlier = cycle * self._period_rows[phase, source] + self._rank_table[entry]
+        return source, self._rows_before[phase, source] + earlier
 
     def counts(self, num_rows: int) -> np.ndarray:
-        """Count the rows from each source among the first rows: int64 [names]."""
-        phase = int(np.searchsorted(self._first_row, num_rows, "right")) - 1
-        return self._counts_in_phase(phase, num_rows - int(self._first_row[phase]))
+        """Count the rows of each source among the first `num_rows`: int64 [names]."""
+        phase = int(np.searchsorted(self._phase_starts, num_rows, "right")) - 1
+        return self._counts_in_phase(phase, num_rows - int(self._phase_starts[phase]))
 
     def _counts_in_phase(self, phase: int, num_rows: int) -> np.ndarray:
-        """Count the rows from each source before row `num_rows` of a phase."""
-        cycles, remainder = divmod(num_rows, int(self._period[phase]))
-        entry = self._period_start[phase]
+        """Count the rows of each source before row `num_rows` of a phase."""
+        cycles, remainder = divmod(num_rows, int(self._periods[phase]))
+        entry = self._table_starts[phase]
         partial_cycle = np.bincount(
-            self._source[entry : entry + remainder], minlength=self._per_period.shape[1]
+            self._source_table[entry : entry + remainder],
+            minlength=self._period_rows.shape[1],
         )
-        return self._before[phase] + cycles * self._per_period[phase] + partial_cycle
+        whole_cycles = cycles * self._period_rows[phase]
+        return self._rows_before[phase] + whole_cycles + partial_cycle
 
 
-def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]:
+def _source_sequence(shares: list[Fraction], period: int, num_rows: int) -> list[int]:
     """Return the source of each of a phase's first rows.
 
-    A source's deficit is its share of the rows so far, less the rows that it gave. The
+    A source's deficit is its share of the rows so far minus the rows that it gave. The
     source may give the next row if its deficit is above 0, should if it is at least
     1/(2k-2), and must before it exceeds 1 - 1/(2k-2). Among the sources that should,
-    the one with the earliest deadline is chosen. By the theorem, none is then late.
+    the one with the earliest deadline is chosen. By the theorem, no source is late.
     After a period each source has given exactly its share, and the order repeats.
     """
     # Count in units that make shares and margins integers.
@@ -105,20 +108,20 @@ def _first_rows(shares: list[Fraction], period: int, num_rows: int) -> list[int]
     share_units = [int(share * row_units) for share in shares]
     counts = [0] * len(shares)
 
-    def next_window(source: int) -> tuple[int, int, int]:
-        """Return the rows from which a source may, should and must give its next."""
+    def next_deadlines(source: int) -> tuple[int, int, int]:
+        """Return the rows at which a source may, should and must give its next row."""
         given, share = counts[source] * row_units, share_units[source]
         may, should, must = given + 1, given + margin, given + row_units - margin + 1
         return (may - 1) // share, (should - 1) // share, (must - 1) // share
 
-    windows = {s: next_window(s) for s, share in enumerate(share_units) if share}
+    deadlines = {s: next_deadlines(s) for s, share in enumerate(share_units) if share}
     order = []
     for row in range(num_rows):
-        eligible = [source for source, (may, _, _) in windows.items() if may <= row]
-        source = min(eligible, key=lambda s: (windows[s][1] > row, windows[s][2]))
+        eligible = [source for source, (may, _, _) in deadlines.items() if may <= row]
+        source = min(eligible, key=lambda s: (deadlines[s][1] > row, deadlines[s][2]))
         order.append(source)
         counts[source] += 1
-        windows[source] = next_window(source)
+        deadlines[source] = next_deadlines(source)
     return order
 
 
@@ -128,10 +131,8 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
     return [weight / sum(exact) for weight in exact]
 
 
-def too_many_digits(weights: Sequence[float]) -> str | None:
-    """Return the broken rule if the period exceeds `MAX_PERIOD`, otherwise None."""
+def digits_mistake(weights: Sequence[float]) -> str | None:
+    """Return the rule that the weights break if their period exceeds `MAX_PERIOD`."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
-    rule = (
-        f"repeat only after {period} rows, and the limit is {MAX_PERIOD}: round them "
-    )
-    return f"{rule}to fewer digits" if period > MAX_PERIOD else None
+    rule = f"repeat only after {period} rows, and the limit is {MAX_PERIOD}: "
+    return f"{rule}round them to fewer digits" if period > MAX_PERIOD else None

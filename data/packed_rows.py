@@ -1,4 +1,4 @@
-"""Rows that hold pieces of documents, by a plan that is computed once and cached.
+"""Rows of document pieces. A plan, computed once and cached, assigns pieces to rows.
 
 The cached plan is a zip archive with checksums. A damaged plan is computed again.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data import packing
-from data.batch import Batch, Piece, group_members, padding
+from data.batch import Batch, Piece, expand_groups, padding_batch
 from data.config import Packing
 from data.errors import DataError
 from data.storage import created_atomically
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
-    """Row r holds the pieces row_offsets[r] to row_offsets[r+1] - 1.
+    """The pieces of each row: row r holds row_offsets[r] to row_offsets[r+1] - 1.
 
-    starts: int64 [pieces], the first token of each piece.
-    lengths: int32 [pieces], the number of its inputs.
+    starts: int64 [pieces], the index of each piece's first token.
+    lengths: int32 [pieces], the number of each piece's inputs.
     row_offsets: int64 [rows + 1].
     """
 
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 class Packed:
-    """Rows of `length` positions by a plan."""
+    """Rows of `length` positions that hold pieces as a plan says."""
 
     def __init__(self, tokens: TokenArray, length: int, plan: Plan):
         """Make rows of the pieces of `tokens` that the plan lists."""
@@ -45,19 +45,20 @@ class Packed:
 
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number."""
-        first_piece = self._plan.row_offsets[numbers]
-        row, nth = group_members(self._plan.row_offsets[numbers + 1] - first_piece)
-        piece_numbers = first_piece[row] + nth
+        first_pieces = self._plan.row_offsets[numbers]
+        num_pieces = self._plan.row_offsets[numbers + 1] - first_pieces
+        row, index_in_row = expand_groups(num_pieces)
+        piece_numbers = first_pieces[row] + index_in_row
         starts = self._plan.starts[piece_numbers]
         lengths = self._plan.lengths[piece_numbers].astype(np.int64)
         tokens = self._tokens.gather(starts, lengths + 1)
-        batch = padding(len(numbers), self.length)
-        filled = np.bincount(row, lengths, len(numbers))
-        is_text = np.arange(self.length) < filled[:, None]
+        batch = padding_batch(len(numbers), self.length)
+        num_inputs = np.bincount(row, lengths, len(numbers))
+        is_text = np.arange(self.length) < num_inputs[:, None]
         batch.inputs[is_text] = np.concatenate([piece[:-1] for piece in tokens])
         batch.targets[is_text] = np.concatenate([piece[1:] for piece in tokens])
-        batch.segment_ids[is_text] = np.repeat(nth + 1, lengths)
-        batch.positions[is_text] = group_members(lengths)[1]
+        batch.segment_ids[is_text] = np.repeat(index_in_row + 1, lengths)
+        batch.positions[is_text] = expand_groups(lengths)[1]
         return batch
 
     def pieces(self, number: int) -> list[Piece]:
@@ -70,7 +71,7 @@ class Packed:
 
 def make_plan(offsets: np.ndarray, length: int, kind: Packing) -> Plan:
     """Assign documents that start at `offsets` to rows."""
-    starts, lengths = packing.pieces(offsets, length)
+    starts, lengths = packing.cut_documents(offsets, length)
     if kind is Packing.none:
         return Plan(starts, lengths, np.arange(len(starts) + 1))
     assert kind is Packing.best_fit
@@ -87,24 +88,24 @@ def open_plan(tokens: TokenArray, length: int, kind: Packing, file: Path) -> Pla
         try:
             with np.load(file) as arrays:
                 return Plan(**arrays)
-        except Exception as error:  # zipfile raises any kind for damaged lengths
+        except Exception as error:  # zipfile may raise anything
             message = "%s: this plan of rows is damaged (%s) and is computed again"
             log.warning(message, file, error)
     start_s = time.monotonic()
     plan = make_plan(tokens.offsets, length, kind)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with created_atomically(file) as building, building.open("wb") as opened:
-            np.savez(opened, **plan._asdict())
+        with created_atomically(file) as partial, partial.open("wb") as output:
+            np.savez(output, **plan._asdict())
     except OSError as error:
         raise DataError(
-            f"{file}: the plan of rows cannot be written there ({error}). Name a "
+            f"{file}: the plan of rows cannot be written ({error}). Name a "
             f"writable folder with data.cache_dir"
         ) from error
     num_pieces, num_rows = len(plan.starts), len(plan.row_offsets) - 1
-    filled = plan.lengths.sum(dtype=np.int64) / max(1, num_rows * length)
+    filled_fraction = plan.lengths.sum(dtype=np.int64) / max(1, num_rows * length)
     log.info(
         f"{kind} rows: {num_pieces} pieces in {num_rows} rows of {length}, "
-        f"{filled:.1%} filled, {time.monotonic() - start_s:.1f} s"
+        f"{filled_fraction:.1%} filled, {time.monotonic() - start_s:.1f} s"
     )
     return plan

@@ -2,7 +2,7 @@
 
 A document of n tokens has n - 1 pairs of an input and a target. If it has more than T
 pairs, it is cut into pieces, and neighbouring pieces share a token, so that each pair
-is trained on exactly once. The rows are a function of the lengths alone. Their order,
+is trained on exactly once. The rows depend on the lengths alone. Their order,
 and the order of pieces within a row, has no meaning: shuffle the rows.
 
 Rows with the same lengths are handled as one group, after Krell et al., Efficient
@@ -14,13 +14,13 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from data.batch import group_members
+from data.batch import expand_groups
 
-MAX_WINDOW = 2**23  # The number of pieces packed at a time, which bounds the memory.
+MAX_PIECES = 2**23  # The number of pieces packed at a time bounds the memory.
 _Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 
 
-def pieces(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_documents(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut documents into pieces of at most T pairs; only the last may have fewer.
 
     `offsets` are int64 [documents + 1], the start of each document, and then the end
@@ -31,9 +31,9 @@ def pieces(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
         int32 [pieces], the number of its pairs. A piece of m pairs uses m + 1 tokens.
     """
     num_pairs = np.maximum(np.diff(offsets) - 1, 0)
-    document, nth = group_members(-(-num_pairs // T))
-    starts = offsets[document] + nth * T
-    lengths = np.minimum(T, num_pairs[document] - nth * T)
+    document, piece_index = expand_groups(-(-num_pairs // T))
+    starts = offsets[document] + piece_index * T
+    lengths = np.minimum(T, num_pairs[document] - piece_index * T)
     return starts.astype(np.int64), lengths.astype(np.int32)
 
 
@@ -41,8 +41,8 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign pieces to rows of at most T positions by best fit, longest piece first.
 
     Each piece is in exactly one row. The number of rows is the same as if each piece
-    in turn went into the fullest row that has room for it. MAX_WINDOW pieces are packed
-    at a time. `lengths` are integers [pieces], from 1 to T.
+    in turn went into the fullest row that has room for it. At most MAX_PIECES pieces
+    are packed at a time. `lengths` are integers [pieces], from 1 to T.
 
     Returns:
         int64 [pieces], the numbers of the pieces, row after row.
@@ -50,11 +50,11 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= T
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for window_start in range(0, len(lengths), MAX_WINDOW):
-        window = lengths[window_start : window_start + MAX_WINDOW]
+    for chunk_start in range(0, len(lengths), MAX_PIECES):
+        chunk = lengths[chunk_start : chunk_start + MAX_PIECES]
         # NumPy sorts 16-bit integers by radix, several times as fast as wider ones.
-        by_length = np.argsort(window.astype(np.min_scalar_type(T)), kind="stable")
-        histogram = np.bincount(window)
+        by_length = np.argsort(chunk.astype(np.min_scalar_type(T)), kind="stable")
+        histogram = np.bincount(chunk)
         starts = np.cumsum(histogram) - histogram
         for contents, num_rows in _group_rows(histogram, T):
             columns = []
@@ -65,31 +65,31 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
                 )
                 starts[length] = stop
             row_pieces = np.concatenate(columns, axis=1)
-            order.append(window_start + row_pieces.ravel())
+            order.append(chunk_start + row_pieces.ravel())
             sizes.append(np.full(num_rows, row_pieces.shape[1]))
     row_offsets = np.cumsum(np.concatenate([[0], *sizes]), dtype=np.int64)
     return np.concatenate(order), row_offsets
 
 
 def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
-    """Pack `histogram[n]` pieces of each length n; return contents and row counts."""
+    """Pack `histogram[n]` pieces of length n; return each group's contents and size."""
     groups: dict[int, list[tuple[_Contents, int]]] = {}  # keyed by free positions
-    rooms: list[int] = []  # the keys of groups, ascending
+    rooms: list[int] = []  # the keys of `groups`, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
         remaining = int(histogram[length])
         changed: list[tuple[int, _Contents, int]] = []
         index = first_index = bisect_left(rooms, length)
         while remaining:
             if index < len(rooms):
-                room, pending = rooms[index], groups[rooms[index]]
+                room, row_groups = rooms[index], groups[rooms[index]]
             else:  # Begin new rows, because no row has room.
                 num_rows = -(-remaining // (T // length))
                 empty: list[tuple[_Contents, int]] = [((), num_rows)]
-                room, pending = T, empty
-            # A row that got a piece now has the least room: fill it before others.
+                room, row_groups = T, empty
+            # Best fit: a row that just got a piece has the least room. Fill it first.
             max_pieces = room // length
-            while remaining and pending:
-                contents, num_rows = pending.pop()
+            while remaining and row_groups:
+                contents, num_rows = row_groups.pop()
                 full_rows = min(num_rows, remaining // max_pieces)
                 extra = (
                     remaining - full_rows * max_pieces if full_rows < num_rows else 0
@@ -100,8 +100,8 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
                         new_contents = (*contents, (length, count))
                         changed.append((room - count * length, new_contents, rows))
                 if unchanged := num_rows - full_rows - (extra > 0):
-                    pending.append((contents, unchanged))
-            index += index < len(rooms) and not pending
+                    row_groups.append((contents, unchanged))
+            index += index < len(rooms) and not row_groups
         for room in rooms[first_index:index]:
             del groups[room]
         del rooms[first_index:index]

@@ -1,4 +1,4 @@
-"""`python -m data.prepare input=... output=...`: text to a token store."""
+"""`python -m data.prepare input=... output=...`: convert text to a token store."""
 
 import logging
 

@@ -1,8 +1,8 @@
 """Rows of T positions from one split of a store, each read by its number.
 
 A row has inputs, the targets that follow them, segment ids, and positions that begin at
-0 with each document. `Concatenated` rows are all tokens end to end. `Packed` rows hold
-pieces of documents, by a plan.
+0 with each document. `Concatenated` rows join all tokens end to end. `Packed` rows hold
+document pieces, which a plan assigns to rows.
 """
 
 from itertools import pairwise
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.batch import Batch, Piece, padding
+from data.batch import Batch, Piece, padding_batch
 from data.config import DataConfig, Packing
 from data.errors import DataError
 from data.packed_rows import Packed, open_plan
@@ -22,7 +22,7 @@ _PLAN_VERSION = 3
 
 
 class Concatenated:
-    """Row r covers tokens r T to r T + T, and shares the last one with the next row."""
+    """Row r covers tokens r T to r T + T inclusive; row r + 1 begins with the last."""
 
     def __init__(
         self, tokens: TokenArray, length: int, count: int, document_mask: bool
@@ -38,34 +38,40 @@ class Concatenated:
         """Read rows by number, int64 [n]; raise DataError if a chunk is damaged."""
         starts = numbers * self.length
         lengths = np.minimum(len(self._tokens) - starts, self.length + 1)
-        rows = np.zeros((len(numbers), self.length + 1), np.int32)
-        filled = np.arange(self.length + 1) < lengths[:, None]
-        rows[filled] = np.concatenate(self._tokens.gather(starts, lengths))
-        row, column = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        tokens = np.zeros((len(numbers), self.length + 1), np.int32)
+        is_token = np.arange(self.length + 1) < lengths[:, None]
+        tokens[is_token] = np.concatenate(self._tokens.gather(starts, lengths))
+        document_rows = document_columns = np.zeros(0, np.int64)
         if self._document_mask:
-            row, start = self._tokens.starts_within(starts, starts + self.length)
-            column = start - starts[row]
-        return cut_rows(rows, row, column, len(self._tokens) - starts)
+            document_rows, document_starts = self._tokens.starts_within(
+                starts, starts + self.length
+            )
+            document_columns = document_starts - starts[document_rows]
+        num_remaining = len(self._tokens) - starts
+        return make_batch(tokens, document_rows, document_columns, num_remaining)
 
     def pieces(self, number: int) -> list[Piece]:
         """List the pieces of a row, one for each document."""
-        low = number * self.length
-        high = min(low + self.length, len(self._tokens) - 1)
-        _, starts = self._tokens.starts_within(np.array([low]), np.array([high - 1]))
-        bounds = [low, *starts.tolist(), high]
-        return [Piece(a - low, a, b - a) for a, b in pairwise(bounds) if b > a]
+        start = number * self.length
+        stop = min(start + self.length, len(self._tokens) - 1)
+        _, starts = self._tokens.starts_within(np.array([start]), np.array([stop - 1]))
+        bounds = [start, *starts.tolist(), stop]
+        return [Piece(a - start, a, b - a) for a, b in pairwise(bounds) if b > a]
 
 
-def cut_rows(
-    tokens: np.ndarray, row: np.ndarray, column: np.ndarray, remaining: np.ndarray
+def make_batch(
+    tokens: np.ndarray,
+    document_rows: np.ndarray,
+    document_columns: np.ndarray,
+    num_remaining: np.ndarray,
 ) -> Batch:
-    """Make a batch of rows of T+1 tokens. No target is a document's first token.
+    """Make a batch from rows of T+1 tokens. No target is a document's first token.
 
     Args:
         tokens: int32 [rows, T+1].
-        row: int64 [n], the row of each document that starts inside a row.
-        column: int64 [n], the column at which that document starts, from 1 to T.
-        remaining: int64 [rows], the number of tokens from each row's start to the
+        document_rows: int64 [n], the row of each document start after column 0.
+        document_columns: int64 [n], the column of that start, from 1 to T.
+        num_remaining: int64 [rows], the number of tokens from each row's start to the
             split's end. A row with fewer than T+1 tokens ends with padding.
     """
     num_rows, length = tokens.shape[0], tokens.shape[1] - 1
@@ -73,17 +79,18 @@ def cut_rows(
     columns = np.arange(length, dtype=np.int32)
     positions = np.tile(columns, (num_rows, 1))
     segment_ids = np.ones_like(positions)
-    if len(row):
-        targets[row, column - 1] = -1
-        row, column = row[column < length], column[column < length]
-        document_starts = np.zeros_like(positions)
-        document_starts[row, column] = 1
-        segment_ids += np.cumsum(document_starts, axis=1, dtype=np.int32)
-        document_starts[row, column] = column
-        positions -= np.maximum.accumulate(document_starts, axis=1)
+    if len(document_rows):
+        targets[document_rows, document_columns - 1] = -1
+        is_input = document_columns < length
+        document_rows = document_rows[is_input]
+        document_columns = document_columns[is_input]
+        start_columns = np.zeros_like(positions)
+        start_columns[document_rows, document_columns] = document_columns
+        segment_ids += np.cumsum(start_columns > 0, axis=1, dtype=np.int32)
+        positions -= np.maximum.accumulate(start_columns, axis=1)
     inputs = tokens[:, :-1].copy()
-    if (remaining <= length).any():
-        is_padding = columns >= remaining[:, None] - 1
+    if (num_remaining <= length).any():
+        is_padding = columns >= num_remaining[:, None] - 1
         targets[is_padding] = -1
         for array in (inputs, segment_ids, positions):
             array[is_padding] = 0
@@ -121,18 +128,18 @@ def read_rows(
     which names the source and the rows, if a chunk is damaged.
     """
     length = next(iter(sources.values())).length
-    batch = padding(len(source_of_row), length)
-    for source, (name, rows) in enumerate(sources.items()):
-        row_indices = np.flatnonzero(source_of_row == source)
+    batch = padding_batch(len(source_of_row), length)
+    for source_index, (name, rows) in enumerate(sources.items()):
+        row_indices = np.flatnonzero(source_of_row == source_index)
         if not len(row_indices):
             continue
         try:
             source_batch = rows.read(numbers[row_indices])
         except DataError as error:
-            listed = ", ".join(map(str, numbers[row_indices][:8].tolist()))
-            more = ", ..." if len(row_indices) > 8 else ""
-            place = f"source {name}, reading rows {listed}{more}"
-            raise DataError(f"{place}: {error}") from error
+            row_list = ", ".join(map(str, numbers[row_indices][:8].tolist()))
+            ellipsis = ", ..." if len(row_indices) > 8 else ""
+            location = f"source {name}, reading rows {row_list}{ellipsis}"
+            raise DataError(f"{location}: {error}") from error
         if len(row_indices) == len(source_of_row):
             return source_batch
         for field, values in zip(batch, source_batch, strict=True):

@@ -5,20 +5,20 @@ import hashlib
 import numpy as np
 
 
-def shuffled(ranks: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return the rows at `ranks` of a source's training order; both are int64 [n].
+def shuffled_rows(ranks: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    """Return the row number at each rank of a source's training order; int64 [n].
 
-    The order is an endless sequence of epochs of `count` rows, each shuffled
-    differently. It is the order of `MapDataset.shuffle` in grain 0.2.18, which takes
-    six times as long for each row.
+    The order is an endless sequence of epochs of `num_rows` rows, each shuffled
+    differently. It is the order of `MapDataset.shuffle` in grain 0.2.18, whose
+    own code takes six times as long for each row.
     """
     # This import is slow. Here it overlaps with the compilation of the step.
     from grain.experimental import index_shuffle
 
-    epochs, indices = np.divmod(ranks, count)
+    epochs, indices = np.divmod(ranks, num_rows)
     seeds = ((seed + epochs) % 2**32).tolist()
     numbers = [
-        index_shuffle(index, count - 1, epoch_seed, 4)
+        index_shuffle(index, num_rows - 1, epoch_seed, 4)
         for index, epoch_seed in zip(indices.tolist(), seeds, strict=True)
     ]
     return np.array(numbers, np.int64)

@@ -57,9 +57,9 @@ class Sources:
         return "validation" if self.num_tokens("validation") > 1 else "train"
 
     def validation_sets(self, by_source: bool) -> dict[str, "Sources"]:
-        """Return the validation sets other than all sources together, by name.
+        """Return the validation sets that are scored separately, by name.
 
-        They are the named sets and, if `by_source`, each source of several with one.
+        With `by_source`, each source of a mixture that has validation text is one more.
         """
         stores = self.stores if by_source and len(self.stores) > 1 else {}
         by_name = {n: s for n, s in stores.items() if s.num_tokens("validation") > 1}
@@ -67,7 +67,7 @@ class Sources:
         return {name: Sources({name: s}, self.cache) for name, s in sets.items()}
 
     def num_tokens(self, split: Split) -> int:
-        """Count the tokens of a split, the documents' ends among them."""
+        """Count the tokens of a split, including the end-of-text tokens."""
         return sum(store.num_tokens(split) for store in self.stores.values())
 
     def num_bytes(self, split: Split) -> int:
@@ -89,8 +89,8 @@ def open_sources(
 ) -> Sources:
     """Open the stores that a config names; text is encoded into a store on first use.
 
-    `beat` is called for each encoded piece of text. `to_evaluate` requires validation
-    text. Raises DataError if text or a store is missing or damaged, or tokenizers
+    `beat` is called for each encoded piece of text. `to_evaluate`: validation text is
+    required. Raises DataError if text or a store is missing or damaged, or tokenizers
     differ.
     """
     if config.source is Source.python:
@@ -99,12 +99,12 @@ def open_sources(
         with _errors_prefixed("data.path", config.path or ""):
             stores = {config.name: cached_store(config, beat)}
     else:
-        stores = {name: _open(config, name) for name in _names(config)}
+        stores = {name: _open_named(config, name) for name in _store_names(config)}
     if len({s.manifest["tokenizer_fingerprint"] for s in stores.values()}) > 1:
         names = ", ".join(f"{n}: {s.manifest['tokenizer']}" for n, s in stores.items())
         raise DataError(
             f"data.sources: their tokenizers differ ({names}). Prepare all of them "
-            f"with one"
+            f"with the same tokenizer"
         )
     sources = Sources(stores, cache_dir(config))
     if to_evaluate and (count := sources.num_tokens("validation")) < 2:
@@ -145,10 +145,10 @@ def open_sets(
             raise DataError(
                 f"{table}.{name}: {path} has the tokenizer "
                 f"{store.manifest['tokenizer']}, the run's is {manifest['tokenizer']}. "
-                f"Prepare it with that one"
+                f"Prepare it with the run's tokenizer"
             )
-        one_set = Sources({name: store}, sources.cache)
-        if one_set.num_tokens(one_set.held_out) < 2:
+        validation_set = Sources({name: store}, sources.cache)
+        if validation_set.num_tokens(validation_set.held_out) < 2:
             raise DataError(f"{table}.{name}: {path} has no token to predict")
         sets[name] = store
     return replace(sources, sets=sets)
@@ -161,15 +161,15 @@ def encoding_of(config: DataConfig) -> tiktoken.Encoding:
     """
     if config.source in (Source.python, Source.text):
         return load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    return _open(config, _names(config)[0]).encoding
+    return _open_named(config, _store_names(config)[0]).encoding
 
 
-def _names(config: DataConfig) -> list[str]:
+def _store_names(config: DataConfig) -> list[str]:
     return [config.name] if config.source is Source.tokens else [*config.sources]
 
 
-def _open(config: DataConfig, name: str) -> Store:
-    """Open one of the stores that a config names."""
+def _open_named(config: DataConfig, name: str) -> Store:
+    """Open the store that a config gives this name."""
     key, path = "data.path", config.path or ""
     if config.source is Source.mixture:
         key, path = f"data.sources.{name}.path", config.sources[name].path

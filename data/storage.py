@@ -25,7 +25,7 @@ from etils import epath
 
 from data.errors import DataError
 
-_EXTRAS = {"s3": "s3", "gs": "gcs"}  # scheme: the extra that installs its client
+_EXTRAS = {"s3": "s3", "gs": "gcs"}  # the pip extra for the client of each scheme
 ANSWER_S = 5.0  # the timeout of a single request to a store
 # After these errors, another attempt would fail as well.
 _PERMANENT = (
@@ -67,7 +67,7 @@ def storage_path(location: str) -> epath.Path:
     """Return the path of a location; a local one is absolute and has no `~`.
 
     Raises ValueError if the scheme is unknown, or the client of its store is not
-    installed. The message is the rule that the location breaks.
+    installed. The message states the rule that the location breaks.
     """
     scheme, remote, _ = location.partition("://")
     if not remote:
@@ -77,7 +77,7 @@ def storage_path(location: str) -> epath.Path:
     # Other processes and TensorStore write to the same folders, so that listings that
     # fsspec has cached would be stale.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
-    # Keep trying for about a minute; the default gives up after some seven seconds.
+    # Keep trying for about a minute; the default gives up after about seven seconds.
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "15")
     try:
@@ -93,30 +93,30 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
     """Yield a temporary local path; the file or folder made there becomes `path`.
 
     `path` appears complete or not at all; for a file, this holds after a power failure
-    too. An older file is replaced, but if another process has created the folder first,
-    its folder stays. The parent must exist. By default the temporary name is random, so
-    that several processes may create `path` at once. Raises OSError if `path` cannot be
-    written. The temporary path is always removed.
+    too. An older file is replaced. A folder that another process created first is kept,
+    and the new folder is dropped. The parent must exist. By default the temporary name
+    is random, so that several processes may create `path` at once. Raises OSError if
+    `path` cannot be written. The temporary path is always removed.
     """
-    building = temporary or path.with_name(
+    partial = temporary or path.with_name(
         f"{path.name}.building-{secrets.token_hex(4)}"
     )
     try:
-        yield building
-        if building.is_file():
-            with building.open("rb") as file:
+        yield partial
+        if partial.is_file():
+            with partial.open("rb") as file:
                 os.fsync(file.fileno())  # a power failure would leave an empty file
-            building.replace(path)
+            partial.replace(path)
             return
         try:
-            building.rename(path)
+            partial.rename(path)
         except OSError:
             if not path.is_dir():
                 raise
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
-            building.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def write_atomically(
@@ -126,20 +126,20 @@ def write_atomically(
 ) -> None:
     """Write a file that appears whole or not at all, also after a power failure.
 
-    The folder of a local file is made if missing. Text is encoded as UTF-8. By
-    default a local file is first written under one hidden name in the same folder, so
-    only one process may write it at a time. Raises OSError if the file was not written.
+    The folder of a local file is made if missing. Text is encoded as UTF-8. A local
+    file is first written to `temporary`, by default a fixed hidden name in the same
+    folder, so only one process may write at a time. Raises OSError if this fails.
     """
     content = content.encode() if isinstance(content, str) else content
     chunks = [content] if isinstance(content, bytes) else content
     if is_remote(path):  # the upload of one object is atomic
         path.write_bytes(b"".join(chunks))
         return
-    hidden = Path(temporary or path.parent / f".{path.name}.tmp")
-    hidden.parent.mkdir(parents=True, exist_ok=True)
+    hidden_path = Path(temporary or path.parent / f".{path.name}.tmp")
+    hidden_path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        created_atomically(Path(path), hidden) as building,
-        building.open("wb") as file,
+        created_atomically(Path(path), hidden_path) as partial,
+        partial.open("wb") as file,
     ):
         file.writelines(chunks)
 
@@ -182,7 +182,7 @@ class AppendedFile:
 
 
 def list_files(folder: epath.Path) -> list[str]:
-    """List all files below a remote folder, by their paths in it, in few requests.
+    """Return the relative paths of all files below a remote folder, in few requests.
 
     Raises FileNotFoundError if the folder holds no file.
     """
@@ -205,17 +205,17 @@ def move_folder(folder: epath.Path, target: epath.Path) -> None:
         return
     client, root = fsspec.url_to_fs(os.fspath(folder))
     names = list_files(folder)
-    old, new = ([f"{parent}/{name}" for name in names] for parent in (root, target))
-    client.copy(old, new)
-    client.rm(old)
+    sources = [f"{root}/{name}" for name in names]
+    client.copy(sources, [f"{target}/{name}" for name in names])
+    client.rm(sources)
 
 
 def upload_folder(folder: Path, target: epath.Path) -> None:
     """Copy all files of a local folder to a path."""
     for path in folder.rglob("*"):
         if path.is_file():
-            copy = target / path.relative_to(folder).as_posix()
-            copy.write_bytes(path.read_bytes())
+            uploaded = target / path.relative_to(folder).as_posix()
+            uploaded.write_bytes(path.read_bytes())
 
 
 def modified_at(folder: epath.Path) -> float:
@@ -227,7 +227,7 @@ def modified_at(folder: epath.Path) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed: for a local file, the system's message."""
+    """Return the reason of a failure: for a local file, the system's message."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):

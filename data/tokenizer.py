@@ -40,7 +40,7 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )
-    if is_folder(name):
+    if is_tokenizer_folder(name):
         return load_folder(name, sha256)
     if name not in PUBLISHED:
         return _load_rank_file(name, sha256)
@@ -62,20 +62,20 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
     except OSError as error:
         raise DataError(
             f"tokenizer {name}: is not one of {', '.join((BYTES, *PUBLISHED))}, "
-            f"nor a folder, nor a rank file that can be read ({error}). Name one"
+            f"nor a folder, nor a readable rank file ({error}). Name one of these"
         ) from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != str(sha256).lower():
         raise DataError(
             f"tokenizer {path}: its SHA-256 is {actual}, but the config gives "
-            f"{sha256}. The file is damaged or another one: fetch it again, or correct "
-            f"the hash"
+            f"{sha256}. The file is damaged or a different one: fetch it again, or "
+            f"correct the hash"
         )
     return parse_ranks(str(path), content)
 
 
 def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
-    """Return the tokenizer of a file from `rank_file`, or raise DataError."""
+    """Return a tokenizer from `dump_ranks`'s result, or raise DataError."""
     digest = hashlib.sha256(content).hexdigest()
     try:
         if content.startswith(b"{"):
@@ -103,14 +103,14 @@ def _token(text: str | bytes) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def rank_file(name: str) -> bytes | None:
+def dump_ranks(name: str) -> bytes | None:
     """Return the content of the file from which a store rebuilds a tokenizer.
 
-    The file is a rank file, or JSON for a folder. None if the name suffices.
+    For a folder, the content is JSON. If the name suffices, the result is None.
     """
     if name == BYTES or name in PUBLISHED:
         return None
-    if not is_folder(name):
+    if not is_tokenizer_folder(name):
         return Path(name).expanduser().read_bytes()
     encoding = load_tokenizer(name)
     assert isinstance(encoding, FolderEncoding)
@@ -122,6 +122,6 @@ def rank_file(name: str) -> bytes | None:
     return json.dumps(arguments).encode()
 
 
-def is_folder(name: str) -> bool:
+def is_tokenizer_folder(name: str) -> bool:
     """Return whether a tokenizer's name is the path of a folder."""
     return name not in (BYTES, *PUBLISHED) and Path(name).expanduser().is_dir()

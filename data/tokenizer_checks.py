@@ -1,9 +1,9 @@
-"""Check a tokenizer's file before tiktoken, which may panic, loads it."""
+"""Check a tokenizer's file before tiktoken loads it, because tiktoken may panic."""
 
 import functools
 from collections.abc import Iterable, Mapping
 
-from data.encoding import FolderEncoding, encode_whole
+from data.encoding import FolderEncoding, encode_piece
 from data.tokenizer_json import SAMPLE
 
 MAX_ID = 2**24 - 1  # a model's table has a row for each id
@@ -22,7 +22,7 @@ def reason_of(error: Exception) -> str:
 def checked_ranks(
     pairs: Iterable[tuple[bytes, int]], special: Mapping[str, int]
 ) -> dict[bytes, int]:
-    """Return a vocabulary's ids by token.
+    """Check a vocabulary, and return it as a mapping from tokens to ids.
 
     Raises ValueError if an id is invalid or repeated, a token is empty, too long or
     repeated, or one of the single bytes is missing.
@@ -66,6 +66,6 @@ def check_pattern(pattern: str) -> None:
             special_tokens={},
         )
         for text in (SAMPLE, *(run * _REPEATS for run in _RUNS)):
-            encode_whole(encoding, text)
+            encode_piece(encoding, text)
     except ValueError as error:
         raise ValueError(f"its pattern fails on a sample of text ({error})") from error

@@ -1,11 +1,11 @@
-"""Tokenizers of a folder that transformers wrote: tokenizer.json, read for tiktoken.
+"""Load the tokenizer.json of a folder that transformers wrote into tiktoken.
 
-A tokenizer is accepted if tiktoken must give the same ids as `tokenizers` for any text
-that does not spell a special token. It must be byte-level BPE with merges in the order
-of ids, and split text by one pattern, after at most a Unicode normalization. Text
-between two matches of the pattern is a piece too. Any other tokenizer is refused with
-the reason, and so is a pattern that loses text or backtracks without end. Tokens that a
-post-processor would add around a text are left out.
+A tokenizer is accepted if tiktoken is sure to give the same ids as `tokenizers` for any
+text that does not spell a special token. The tokenizer must be byte-level BPE with
+merges in the order of ids, and split text by one pattern, after at most a Unicode
+normalization. Text between two matches of the pattern is also encoded. Any other
+tokenizer is refused with the reason, and so is a pattern that loses text or backtracks
+without end. Tokens that a post-processor would add around a text are left out.
 
 Python's unicodedata normalizes text. For characters that Unicode added recently, the
 result may differ from that of `tokenizers` (docs/log).
@@ -24,7 +24,7 @@ import tiktoken
 from data.encoding import END_OF_TEXT, FolderEncoding, Form
 from data.errors import DataError
 from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
-from data.tokenizer_json import COUNTED, byte_names, merges_of
+from data.tokenizer_json import POSSESSIVE_COUNT, byte_names, merges_of
 
 FILE = "tokenizer.json"
 # The exceptions that reading a malformed file may raise.
@@ -38,7 +38,7 @@ _BYTE_OF = {character: byte for byte, character in enumerate(byte_names())}
 
 
 def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
-    """Load a folder's tokenizer; without <|endoftext|>, its eos_token takes that name.
+    """Load a folder's tokenizer; its eos_token becomes <|endoftext|> if none exists.
 
     Raises DataError if there is no tokenizer, `sha256` is not its hash, or tiktoken
     would give other ids.
@@ -57,13 +57,13 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
         return _convert(f"{folder.name}:{digest[:12]}", content, eos_token)
     except MALFORMED as error:
         raise DataError(
-            f"tokenizer {name}: its {FILE} cannot serve: {reason_of(error)}. "
-            f"Give text that is encoded already, or another tokenizer"
+            f"tokenizer {name}: its {FILE} cannot be used: {reason_of(error)}. "
+            f"Give text that is already encoded, or another tokenizer"
         ) from error
 
 
 def digest_of(name: str) -> str | None:
-    """Return the SHA-256 of a folder's tokenizer; None if `name` is no such folder."""
+    """Return the SHA-256 of a folder's tokenizer, or None if there is none."""
     file = Path(name).expanduser() / FILE
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
@@ -74,7 +74,7 @@ def _convert(name: str, content: bytes, eos_token: str | None) -> tiktoken.Encod
     tokenizer = json.loads(content)
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise ValueError("it is no byte-level BPE, but of SentencePiece's kind")
+        raise ValueError("it is no byte-level BPE, but a SentencePiece model")
     form = _form(tokenizer.get("normalizer"))
     special = {a["content"]: a["id"] for a in added}
     vocabulary = [(_token(k), v) for k, v in model["vocab"].items() if k not in special]
@@ -83,11 +83,11 @@ def _convert(name: str, content: bytes, eos_token: str | None) -> tiktoken.Encod
             raise ValueError(f"no {END_OF_TEXT}, and no eos_token beside it")
         special[END_OF_TEXT] = special.pop(eos_token)
     words = []
-    for word in (a for a in added if not a.get("special")):
-        if any(word.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
-            raise ValueError(f"{word['content']!r} is a token only in some places")
-        if word["content"] in special:
-            words.append(word["content"])
+    for token in (a for a in added if not a.get("special")):
+        if any(token.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
+            raise ValueError(f"{token['content']!r} is a token only in some places")
+        if token["content"] in special:
+            words.append(token["content"])
     ranks = checked_ranks(vocabulary, special)
     _check_merges(model, ranks)
     pattern = _pattern(tokenizer.get("pre_tokenizer"))
@@ -126,8 +126,8 @@ def _token(name: str) -> bytes:
 def _check_merges(model: Mapping[str, Any], ranks: dict[bytes, int]) -> None:
     """Check that merging in the order of ids equals merging in the order of the list.
 
-    Several pairs may make the same token, but only one of them can be adjacent in text
-    after all earlier merges: the pair that remains of the token's own bytes.
+    Several pairs may make the same token, but only one pair can occur in text after all
+    earlier merges: the pair to which these merges reduce the token's bytes.
     """
     pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
     listed_merges = [(_token(a), _token(b)) for a, b in pairs]
@@ -144,9 +144,10 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
     steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
-    *splits, level = steps
-    if level.get("type") == "ByteLevel" and not level.get("add_prefix_space"):
-        match splits, level.get("use_regex", True):
+    *splits, byte_level = steps
+    has_prefix_space = byte_level.get("add_prefix_space")
+    if byte_level.get("type") == "ByteLevel" and not has_prefix_space:
+        match splits, byte_level.get("use_regex", True):
             case [], True:
                 return _BYTE_LEVEL_PATTERN
             case [], False:
@@ -159,9 +160,9 @@ def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
                     "invert": False,
                 }
             ], False if pattern:
-                if not re.search(COUNTED, pattern):
+                if not re.search(POSSESSIVE_COUNT, pattern):
                     return pattern
                 raise ValueError(
-                    "its pattern repeats a count, which tiktoken reads otherwise"
+                    "its pattern repeats a count, which tiktoken reads differently"
                 )
     raise ValueError(f"text is cut in another way ({pre_tokenizer})")

@@ -1,8 +1,8 @@
 """Write our tokenizers as tokenizer.json, which transformers and others load.
 
 All our tokenizers are byte-level BPE: a vocabulary of byte strings by rank, and a
-pattern that splits text into pieces. The file names bytes by characters, as GPT-2's
-does, and lists merges, which ranks imply.
+pattern that splits text into pieces. The file represents each byte by a character,
+as GPT-2's file does, and lists the merges that the ranks imply.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import tiktoken
 from data.encoding import BYTES, END_OF_TEXT, FolderEncoding, encode, short_pieces
 from data.errors import DataError
 
-COUNTED = r"\{\d+(,\d*)?\}\+"  # a possessive repetition such as {1,3}+
-# Text in many scripts, which an exported tokenizer must encode as ours does.
+POSSESSIVE_COUNT = r"\{\d+(,\d*)?\}\+"  # a possessive repetition such as {1,3}+
+# Text in many scripts, which an exported tokenizer must encode to the same ids.
 SAMPLE = """The quick brown fox — it's 12,345.67 km away, isn't it?\tI'LL SAY\r\n\n\n
 Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία
 נקודה, العربية ١٢٣٤٥, हिन्दी में १२३, ภาษาไทย ๑๒๓, தமிழ்
@@ -30,20 +30,20 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
 
-    # `tokenizers` numbers added tokens from the vocabulary's end on, whatever the file
-    # says. Special tokens with other ids must therefore be in the vocabulary.
+    # `tokenizers` numbers added tokens from the end of the vocabulary and ignores ids
+    # in the file. Special tokens with other ids must therefore be in the vocabulary.
     pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
     special, max_rank = dict(pairs), max(ranks.values())
     added = [rank for rank in special.values() if rank > max_rank]
-    consecutive = added == [*range(max_rank + 1, max_rank + 1 + len(added))]
-    in_vocab = {t: rank for t, rank in pairs if rank < max_rank or not consecutive}
-    pattern = {"Regex": for_oniguruma(encoding._pat_str)}
+    are_consecutive = added == [*range(max_rank + 1, max_rank + 1 + len(added))]
+    in_vocab = {t: rank for t, rank in pairs if rank < max_rank or not are_consecutive}
+    pattern = {"Regex": convert_for_oniguruma(encoding._pat_str)}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
     splits = [] if encoding.name == BYTES else [split | {"invert": False}]
     rules = encoding.rules if isinstance(encoding, FolderEncoding) else {}
     form, words = rules.get("form"), rules.get("words", ())
-    by_bytes = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    level = {"type": "ByteLevel", **by_bytes}
+    options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {"type": "ByteLevel", **options}
     return {
         "version": "1.0",
         "truncation": None,
@@ -61,9 +61,9 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
             for token, rank in special.items()
         ],
         "normalizer": form and {"type": form},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
         "post_processor": None,
-        "decoder": level,
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -81,7 +81,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
 
 
 def tokenizer_config(length: int) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json; `length` is that of a row."""
+    """Return the content of tokenizer_config.json; `length` is the row length."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -94,12 +94,12 @@ def tokenizer_config(length: int) -> dict[str, Any]:
 def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) -> None:
     """Check that a tokenizer.json with this content gives our ids for some texts.
 
-    Raises DataError that names the first place where ids differ, and ImportError if
+    Raises DataError, which shows the first ids that differ, or ImportError if
     `tokenizers` is not installed.
     """
     import tokenizers
 
-    def refused(reason: str) -> DataError:
+    def export_error(reason: str) -> DataError:
         return DataError(
             f"the tokenizer {encoding.name} cannot be written as tokenizer.json: "
             f"{reason}. Leave it out with tokenizer=false"
@@ -108,8 +108,8 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
     exported = tokenizers.Tokenizer.from_str(content)
     for token, rank in encoding._special_tokens.items():
         if (exported_id := exported.token_to_id(token)) not in (None, rank):
-            raise refused(f"{token} would be {exported_id} instead of {rank}")
-    # Our `encode` cuts long text, and ids may rightly differ there: compare the pieces.
+            raise export_error(f"{token} would be {exported_id} instead of {rank}")
+    # `encode` cuts long text, and ids may differ at the cuts: compare single pieces.
     for piece in (piece for text in texts for piece in short_pieces(text)):
         our_ids = encode(encoding, piece.encode()).tolist()
         exported_ids = exported.encode(piece, add_special_tokens=False).ids
@@ -117,48 +117,48 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
             pairs = zip(our_ids, exported_ids, strict=False)
             index = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
             near = encoding.decode_bytes(our_ids[max(0, index - 3) : index + 5])
-            raise refused(
+            raise export_error(
                 f"that gives other ids near {near!r}, {exported_ids[index : index + 5]}"
                 f" instead of {our_ids[index : index + 5]}"
             )
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return for each token, by rank, the pair of lower-ranked tokens that make it."""
+    """Return the pair of lower-ranked tokens that makes each token, in rank order."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
             pairs = [a + b for a, b in itertools.pairwise(parts)]
-            best = min(pairs, key=lambda pair: ranks.get(pair, rank))
-            if ranks.get(best, rank) >= rank:
+            lowest_pair = min(pairs, key=lambda pair: ranks.get(pair, rank))
+            if ranks.get(lowest_pair, rank) >= rank:
                 break  # no merges make this token
-            i = pairs.index(best)
-            parts[i : i + 2] = [best]
+            i = pairs.index(lowest_pair)
+            parts[i : i + 2] = [lowest_pair]
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
     return merges
 
 
-def for_oniguruma(pattern: str) -> str:
+def convert_for_oniguruma(pattern: str) -> str:
     """Convert a tiktoken pattern for Oniguruma, the engine of `tokenizers`.
 
     Oniguruma reads x{1,3}+ as (x{1,3})+, which would make one piece of any run of
-    digits. tiktoken's engine reads it as possessive, which has no effect at the end of
-    a branch. Oniguruma's $ matches at the end of any line, but after \\s++ only the end
-    of the text is left. Source: Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in
-    ONIG_SYNTAX_JAVA only".
+    digits. tiktoken's engine reads + as possessive, which has no effect at the end of a
+    branch, so the + is dropped. Oniguruma's $ matches at the end of any line, but after
+    \\s++ only the end of the text is left. Source: Oniguruma, doc/RE: "{n,m}+ [...] are
+    possessive op. in ONIG_SYNTAX_JAVA only".
     """
-    return re.sub(COUNTED, lambda match: match[0][:-1], pattern)
+    return re.sub(POSSESSIVE_COUNT, lambda match: match[0][:-1], pattern)
 
 
 def byte_names() -> list[str]:
     """Return the character that stands for each byte.
 
-    A printable byte of Latin-1 is its own character; the others, in order, are those
-    from U+0100 on. Source: GPT-2, src/encoder.py, bytes_to_unicode.
+    A printable byte of Latin-1 is its own character. The other bytes, in order, are the
+    characters from U+0100 on. Source: GPT-2, src/encoder.py, bytes_to_unicode.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     unprintable = [byte for byte in range(256) if byte not in printable]
-    code = {byte: 256 + i for i, byte in enumerate(unprintable)}
-    return [chr(code.get(byte, byte)) for byte in range(256)]
+    codes = {byte: 256 + i for i, byte in enumerate(unprintable)}
+    return [chr(codes.get(byte, byte)) for byte in range(256)]

@@ -1,6 +1,6 @@
 """`python -m data.train_tokenizer input=... output=...`: learn a tokenizer.
 
-It writes a rank file, and prints the two settings with which a run uses that file.
+The command writes a rank file, and prints the two settings that make a run use it.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
 from train.errors import Mistake
 
-MAX_VOCAB_SIZE = 2**20  # four times the largest published; all get memory
+MAX_VOCAB_SIZE = 2**20  # four times the largest published one
 
 _log = logging.getLogger(__name__)
 

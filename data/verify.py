@@ -15,7 +15,7 @@ class VerifyConfig:
 
 
 def main(config: VerifyConfig) -> int:
-    """Check every chunk and every digest; exit 65 if something is damaged."""
+    """Check every chunk and every digest; return 65 if something is damaged."""
     from data.token_store.store import open_store
 
     store = open_store(str(config.store))
@@ -25,9 +25,9 @@ def main(config: VerifyConfig) -> int:
         print(line)
     if damaged:
         return WRONG_DATA
-    counts = store.manifest["splits"].values()
-    tokens = sum(count["tokens"] for count in counts)
-    print(f"{store.path}: all {tokens:,} tokens are as they were written")
+    splits = store.manifest["splits"].values()
+    num_tokens = sum(split["tokens"] for split in splits)
+    print(f"{store.path}: all {num_tokens:,} tokens are as they were written")
     return 0
 
 

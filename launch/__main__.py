@@ -1,6 +1,6 @@
 """`python -m launch cluster=...`: run the command line of training on a cluster.
 
-Arguments that are no keys of the launcher are passed to training unchanged. The exit
+Arguments that are not launcher keys are passed to training unchanged. The exit
 code is the run's if this command supervises it (local, ssh, tpu_vm), otherwise 0 after
 the submission; it is 4, 65 or 78 if the plan says that the run cannot succeed.
 """
@@ -13,7 +13,7 @@ from typing import Any, assert_never
 from launch.config import Action, kind_in, kind_of, schema_of
 from launch.job import environment_mistakes, secret_mistakes
 from launch.submissions import Submission, require_submission
-from launch.submit import BACKENDS, render_job, resume, run_directory, submit_job
+from launch.submit import BACKENDS, render_job, resolved_run_dir, resume, submit_job
 from launch.subprocesses import run_module
 from train.cli.command import run_command
 from train.cli.flags import parse_flags
@@ -30,11 +30,11 @@ def main(config: Any) -> int:
     if config.action in (Action.submit, Action.render):
         flags = parse_flags(sys.argv[1:])
         if flags.config_dir or flags.config_name:
-            rule = "has no effect on a cluster: use a preset in configs/, or keys"
+            rule = "has no effect on a cluster: use a preset in configs/, or overrides"
             raise ConfigError([Mistake("--config-dir, --config-name", "", rule)])
-        act = render_job if config.action is Action.render else submit_job
-        return act(config, flags.overrides, str(Path.cwd()))
-    submission = require_submission(run_directory(config))
+        run_action = render_job if config.action is Action.render else submit_job
+        return run_action(config, flags.overrides, str(Path.cwd()))
+    submission = require_submission(resolved_run_dir(config))
     match config.action:
         case Action.resume:
             overrides = parse_flags(sys.argv[1:]).overrides
@@ -65,12 +65,12 @@ def launch_mistakes(config: Any) -> list[Mistake]:
         backend = BACKENDS[kind_of(config.cluster)]
         variables = config.cluster.environment
         mistakes += environment_mistakes(variables, backend.SECRETS_REMEDY)
-        words = parse_flags(sys.argv[1:]).overrides
-        words = [word for word in words if not word.startswith("cluster.environment")]
-        mistakes += secret_mistakes(words, backend.SECRETS_REMEDY)
+        overrides = parse_flags(sys.argv[1:]).overrides
+        overrides = [o for o in overrides if not o.startswith("cluster.environment")]
+        mistakes += secret_mistakes(overrides, backend.SECRETS_REMEDY)
         directory = run_dir(training_config(config))
         try:
-            directory = run_directory(config)
+            directory = resolved_run_dir(config)
         except ConfigError as error:
             mistakes += error.mistakes
         mistakes += backend.mistakes(config.cluster, directory)
@@ -87,7 +87,7 @@ def _status(submission: Submission) -> int:
         run_override = hydra_text("run.dir", submission.run_dir)
         return run_module("train.status", [run_override]).returncode
     print("the run has not begun yet")
-    return FINISHED
+    return FINISHED  # the exit code 0: the status was printed
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The archive holds the files of the installed package, the presets of `configs/`, and the
 files that an installation needs. Files that git ignores, hidden files and links that
-lead out of the folder are left out. Equal files give equal bytes.
+lead out of the root folder are left out. Equal files give equal bytes.
 """
 
 import gzip
@@ -12,12 +12,12 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
-_SUFFIXES = (".html", ".py", ".sh", ".yaml")
+_PACKED_SUFFIXES = (".html", ".py", ".sh", ".yaml")
 _PACKAGES = ("configs", "data", "launch", "model", "train")
-_TO_INSTALL = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
+_SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 
 
-def archive(root: Path) -> bytes:
+def make_archive(root: Path) -> bytes:
     """Return a gzipped tar file of the program whose packages are in `root`."""
     buffer = io.BytesIO()
     # The gzip header has no name and no time, so that equal files give equal bytes.
@@ -25,7 +25,7 @@ def archive(root: Path) -> bytes:
         gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for name in files(root):
+        for name in files_to_pack(root):
             content = (root / name).read_bytes()
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content), 0o644
@@ -33,9 +33,9 @@ def archive(root: Path) -> bytes:
     return buffer.getvalue()
 
 
-def files(root: Path) -> list[str]:
+def files_to_pack(root: Path) -> list[str]:
     """List the files to pack, as sorted paths relative to `root`."""
-    names = _not_ignored(root) or _on_disk(root)
+    names = _unignored_files(root) or _files_on_disk(root)
     return sorted({name for name in names if _is_packed(root, Path(name))})
 
 
@@ -45,14 +45,14 @@ def _is_packed(root: Path, name: Path) -> bool:
     path = (root / name).resolve()
     if not path.is_file() or not path.is_relative_to(root.resolve()):
         return False
-    has_packed_type = name.suffix in _SUFFIXES or name.name == "py.typed"
-    return str(name) in _TO_INSTALL or (name.parts[0] in _PACKAGES and has_packed_type)
+    has_packed_type = name.suffix in _PACKED_SUFFIXES or name.name == "py.typed"
+    return str(name) in _SETUP_FILES or (name.parts[0] in _PACKAGES and has_packed_type)
 
 
-def _not_ignored(root: Path) -> list[str]:
+def _unignored_files(root: Path) -> list[str]:
     """List the files that git does not ignore; none without git or a checkout."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
-    command += ["--exclude-standard", "--", *_PACKAGES, *_TO_INSTALL]
+    command += ["--exclude-standard", "--", *_PACKAGES, *_SETUP_FILES]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -60,7 +60,7 @@ def _not_ignored(root: Path) -> list[str]:
     return listing.stdout.split("\0")[:-1]
 
 
-def _on_disk(root: Path) -> Iterable[str]:
+def _files_on_disk(root: Path) -> Iterable[str]:
     paths = [path for package in _PACKAGES for path in (root / package).rglob("*")]
-    paths += [root / name for name in _TO_INSTALL]
+    paths += [root / name for name in _SETUP_FILES]
     return [path.relative_to(root).as_posix() for path in paths]

@@ -9,7 +9,7 @@ from train.errors import Mistake
 
 
 class Backend(Protocol):
-    """A kind of cluster."""
+    """The functions and the constant that each kind of cluster provides."""
 
     @property
     def SECRETS_REMEDY(self) -> str:
@@ -25,7 +25,7 @@ class Backend(Protocol):
         ...
 
     def render(self, job: Job, cluster: Any) -> Rendered:
-        """Return the files and commands, without asking the cluster or writing."""
+        """Return the files and commands, without a query and without writing files."""
         ...
 
     def submit(
@@ -39,13 +39,13 @@ class Backend(Protocol):
         ...
 
     def status(self, submission: Submission) -> list[str]:
-        """Return lines that describe the job's state, and why it waits."""
+        """Return lines that describe the job's state, or the reason why it waits."""
         ...
 
     def logs(self, submission: Submission, follow: bool) -> int:
-        """Print the run's output, with `follow` until it ends; return an exit code."""
+        """Print the output, with `follow` until the run ends; return an exit code."""
         ...
 
     def stop(self, submission: Submission) -> int:
-        """Stop the run for good after a save, and wait; return an exit code."""
+        """Stop the run for good after a save, wait for its end; return an exit code."""
         ...

@@ -1,8 +1,8 @@
 """The variables of XLA and NCCL for jobs on NVIDIA GPUs.
 
-There is one table for all kinds of clusters; `cluster.environment` replaces any line of
-it. Defaults of current XLA and NCCL are left out, and so is what depends on the site.
-Each flag is known to the XLA of jax 0.10 to 0.12 (an unknown flag ends the program).
+All kinds of clusters share this table; a variable in `cluster.environment` replaces the
+one here. Variables that depend on the site are left out, and so are the defaults of XLA
+and NCCL. The XLA of jax 0.10 to 0.12 knows each flag; an unknown flag ends the program.
 The gains have not been measured on GPUs here.
 
 Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
@@ -24,7 +24,7 @@ FLAGS = (
     "xla_gpu_enable_pipelined_all_gather",
     # The gradients of a layer are reduced during the next one.
     "xla_gpu_enable_pipelined_all_reduce",
-    # The loop over layers is unrolled once: no copies, no wait between two layers.
+    # The loop over layers is unrolled once, to avoid copies and waits between layers.
     "xla_gpu_enable_while_loop_double_buffering",
 )
 SETTINGS = {
@@ -35,13 +35,13 @@ SETTINGS = {
     "NCCL_DEBUG": "WARN",
 }
 # jaxlib refuses this variable together with XLA_CLIENT_MEM_FRACTION.
-_OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_OLD_FRACTION_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-def values(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a GPU job; those of `environment` win."""
+def job_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a GPU job; values in `environment` take precedence."""
     variables = {**SETTINGS, **environment}
-    if _OLD_FRACTION in environment:
+    if _OLD_FRACTION_NAME in environment:
         del variables["XLA_CLIENT_MEM_FRACTION"]
     return variables
 
@@ -49,12 +49,12 @@ def values(environment: Mapping[str, str]) -> dict[str, str]:
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return GPU nodes as a named target if there is one, otherwise as a count."""
+    """Return GPU nodes as a named target, or as a count if no target has that name."""
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
     except ConfigError:
         return Machine(devices=gpus_per_node * nodes)
-    return Machine(target, variables=values(environment))
+    return Machine(target, variables=job_variables(environment))
 
 
 def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
@@ -75,6 +75,6 @@ def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     except ConfigError:
         is_cuda = False
     if not is_cuda:
-        rule = "must be a100, h100, h200, b200, or null: then the plan knows no memory"
+        rule = "must be a100, h100, h200, b200, or null (no memory limit in the plan)"
         errors.append(Mistake("cluster.gpu", cluster.gpu, rule))
     return errors

@@ -1,9 +1,9 @@
 """Compute the host memory and cores to request from a scheduler.
 
 The plan computes the bytes that the step keeps in a host's memory (optimizer.offload),
-and those that an asynchronous save stages there, which needs twice as much. The rest
-are generous rules: 16 GiB for each process (libraries, compiler, batches), and eight
-cores for each chip. Without a plan nothing is requested: the site's defaults apply.
+and the bytes that an asynchronous save stages there, which are requested twice. Other
+requests are generous estimates: 16 GiB for each process (libraries, compiler, batches),
+and eight cores for each chip. Without a plan the site's defaults apply.
 """
 
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 _PROCESS_BYTES = 16 << 30
 _CORES_PER_CHIP = 8
 # The assumed rate at which a host writes to an object store or a shared disk.
-_SAVED_BYTES_PER_S = 1e9
+_SAVE_BYTES_PER_S = 1e9
 
 
 def host_memory_gib(staged_bytes: int, held_bytes: int, processes: int) -> int:
@@ -30,13 +30,13 @@ def process_cores(chips: int) -> int:
 
 
 def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
-    """Warn if a save takes longer than the notice that `source` gives."""
-    save_s = (job.staged_bytes or 0) / _SAVED_BYTES_PER_S
+    """Warn if a save takes longer than the notice; `source` begins the sentence."""
+    save_s = (job.staged_bytes or 0) / _SAVE_BYTES_PER_S
     if save_s > notice_s:
         log.warning(
-            "%s %.0f s, but a save takes some %.0f s at 1 GB/s a host: that may cost "
-            "the steps since the save before, and checkpoint.save_interval_minutes "
-            "bounds them",
+            "%s %.0f s, but a save takes about %.0f s at 1 GB/s a host, so steps since "
+            "the previous save may be lost. checkpoint.save_interval_minutes limits "
+            "how many",
             source,
             notice_s,
             save_s,

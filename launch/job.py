@@ -1,7 +1,7 @@
 """The job to run, in a form that every kind of cluster understands.
 
-Nothing reaches a shell unquoted: `shell` and `script_line` quote each word, and words
-with characters that cannot be quoted are refused (`control_character_mistakes`).
+Nothing reaches a shell unquoted: `shell` quotes each word, and words with characters
+that cannot be quoted are refused (`control_character_mistakes`).
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from train.cli.quoting import hydra_text
 from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
 
-ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # in the folder of the submission
+ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # files in a submission's folder
 
 
 @dataclass(frozen=True)
 class Job:
     """A training run to start on a cluster.
 
-    name: at most 40 lower-case letters, digits and hyphens; the same for all
-        submissions of a run.
+    name: at most 40 lower-case letters, digits and hyphens. All submissions of a run
+        have the same name.
     run_dir: an absolute path, or an s3:// or gs:// URL.
-    folder: the folder of this submission, in the run's directory.
+    folder: the folder of this submission, inside the run's directory.
     rendered_to: the folder of the rendered files, if it is not `folder`.
     overrides: the overrides of `python -m train`, verbatim.
     root: the folder of this program's packages on this machine.
@@ -54,31 +54,31 @@ class Job:
         """Return the command that trains on the cluster, with `prefix` in front."""
         # -P keeps the working directory off sys.path; `variables` sets PYTHONPATH.
         words = [*prefix, python, "-P", "-m", "train", *self.overrides]
-        return self._unpacked(words, python, code)
+        return self._with_unpacking(words, python, code)
 
     def status_command(self, python: str, code: Code = Code.shared) -> list[str]:
         """Return the command that prints the run's status as one JSON object."""
         words = [python, "-P", "-m", "train.status", *self.status_arguments]
-        return self._unpacked(words, python, code)
+        return self._with_unpacking(words, python, code)
 
-    def _unpacked(self, words: list[str], python: str, code: Code) -> list[str]:
+    def _with_unpacking(self, words: list[str], python: str, code: Code) -> list[str]:
         if code is not Code.archive:
             return words
-        # Python cannot run a file of an object store.
+        # Python cannot run a file that is in an object store.
         in_store = is_remote(self.folder)
         unpack = ["-m", "launch.unpack"] if in_store else [f"{self.folder}/{UNPACK}"]
         return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
 
     def variables(self, code: Code = Code.shared) -> dict[str, str]:
         """Return the environment variables that the command needs."""
-        path = {"PYTHONPATH": self.root} if code is Code.shared else {}
-        return {**path, **self.environment}
+        python_path = {"PYTHONPATH": self.root} if code is Code.shared else {}
+        return {**python_path, **self.environment}
 
     def cache_variables(self) -> dict[str, str]:
         """Return the variable that makes XLA cache programs in the run's directory.
 
-        Only for accelerators: a program compiled for one CPU may hold instructions that
-        another node lacks.
+        Use it for accelerators only: a program compiled on one CPU may hold
+        instructions that another node lacks.
         """
         return {"JAX_COMPILATION_CACHE_DIR": f"{self.run_dir}/compilation_cache"}
 
@@ -92,20 +92,20 @@ class Job:
 class Rendered:
     """The files of a submission by name, and the command that submits them.
 
-    before: lines of shell that a user who types the command types first.
+    preparation: lines of shell to run before the command, if a user types it.
     """
 
     files: Mapping[str, str]
     command: Sequence[str]
-    before: Sequence[str] = ()
+    preparation: Sequence[str] = ()
 
 
 def job_name(run_name: str, run_dir: str) -> str:
     """Return a name that Slurm, Kubernetes and Google Cloud all accept."""
     slug = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")[:31].strip("-")
     digest = hashlib.sha256(run_dir.encode()).hexdigest()[:8]
-    start = slug if slug[:1].isalpha() else f"run-{slug}"[:31].strip("-")
-    return f"{start}-{digest}"
+    prefix = slug if slug[:1].isalpha() else f"run-{slug}"[:31].strip("-")
+    return f"{prefix}-{digest}"
 
 
 def local_folder(name: str, folder: str) -> Path:
@@ -116,7 +116,7 @@ def local_folder(name: str, folder: str) -> Path:
 
 
 def port_of(name: str) -> int:
-    """Return a port for process 0, below the range that Linux assigns from."""
+    """Return a port for process 0, below the ports that Linux assigns itself."""
     return 20_000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 12_000
 
 
@@ -125,13 +125,13 @@ def shell(words: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def options(values: Mapping[str, Any]) -> list[str]:
-    """Return long options; null and false omit an option, true gives it no value."""
+def long_options(values: Mapping[str, Any]) -> list[str]:
+    """Return long options; None and False omit an option, True gives it no value."""
     set_values = {k: v for k, v in values.items() if v is not None and v is not False}
     return [f"--{k}" if v is True else f"--{k}={v}" for k, v in set_values.items()]
 
 
-def exports(environment: Mapping[str, str]) -> list[str]:
+def export_lines(environment: Mapping[str, str]) -> list[str]:
     """Return lines of shell that export these variables."""
     return [f"export {name}={shlex.quote(v)}" for name, v in environment.items()]
 
@@ -141,7 +141,7 @@ VARIABLE_RULE = "must be a variable's name: letters, digits and underscores"
 
 
 def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
-    """List invalid names, and values that look like secrets, with a remedy."""
+    """List variables with an invalid name, or a value that looks like a secret."""
     mistakes = []
     for name, value in environment.items():
         key = f"cluster.environment.{name}"
@@ -154,7 +154,7 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
 
 
 def secret_mistakes(overrides: Sequence[str], remedy: str) -> list[Mistake]:
-    """List the overrides that hold a secret, because all are written into files."""
+    """List the overrides that hold a secret, as all overrides are written to files."""
     rule = "holds a password or a key, and would be written into files; leave it out "
     rule += f"of the command line, or name a variable as ${{oc.env:NAME}}, and {remedy}"
     keys = [word.partition("=")[0] for word in overrides if holds_secret(word)]

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from launch.config import LocalCluster
-from launch.job import Job, Rendered, exports, shell
+from launch.job import Job, Rendered, export_lines, shell
 from launch.plan_check import Machine
 from launch.remote.supervise import alive, logs, status, supervise  # noqa: F401
 from launch.remote.supervise import stop as stop_supervisor
@@ -29,11 +29,11 @@ from train.run.liveness import Process
 log = logging.getLogger(__name__)
 
 SECRETS_REMEDY = "set it in the environment that you type this command in"
-_PROCESSES = "processes.json"  # the processes of the last attempt
+_PROCESSES = "processes.json"  # holds the processes of the last attempt
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
-    """Return no mistakes: the bounds of each key are checked already."""
+    """Return no mistakes: the bounds of each key have been checked before."""
     return []
 
 
@@ -46,7 +46,7 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
     """Return a script that starts all processes once."""
     command = shell(job.command(sys.executable))
     lines = ["#!/usr/bin/env bash", f"cd {shell([job.workdir])}"]
-    lines += exports(job.variables())
+    lines += export_lines(job.variables())
     for process in range(cluster.processes):
         variables = _torchrun_variables(process, cluster.processes, port=29500)
         words = [f"{name}={value}" for name, value in variables.items()]
@@ -58,12 +58,12 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
 def submit(
     job: Job, cluster: LocalCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Start the processes, and supervise them until the run is over."""
+    """Start the processes, and restart them until the run is over."""
     return supervise(job, cluster, submission, partial(_Attempt, job, cluster))
 
 
 def stop(submission: Submission) -> int:
-    """Stop the run after a save, also without a supervisor, and wait for its end."""
+    """Stop the run after a save, even if its supervisor has died; wait for the end."""
     was_supervised = alive(submission)
     stop_supervisor(submission)
     remaining = _remaining_processes(submission)
@@ -107,14 +107,14 @@ class _Attempt:
         (folder / _PROCESSES).write_text(json.dumps(records))
 
     def wait(self) -> Sequence[int | None]:
-        """Wait for all processes, showing the output of process 0; return codes."""
-        return self._processes.wait(self._show)
+        """Wait for all processes; show the output of process 0; return exit codes."""
+        return self._processes.wait(self._show_output)
 
     def stop(self, number: int) -> None:
         """Send a signal to all processes, which agree on the step to save."""
         self._processes.send_signal(number)
 
-    def _show(self) -> None:
+    def _show_output(self) -> None:
         if self._output is not None:
             sys.stderr.buffer.write(self._output.read())
             sys.stderr.flush()
@@ -134,7 +134,7 @@ def _torchrun_variables(process: int, processes: int, port: int) -> dict[str, st
 
 
 def _free_port() -> int:
-    """Return a free port, a new one for each start so that two runs do not collide."""
+    """Return a free port; each start takes another, so that runs do not collide."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

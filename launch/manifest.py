@@ -1,6 +1,6 @@
-"""Write YAML for clusters that means the same to every YAML parser.
+"""Write YAML that means the same to every YAML parser.
 
-Words that some parser reads as a number, a date or a boolean are quoted.
+Text that a parser may read as a number, a date or a boolean is quoted.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-# Parsers of YAML 1.1 and 1.2 differ on these words.
+# YAML 1.1 and YAML 1.2 give these words different types.
 _AMBIGUOUS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "inf", "nan"}
 
 
@@ -34,8 +34,8 @@ _Dumper.add_representer(str, _represent_text)
 
 def to_yaml(document: Mapping[str, Any]) -> str:
     """Return a document as YAML."""
-    style: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 1000}
-    return yaml.dump(dict(document), Dumper=_Dumper, **style)
+    options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": 1000}
+    return yaml.dump(dict(document), Dumper=_Dumper, **options)
 
 
 def merge_values(document: Any, changes: Any) -> Any:
@@ -57,7 +57,7 @@ def merge_values(document: Any, changes: Any) -> Any:
         for item in changes:
             by_name[item["name"]] = merge_values(by_name.get(item["name"]), item)
         return list(by_name.values())
-    if isinstance(changes, Mapping):  # its nulls have no key to remove
+    if isinstance(changes, Mapping):  # drops nulls, which have no key to remove
         return merge_values({}, changes)
     return changes
 

@@ -5,8 +5,8 @@
 It starts one or more processes of the command with torchrun's variables, passes signals
 on, and exits with the code that launch/policy.py selects. With --folder it also asks
 the run to save and stop for good when the folder holds a file `stop`, and counts the
-node's crashes there. After a crash that may be retried it exits with ABORTED, so that
-the cluster starts it again.
+node's crashes in a file of the folder. After a crash that may be retried it exits with
+ABORTED, so that the cluster starts it again.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def node_command(
     max_restarts: int = 0,
     backoff_s: float = 0,
 ) -> list[str]:
-    """Return the words that, in front of a command, run it under this program."""
+    """Return the words to put before a command, so that this program runs it."""
     words = [python, "-P", "-m", "launch.node", "--processes", str(processes)]
     if folder is not None:
         limits = ["--max-restarts", str(max_restarts), "--backoff", str(backoff_s)]
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         thread_args = processes, options.folder, options.look
         threading.Thread(target=_stop_if_asked, args=thread_args, daemon=True).start()
     verdict, code = judge(processes.wait())
-    # No process is left to signal. Python still ignores these while it shuts down.
+    # No process is left to signal. Ignored signals cannot disturb Python's shutdown.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if verdict is not Verdict.crashed or options.folder is None:
@@ -79,7 +79,7 @@ def asked_to_stop(folder: epath.Path | None) -> bool:
     """Return whether a folder holds a file `stop`; False while it cannot be read."""
     try:
         return folder is not None and (folder / STOP).exists()
-    except Exception as error:  # each store's client has its own errors
+    except Exception as error:  # each object store's client has its own errors
         print(f"cannot read {folder}: {error}", file=sys.stderr)
         return False
 

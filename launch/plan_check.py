@@ -1,7 +1,7 @@
-"""Plan a job before its submission: can it run on the cluster, and does it fit?
+"""Plan a job before its submission, to check that it fits and can run on the cluster.
 
-`python -m train.plan` runs in a separate process, for the cluster's machine or, if that
-is not known, for a number of virtual devices.
+`python -m train.plan` runs in a separate process. It plans for the cluster's machine
+or, if only the number of devices is known, for virtual devices.
 """
 
 import json
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Machine(NamedTuple):
-    """The machine to plan for. Without any field there is nothing to plan for.
+    """The machine to plan for. If no field is set, no plan is made.
 
-    target: its name in train/hardware/targets.py.
+    target: the machine's name in train/hardware/targets.py.
     devices: the number of devices, if their kind is not known.
     variables: environment variables of the compiler, such as XLA_FLAGS.
     """
@@ -54,9 +54,9 @@ _REFUSED = {
 
 
 def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None]:
-    """Print the plan; return the job with its host memory, and what is unchecked.
+    """Print the plan; return the job with its host memory, and a warning or None.
 
-    The second value is a sentence about what was not checked, None if all was.
+    The warning is a sentence that says what was not checked.
 
     Raises:
         Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless `force`.
@@ -75,7 +75,7 @@ def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None
         why = f"the plan says that {_REFUSED[code]}"
         if not force:
             raise Exit(code, f"Refused: {why}. To submit it anyway, use force=true")
-        log.warning("%s; goes on all the same (force=true)", why)
+        log.warning("%s; submitting it anyway (force=true)", why)
         return job, f"With force=true this goes on, although {why}."
     if code != FINISHED:
         unchecked = f"The plan could not be made (exit code {code}): {ALL_UNCHECKED}."
@@ -105,7 +105,7 @@ def tpu_target(name: str | None) -> Target | Mistake:
 
 
 def object_store_mistakes(run_dir: str, kind: str) -> list[Mistake]:
-    """List the mistake of a run's directory that is not in an object store."""
+    """List a mistake if the run's directory is not in an object store."""
     if is_remote(run_dir):
         return []
     rule = f"must lie where the hosts of cluster={kind} and this machine both see it: "

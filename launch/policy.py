@@ -13,13 +13,14 @@ from train.errors import ABORTED, FINISHED
 
 log = logging.getLogger(__name__)
 
-# Another start would end in the same way, or is not wanted. The first match decides.
+# After these codes, a start would fail again or is not wanted. The first match decides.
 NEVER_AGAIN = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
 NEVER_AGAIN += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
-AGAIN = (errors.PREEMPTED, ABORTED, errors.OWNED)  # these do not count as crashes
-SAME_STEP = 3  # crashes in a row at one step, after which no start would help
+AGAIN = (errors.PREEMPTED, ABORTED, errors.OWNED)  # restarts that are not counted
+SAME_STEP = 3  # after this number of crashes in a row at one step, a run ends
 LONGEST_BACKOFF_S = 600.0
-OTHERS_S = 600.0  # how long processes may outlive another: time for a last save
+# How long processes may continue for a last save after another process has ended.
+LAST_SAVE_S = 600.0
 
 
 class Verdict(StrEnum):
@@ -35,7 +36,7 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
     """Return the verdict on the exit codes of all processes, and the decisive code.
 
     Args:
-        codes: as a shell reports them (137 for kill -9), None for a lost host.
+        codes: exit codes as in a shell (137 for kill -9); None for a lost host.
     """
     for code in NEVER_AGAIN:
         if code in codes:
@@ -59,7 +60,7 @@ def pause_after_crash(
 ) -> float | None:
     """Return the seconds to wait before the next start, or None at the limit.
 
-    `crashes` includes the present one.
+    `crashes` includes the latest crash.
     """
     crash = f"crashed with {code} ({crashes} of {max_restarts})"
     if crashes > max_restarts:

@@ -3,7 +3,7 @@
 SkyPilot restarts the job when its machines are lost, and after exit codes that are not
 counted as crashes; launch/node.py counts crashes. A file in the run's directory asks
 the run to stop. `sky jobs cancel` takes the machines away without waiting for a save,
-so it is used only while nothing runs. Each node runs one process with all its GPUs.
+so it is used only for a job that does not run. A node runs one process on all GPUs.
 """
 
 import json
@@ -37,7 +37,7 @@ SECRETS_REMEDY = (
     "keep it in your environment, and name that: "
     "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
 )
-_INSTALLS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
+_INSTALL_WORDS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
 _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes: also FAILED_SETUP, ...
 _POLL_S = 10.0
 
@@ -56,18 +56,18 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
         errors.append(Mistake("cluster.image", None, rule))
     if not (cluster.accelerators or cluster.image or cluster.setup or cluster.merge):
         rule = "is needed, say H100:8, with JAX in cluster.image or installed by "
-        rule += "cluster.setup=[pip install 'jax[cuda13]']; for CPUs one of these two"
+        rule += "cluster.setup=[pip install 'jax[cuda13]']; CPUs need image or setup"
         errors.append(Mistake("cluster.accelerators", None, rule))
     for name in (*cluster.secrets, *cluster.secrets.values()):
         if not VARIABLE.fullmatch(name):
-            rule = "must name variables, not values, there and in your environment: "
+            rule = "must map the run's variables to variables of your environment: "
             rule += "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
             errors.append(Mistake("cluster.secrets", "(not shown)", rule))
     return [*errors, *object_store_mistakes(run_dir, "skypilot")]
 
 
 def machine(cluster: SkypilotCluster) -> Machine:
-    """Return the nodes, or nothing to plan for if cluster.accelerators is unclear."""
+    """Return the nodes; nothing to plan for unless accelerators are like H100:8."""
     name, _, count = (cluster.accelerators or "").partition(":")
     if not name or not (count or "1").isdigit():
         return Machine()
@@ -79,17 +79,17 @@ def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     """Return the task file, and the command that launches it."""
     document = merge_values(_task(job, cluster), cluster.merge)
     pairs = cluster.secrets.items()
-    setup = [f'export {name}="${source}"' for name, source in pairs if name != source]
+    lines = [f'export {name}="${source}"' for name, source in pairs if name != source]
     command = _launch_command(job.name, cluster, job.rendered_to or job.folder)
-    return Rendered({FILE: to_yaml(document)}, command, setup)
+    return Rendered({FILE: to_yaml(document)}, command, lines)
 
 
 def _launch_command(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
-    """Return the command; sky reads the values of secrets from the environment."""
-    code = ["--workdir", folder] if cluster.code is Code.archive else []
-    secrets = [word for name in cluster.secrets for word in ("--secret", name)]
+    """Return the command; `sky` reads secret values from its environment."""
+    workdir_flags = ["--workdir", folder] if cluster.code is Code.archive else []
+    secret_flags = [word for name in cluster.secrets for word in ("--secret", name)]
     words = ["sky", "jobs", "launch", "--name", name, "--yes", "--detach-run"]
-    return [*words, *code, *secrets, f"{folder}/{FILE}"]
+    return [*words, *workdir_flags, *secret_flags, f"{folder}/{FILE}"]
 
 
 def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
@@ -103,21 +103,21 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             "recover_on_exit_codes": sorted(AGAIN),
         },
     }
-    on_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")
+    uses_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")
     node_prefix = node_command(
         PYTHON,
         folder=job.folder,
         max_restarts=cluster.max_restarts,
         backoff_s=cluster.backoff_s,
     )
-    local_job = replace(job, folder=".")  # the working directory has the archive
+    local_job = replace(job, folder=".")  # the archive is in the working directory
     run = shell(local_job.command(PYTHON, cluster.code, node_prefix))
     task = {
         "name": job.name,
         "num_nodes": cluster.nodes,
         "resources": {key: value for key, value in resources.items() if value},
         "envs": {
-            **(gpu.values(job.environment) if on_gpus else {}),
+            **(gpu.job_variables(job.environment) if uses_gpus else {}),
             **(job.cache_variables() if cluster.accelerators else {}),
             **job.variables(cluster.code),
         },
@@ -131,7 +131,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 def submit(
     job: Job, cluster: SkypilotCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Launch the job from a local folder, and copy remote files there first."""
+    """Launch the job from a local folder, to which remote files are copied first."""
     folder = submission.local_folder()
     for name in (ARCHIVE, UNPACK, FILE):
         source = submission.folder / name
@@ -141,13 +141,13 @@ def submit(
     sources = cluster.secrets.values()
     if missing := [name for name in sources if name not in os.environ]:
         raise Exit(CRASHED, f"not set in this environment: {', '.join(missing)}")
-    if cluster.image is None and not _INSTALLS.search(" ".join(cluster.setup)):
+    if cluster.image is None and not _INSTALL_WORDS.search(" ".join(cluster.setup)):
         log.warning(
             "nothing seems to install jax there: give cluster.image, or cluster.setup="
             '[pip install "jax[cuda13]" ...]'
         )
     secrets = {name: os.environ[source] for name, source in cluster.secrets.items()}
-    env = {**os.environ, **secrets}  # sky reads secrets there
+    env = {**os.environ, **secrets}  # `sky` reads secret values from here
     command = _launch_command(job.name, cluster, str(folder))
     ask_tool(command, env=env, capture_output=False)
     return FINISHED
@@ -159,7 +159,7 @@ def alive(submission: Submission) -> bool:
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe the job's state in SkyPilot, and why it waits."""
+    """Describe the job's state in SkyPilot, and why the job waits."""
     job = _newest_job(submission)
     if "job_id" not in job:
         return ["SkyPilot knows no such job"]
@@ -181,14 +181,14 @@ def logs(submission: Submission, follow: bool) -> int:
 
 def stop(submission: Submission) -> int:
     """Stop the run after a save, and wait until its job has ended."""
-    requested = False
+    stop_requested = False
     while not _is_over(job := _newest_job(submission)):
-        if not requested and job["status"] == "RUNNING":
+        if not stop_requested and job["status"] == "RUNNING":
             (submission.folder / STOP).write_text("")
             log.info("asked the run to save and stop")
-        elif not requested:
+        elif not stop_requested:
             ask_tool(["sky", "jobs", "cancel", "--name", submission.name, "--yes"])
-        requested = True
+        stop_requested = True
         time.sleep(_POLL_S)
     return FINISHED
 

@@ -1,12 +1,12 @@
 """The records of submissions in the run's directory: `<run.dir>/launch/<n>/`.
 
-    record.json           kind, time, command line, job, git commit
+    record.json           kind, time, command line, job name, git commit
     config.yaml           all resolved keys, including those of the cluster
-    uncommitted.patch     changes that git did not have yet, if there were any
+    uncommitted.patch     changes that were not committed to git, if any
     code.tar.gz unpack.py the code, if it is sent as an archive
     ...                   the rendered files
 
-No secret is written: the configuration holds names of secrets only.
+No secret is written: the configuration holds only the names of secrets.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _REMEDY = "Put it back from a copy, or move its folder away and submit again."
 class Submission:
     """One submission of a run.
 
-    number: its number among the run's submissions, from 1.
+    number: the submission's number in the run, from 1.
     name: the job's name on the cluster.
     arguments: the arguments of `python -m launch`.
     workdir: the folder in which the command was typed.
@@ -61,7 +61,7 @@ class Submission:
         return epath.Path(self.run_dir) / _FOLDER / str(self.number)
 
     def with_handle(self, **handle: Any) -> "Submission":
-        """Add values to the handle and write the record; return the submission."""
+        """Add values to the handle and write the record; return the new submission."""
         submission = replace(self, handle={**self.handle, **handle})
         record = {k: v for k, v in asdict(submission).items() if k != "run_dir"}
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
@@ -81,7 +81,7 @@ def next_number(run_dir: str) -> int:
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
-    """Return the next submission's folder, without querying an object store."""
+    """Return the next submission's folder; an object store is not queried."""
     number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
 
@@ -91,7 +91,7 @@ def newest_submission(run_dir: str) -> Submission | None:
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_submission_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD
-        with _access_errors_explained(run_dir):
+        with _explain_access_errors(run_dir):
             record_values = read_record(record, _REMEDY)
         if record_values is not None:
             try:
@@ -116,18 +116,18 @@ def _submission_numbers(run_dir: str) -> list[int]:
     from data.key_value_store import check_answers  # imports TensorStore
 
     folder = epath.Path(run_dir) / _FOLDER
-    with _access_errors_explained(run_dir):
+    with _explain_access_errors(run_dir):
         check_answers(run_dir)
         names = [f.name for f in folder.iterdir()] if folder.exists() else []
     return [int(name) for name in names if name.isdigit()]
 
 
 @contextmanager
-def _access_errors_explained(run_dir: str) -> Iterator[None]:
-    """Turn a failure to access a run's folder into an error message for users."""
+def _explain_access_errors(run_dir: str) -> Iterator[None]:
+    """Turn a failure to access a run's folder into an error with advice for users."""
     try:
         yield
-    except Exception as error:  # each store's client has its own errors
+    except Exception as error:  # each object store's client has its own errors
         is_explained = isinstance(error, (Exit, ConfigError, DataError))
         if is_explained and not isinstance(error, StorageError):
             raise
@@ -140,10 +140,10 @@ def write_submission(
     """Write a submission's files and record, with the git state of the code."""
     commit, patch = _git_state(root)
     files = {**files, **({"uncommitted.patch": patch} if patch else {})}
-    with _access_errors_explained(submission.run_dir):
+    with _explain_access_errors(submission.run_dir):
         write_files(submission.folder, files)
-    code, timestamp = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    digest = hashlib.sha256(code).hexdigest() if isinstance(code, bytes) else None
+    content, timestamp = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    digest = hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else None
     return replace(submission, git=commit, code=digest, time=timestamp).with_handle()
 
 
@@ -156,7 +156,7 @@ def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def _git_state(root: Path) -> tuple[dict[str, Any], str]:
-    """Return the commit with untracked files, and the patch; empty without git."""
+    """Return the commit with the untracked files, and the patch; {}, "" without git."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]

@@ -9,7 +9,7 @@ from typing import Any
 from etils import epath
 
 from launch import local, skypilot
-from launch.archive import archive
+from launch.archive import make_archive
 from launch.backend import Backend
 from launch.config import Action, LaunchConfig, kind_in, schema_of
 from launch.config.clusters import Code
@@ -59,18 +59,19 @@ LAUNCH_KEYS = {f.name for f in dataclasses.fields(LaunchConfig)} - {
 _RESUME_KEYS = {"action", "force", "run.name", "run.dir"}  # resume reads these
 
 
-def run_directory(config: Any) -> str:
-    """Return the run's directory; a local one is made absolute."""
+def resolved_run_dir(config: Any) -> str:
+    """Return the run's directory; a local path is made absolute."""
     return os.fspath(run_folder(run_dir(training_config(config))))
 
 
 def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Check, plan, render, record and submit a run; return the exit code.
 
-    `config` was composed from `arguments`, typed in `workdir`; relative paths start
-    there. The run's directory may be unreachable, so it is read only after the plan.
+    `config` was composed from `arguments`, typed in `workdir`, where relative paths
+    start. The run's directory may be unreachable, so it is read only after the plan.
     """
-    kind, cluster, directory = kind_in(arguments), config.cluster, run_directory(config)
+    directory = resolved_run_dir(config)
+    kind, cluster = kind_in(arguments), config.cluster
     backend = BACKENDS[kind]
     job, _ = _with_plan(config, _job(config, arguments, workdir), backend)
     _refuse_second_submission(directory)
@@ -84,31 +85,32 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
-    files = {**_files(rendered, cluster), "config.yaml": config_yaml(config)}
+    files = {**_files_to_write(rendered, cluster), "config.yaml": config_yaml(config)}
     submission = write_submission(submission, files, ROOT)
     log.info("%s: recorded in %s", job.name, submission.folder)
     return backend.submit(job, cluster, rendered, submission)
 
 
 def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
-    """Show what would be submitted, with the paths that `submit_job` would use.
+    """Show what `submit_job` would submit, with the same paths.
 
     If the plan left something unchecked, the first line says so. Files are written to
     `output`, or printed. The commands are printed last.
     """
     backend = BACKENDS[kind_in(arguments)]
     job, unchecked = _with_plan(config, _job(config, arguments, workdir), backend)
-    folder = os.fspath(folder_to_render(run_directory(config)))
+    folder = os.fspath(folder_to_render(resolved_run_dir(config)))
     job = dataclasses.replace(job, folder=folder, rendered_to=config.output or ".")
     rendered = backend.render(job, config.cluster)
     if unchecked is not None:
         print(f"# {unchecked}")
     if config.output is not None:
-        write_files(epath.Path(config.output), _files(rendered, config.cluster))
+        files = _files_to_write(rendered, config.cluster)
+        write_files(epath.Path(config.output), files)
     else:
         for name, content in rendered.files.items():
             print(f"# ---- {name}\n{content}")
-    for line in rendered.before:
+    for line in rendered.preparation:
         print(line)
     print(shell(rendered.command))
     return FINISHED
@@ -122,9 +124,9 @@ def resume(
 ) -> int:
     """Repeat a recorded submission; warn of `overrides` that have no effect."""
     for word in overrides:
-        if _key(word) not in _RESUME_KEYS and word not in submission.arguments:
+        if _key_of(word) not in _RESUME_KEYS and word not in submission.arguments:
             why = "action=resume repeats the recorded submission unchanged"
-            log.warning("%s has no effect: %s", _key(word), why)
+            log.warning("%s has no effect: %s", _key_of(word), why)
     config = compose(submission.arguments, "launch", schema_of(submission.kind))
     config = dataclasses.replace(
         config,
@@ -138,7 +140,7 @@ def resume(
 
 
 def _with_plan(config: Any, job: Job, backend: Backend) -> tuple[Job, str | None]:
-    """Plan a job unless plan_first=false; return the same as `check_plan`."""
+    """Call `check_plan` unless plan_first=false; return its job and warning."""
     if not config.plan_first:
         return job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}."
     return check_plan(job, backend.machine(config.cluster), config.force)
@@ -148,7 +150,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
     """Return the job without its folder, which is chosen later."""
     if errors := control_character_mistakes(arguments):
         raise ConfigError(errors)
-    directory = run_directory(config)
+    directory = resolved_run_dir(config)
     return Job(
         name=job_name(run_name(training_config(config)), directory),
         run_dir=directory,
@@ -160,12 +162,12 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
     )
 
 
-def _files(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
-    archived = getattr(cluster, "code", None) is Code.archive  # some kinds lack the key
-    if not archived:
+def _files_to_write(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
+    # Some kinds of clusters have no key `code`.
+    if getattr(cluster, "code", None) is not Code.archive:
         return dict(rendered.files)
     unpacker = (ROOT / "launch" / UNPACK).read_bytes()
-    return {**rendered.files, ARCHIVE: archive(ROOT), UNPACK: unpacker}
+    return {**rendered.files, ARCHIVE: make_archive(ROOT), UNPACK: unpacker}
 
 
 def _refuse_second_submission(directory: str) -> None:
@@ -179,10 +181,10 @@ def _refuse_second_submission(directory: str) -> None:
 
 def _training_overrides(arguments: Sequence[str], directory: str) -> tuple[str, ...]:
     """Return the overrides for training, with the run's absolute directory."""
-    passed = [a for a in arguments if _key(a).partition(".")[0] not in LAUNCH_KEYS]
-    passed = [a for a in passed if _key(a) != "run.dir"]
+    passed = [a for a in arguments if _key_of(a).partition(".")[0] not in LAUNCH_KEYS]
+    passed = [a for a in passed if _key_of(a) != "run.dir"]
     return (*passed, hydra_text("run.dir", directory))
 
 
-def _key(argument: str) -> str:
+def _key_of(argument: str) -> str:
     return argument.lstrip("+~").partition("=")[0]

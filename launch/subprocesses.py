@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.policy import OTHERS_S
+from launch.policy import LAST_SAVE_S
 from train.errors import CRASHED, WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of this program's packages
-ASK_S = 120.0  # the timeout of queries: a host that hangs delays the others
-LONGEST_S = 1800.0  # the timeout of commands that copy code or create machines
+QUERY_TIMEOUT_S = 120.0  # short, because a host that hangs delays the others
+COMMAND_TIMEOUT_S = 1800.0  # for commands that copy code or create machines
 _POLL_S = 0.05
 
 
@@ -45,7 +45,7 @@ def run_tool(words: Sequence[str], **options: Any) -> subprocess.CompletedProces
     try:
         return subprocess.run(words, **options)
     except FileNotFoundError:
-        raise _missing_program(words[0], CRASHED) from None
+        raise _not_installed_error(words[0], CRASHED) from None
 
 
 def ask_tool(words: Sequence[str], **options: Any) -> str:
@@ -61,21 +61,21 @@ def ask_tool(words: Sequence[str], **options: Any) -> str:
     return result.stdout or ""
 
 
-def _missing_program(program: str, code: int) -> Exit:
+def _not_installed_error(program: str, code: int) -> Exit:
     message = f"{program} is not installed on this machine, or not on the PATH"
     return Exit(code, message)
 
 
 def run_captured(
     words: Sequence[str],
-    timeout_s: float = LONGEST_S,
+    timeout_s: float = COMMAND_TIMEOUT_S,
     cwd: Path | None = None,
     stdin: bytes = b"",
 ) -> tuple[int, bytes, str]:
     """Run a command; return its exit code, its output and its error output.
 
     The command gets a separate session, so that Ctrl-C does not reach it. After
-    `timeout_s` its process group is killed, and the complete lines that it wrote are
+    `timeout_s` its process group is killed, and the complete lines of its output are
     returned with exit code 1.
 
     Raises:
@@ -92,7 +92,7 @@ def run_captured(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise _missing_program(words[0], WRONG_CONFIG) from None
+        raise _not_installed_error(words[0], WRONG_CONFIG) from None
     with process:
         try:
             out, err = process.communicate(stdin, timeout_s)
@@ -113,9 +113,9 @@ def torchrun_variables(
     """Return torchrun's rank variables; none if a node has one process."""
     if processes == 1:
         return {}
-    numbers = {"RANK": node_rank * processes + local_rank, "LOCAL_RANK": local_rank}
-    numbers |= {"LOCAL_WORLD_SIZE": processes}
-    return {name: str(number) for name, number in numbers.items()}
+    ranks = {"RANK": node_rank * processes + local_rank, "LOCAL_RANK": local_rank}
+    ranks |= {"LOCAL_WORLD_SIZE": processes}
+    return {name: str(number) for name, number in ranks.items()}
 
 
 class ProcessGroup:
@@ -126,23 +126,23 @@ class ProcessGroup:
         self.processes: list[subprocess.Popen[Any]] = []
 
     def add(self, command: Sequence[str], **options: Any) -> None:
-        """Start one more process, with these options of `subprocess.Popen`."""
+        """Start another process; `options` are those of `subprocess.Popen`."""
         self.processes.append(subprocess.Popen(command, **options))
-        if self._signal is not None:  # it arrived during the starts
+        if self._signal is not None:  # the signal arrived during the starts
             self.processes[-1].send_signal(self._signal)
 
     def wait(self, on_poll: Callable[[], object] = lambda: None) -> list[int | None]:
         """Wait for all processes; return their exit codes as a shell reports them.
 
-        `on_poll` is called at each poll. Processes that run for OTHERS_S after another
-        has ended are killed.
+        `on_poll` is called at each poll. Processes are killed if they run for
+        LAST_SAVE_S         after another has ended.
         """
-        left_s = OTHERS_S
+        grace_left_s = LAST_SAVE_S
         while None in (codes := [process.poll() for process in self.processes]):
             on_poll()
             if any(code is not None for code in codes):
-                left_s -= _POLL_S
-                if left_s < 0:
+                grace_left_s -= _POLL_S
+                if grace_left_s < 0:
                     log.warning("some processes do not end, so they are killed")
                     self.send_signal(signal.SIGKILL)
             time.sleep(_POLL_S)

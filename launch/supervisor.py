@@ -1,8 +1,8 @@
 """Keep a run going: start it again until it is finished or another start cannot help.
 
-Preemptions and lost hosts are not counted. Crashes are, up to a limit and with growing
-pauses; three in a row at one step end the run. A signal to stop is passed to the run,
-which saves and ends; then the supervisor ends.
+Preemptions and lost hosts are not counted. Crashes are counted up to a limit, with
+growing pauses; three crashes in a row at one step end the run. A signal to stop is
+passed to the run, which saves and ends; then the supervisor ends.
 """
 
 import json
@@ -21,20 +21,20 @@ from train.errors import CRASHES_AGAIN, OWNED, PREEMPTED, STOPPED
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 1.0  # the pause after an end that is not counted
-_OWNED_PAUSE_S = 15.0  # the owner of the run may release it meanwhile, or die
+_PAUSE_S = 1.0  # the pause after an attempt whose end is not counted
+_OWNED_PAUSE_S = 15.0  # the pause in which the run's owner may release it or die
 ATTEMPTS = "attempts.jsonl"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # these stop the run
 
 
 class Wait:
-    """Pauses that a signal ends, with the last signal and the count of signals."""
+    """A pause that a signal ends; keeps the last signal and the number of signals."""
 
     def __init__(self) -> None:
         self.last_signal: int | None = None
         self.count = 0
 
-    def ask(self, number: int) -> None:
+    def record(self, number: int) -> None:
         """Record a signal. A signal handler may call this, so it takes no lock."""
         self.last_signal = number
         self.count += 1
@@ -45,8 +45,8 @@ class Wait:
         The first `handled` signals do not end the wait.
         """
         deadline = time.monotonic() + seconds
-        while (left_s := deadline - time.monotonic()) > 0 and self.count <= handled:
-            time.sleep(min(left_s, 0.1))
+        while (rest_s := deadline - time.monotonic()) > 0 and self.count <= handled:
+            time.sleep(min(rest_s, 0.1))
         return self.last_signal is not None
 
     @property
@@ -59,11 +59,11 @@ class Attempt(Protocol):
     """One start of all processes of a run."""
 
     def wait(self) -> Sequence[int | None]:
-        """Wait until all processes have ended; return exit codes, None if lost."""
+        """Wait for the end of all processes; return exit codes (None: process lost)."""
         ...
 
     def stop(self, number: int) -> None:
-        """Pass a signal on; a signal handler may call this during `wait`."""
+        """Pass on a signal; a signal handler may call this during `wait`."""
         ...
 
 
@@ -72,22 +72,22 @@ class Supervisor:
     """Makes attempts at a run until it is over.
 
     start: begins an attempt.
-    step: returns the newest step of the run, or None if that is unknown.
+    read_step: returns the newest step of the run, or None if that is unknown.
     diary: a file that gets a JSON line for each attempt.
     on_end: called at the end, also after an exception; no signal interrupts it.
-    stopped: returns whether the run was asked to stop, maybe on another machine.
+    stop_requested: returns whether a user asked the run to stop, on any machine.
     """
 
     start: Callable[[], Attempt]
-    step: Callable[[], int | None]
+    read_step: Callable[[], int | None]
     max_restarts: int
     backoff_s: float
     diary: Path
     on_end: Callable[[], object] = lambda: None
-    stopped: Callable[[], bool] = lambda: False
+    stop_requested: Callable[[], bool] = lambda: False
     _wait: Wait = field(default_factory=Wait, init=False)
     _attempt: Attempt | None = field(default=None, init=False)
-    _crashed_at: list[int | None] = field(default_factory=list, init=False)
+    _crash_steps: list[int | None] = field(default_factory=list, init=False)
 
     def run(self) -> int:
         """Make attempts until the run is over; return its exit code."""
@@ -104,14 +104,14 @@ class Supervisor:
 
     def _attempt_once(self) -> int | None:
         """Make one attempt; return the exit code if it was the last, otherwise None."""
-        if self._wait.last_signal is not None:  # it came during the pause
+        if self._wait.last_signal is not None:  # the signal came during the pause
             return self._wait.exit_code
-        if self.stopped():
+        if self.stop_requested():
             log.info("the run was asked to stop: it does not start")
             return STOPPED
         began = time.time()
         self._attempt = self.start()
-        if self._wait.last_signal is not None:  # it came during the start
+        if self._wait.last_signal is not None:  # the signal came during the start
             self._attempt.stop(self._wait.last_signal)
         codes = list(self._attempt.wait())
         self._attempt = None
@@ -126,23 +126,23 @@ class Supervisor:
 
     def _decide(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
         """Return the run's exit code, None to start again, and the seconds to wait."""
-        signalled = self._wait.last_signal is not None
-        if signalled or verdict in (Verdict.done, Verdict.stop):
+        was_signalled = self._wait.last_signal is not None
+        if was_signalled or verdict in (Verdict.done, Verdict.stop):
             return code, 0
         if verdict is Verdict.again:
             log.info("ended with %d, which is not counted: starting again", code)
             return None, _OWNED_PAUSE_S if code == OWNED else _PAUSE_S
-        self._crashed_at.append(self.step())
-        steps = self._crashed_at[-SAME_STEP:]
+        self._crash_steps.append(self.read_step())
+        steps = self._crash_steps[-SAME_STEP:]
         if len(steps) == SAME_STEP and steps[0] is not None and len({*steps}) == 1:
             log.error("crashed %d times at step %d: giving up", SAME_STEP, steps[0])
             return CRASHES_AGAIN, 0
-        crashes = len(self._crashed_at)
+        crashes = len(self._crash_steps)
         pause_s = pause_after_crash(code, crashes, self.max_restarts, self.backoff_s)
         return (code, 0) if pause_s is None else (None, pause_s)
 
     def _stop(self, number: int, frame: object) -> None:
-        self._wait.ask(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._wait.record(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         log.info("%s: the run is asked to save and stop", signal.Signals(number).name)
         if self._attempt is not None and self._wait.last_signal is not None:
             self._attempt.stop(self._wait.last_signal)

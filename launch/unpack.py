@@ -1,12 +1,12 @@
-"""Unpack this program on a machine of a cluster, then run a command that uses it.
+"""Unpack this program on a machine of a cluster, then run a command of this program.
 
     python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]
 
 This script needs only the standard library, and fsspec for an archive under gs:// or
 s3://. It unpacks the code into a folder of the user's cache, named by the archive's
-SHA-256, and puts that first in the command's PYTHONPATH. Each start replaces files that
-differ from the archive atomically, so several may start at once. The command replaces
-this process (exec), so signals and exit codes are the command's own.
+SHA-256, and puts that folder first in the command's PYTHONPATH. Each start atomically
+replaces files that differ from the archive, so processes may start at the same time.
+The command replaces this process (exec): it gets the signals and sets the exit code.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-_PREEMPTED = 42  # train/errors.py cannot be imported yet
+_PREEMPTED = 42  # as in train/errors.py, which cannot be imported before unpacking
 
 
 def main(arguments: Sequence[str]) -> None:
     """Unpack the archive, and replace this process by the command."""
     if len(arguments) < 3 or arguments[1] != "--":
         sys.exit("usage: python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]")
-    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):  # nothing to save so far
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):  # there is nothing to save yet
         signal.signal(getattr(signal, name), lambda *_: os._exit(_PREEMPTED))
     archive, command = arguments[0], arguments[2:]
     try:
-        folder = unpack(read_archive(archive), cache())
+        folder = unpack(read_archive(archive), cache_folder())
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         sys.exit(f"{archive}: cannot be unpacked: {error}")
     print(f"code: {folder}", file=sys.stderr, flush=True)
@@ -53,7 +53,7 @@ def read_archive(archive: str) -> bytes:
         return file.read()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Return a folder that only this user may write to, because its code is run."""
     root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     folder = Path(root, "longhaul", "code").absolute()
@@ -65,13 +65,13 @@ def cache() -> Path:
         return Path(tempfile.mkdtemp(prefix="longhaul-code-"))
 
 
-def unpack(content: bytes, into: Path) -> Path:
-    """Unpack an archive below `into`, and return the folder of its files.
+def unpack(content: bytes, parent: Path) -> Path:
+    """Unpack an archive into a folder of `parent`; return the folder.
 
     Raises:
         ValueError: a member of the archive is not a file inside that folder.
     """
-    folder = into / hashlib.sha256(content).hexdigest()
+    folder = parent / hashlib.sha256(content).hexdigest()
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
         for member in tar:
             name = PurePosixPath(member.name)
@@ -82,9 +82,9 @@ def unpack(content: bytes, into: Path) -> Path:
             path, data = folder / name, file.read()
             if not path.is_file() or path.read_bytes() != data:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
-                    new.write(data)
-                Path(new.name).replace(path)
+                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as tmp:
+                    tmp.write(data)
+                Path(tmp.name).replace(path)
     return folder
 
 

@@ -26,8 +26,8 @@ class Block(nnx.Module):
     `config.norm_placement` says which of these norms exist.
     """
 
-    def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
-        """Make one layer, with experts if `routed`, otherwise with one MLP."""
+    def __init__(self, config: ModelConfig, is_moe: bool, rngs: nnx.Rngs):
+        """Make one layer, with experts if `is_moe`, otherwise with one MLP."""
         self.dropout = config.dropout.residual
         match config.norm_placement:
             case NormPlacement.before:
@@ -49,7 +49,7 @@ class Block(nnx.Module):
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
         self.mlp = (
-            Experts(config, rngs) if routed else MLP(config, config.mlp_size, rngs)
+            Experts(config, rngs) if is_moe else MLP(config, config.mlp_size, rngs)
         )
         self.mlp_output_norm = norm_if(norm_outputs)
 
@@ -63,7 +63,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
         """Return the layer's output, the longer cache, and the routing of experts.
 
-        A local layer sees only the window of the model.
+        In a local layer, a query sees only the window.
         """
         constrain = execution.placement.constrain
         call.note("residual", x_BTD)

@@ -19,11 +19,11 @@ Rate = Annotated[float, Ge(0), Lt(1)]
 
 # The keys that a query of a layer sees: the last `model.window`, or all earlier keys.
 Reach = Literal["local", "global"]
-End = Literal["first", "last"]  # a layer
+End = Literal["first", "last"]  # the name of a layer
 
 # The results of a layer that its backward pass saves or recomputes. `attention` is the
 # kernel's output and its log-sum-exp: saving both runs the kernel's forward pass only
-# once (`xla` has no log-sum-exp). The others are results of products with a weight.
+# once (`xla` has no log-sum-exp). All others are results of products with a weight.
 # The result of mlp_down is left out, because no gradient needs it.
 Intermediate = Literal[
     "query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"
@@ -64,7 +64,7 @@ class Position(StrEnum):
 
 
 class Scaling(StrEnum):
-    """The formula that slows down pairs: all equally, or depending on their speed."""
+    """How rotary pairs are slowed down: all equally, or depending on their speed."""
 
     none = "none"
     linear = "linear"
@@ -132,7 +132,7 @@ class Dropout:
 class Activation(StrEnum):
     """The non-linearity of the MLP. Names that end in glu add a gate; `relu2` is relu².
 
-    `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), with both clamped.
+    `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), with up and gate clamped.
     """
 
     gelu = "gelu"
@@ -161,7 +161,7 @@ class Init(StrEnum):
 
 
 class Dtype(StrEnum):
-    """A dtype. `auto` is bfloat16, but float32 on CPUs that are no faster in it."""
+    """A dtype. `auto` is bfloat16, or float32 on CPUs without fast bfloat16."""
 
     auto = "auto"
     float32 = "float32"
@@ -185,7 +185,7 @@ class ComputeDtype(StrEnum):
 class Attention(StrEnum):
     """The attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere.
 
-    `cudnn_packed` is cudnn that skips pairs of different documents (Hopper or later).
+    `cudnn_packed` skips pairs of positions in different documents (Hopper or later).
     """
 
     auto = "auto"
@@ -229,7 +229,7 @@ class ExpertExchange(StrEnum):
 class Grouped(StrEnum):
     """The kernel that multiplies rows, grouped by expert, with their expert's matrix.
 
-    Each platform has its own. `ragged` is XLA's slow one, for traces and comparisons.
+    Each platform has a kernel. XLA's slow `ragged` is for traces and comparisons.
     """
 
     ragged = "ragged"

@@ -31,7 +31,7 @@ from model.choices import (
     Size,
 )
 
-VOCAB_MULTIPLE = 128  # large vocabularies are padded to a multiple of it
+VOCAB_MULTIPLE = 128  # large vocabularies are padded to a multiple of this
 _MIN_PADDED_VOCAB = 1024
 
 # The logical axes; rule tables map them to mesh axes.
@@ -224,11 +224,11 @@ class ModelConfig:
     def vocab_rows(self) -> int:
         """Rows of the embedding table and columns of the head, padding included.
 
-        A large vocabulary is padded to a multiple of 128: matrix units are fast on such
-        sizes, and tensor parallelism divides them. Padding does not depend on the mesh,
+        A large vocabulary is padded to a multiple of 128, for fast matrix units and for
+        equal shards with tensor parallelism. Padding does not depend on the mesh,
         so that a checkpoint can be restored on any mesh.
         """
-        assert self.vocab_size is not None, "settled by train/program.py"
+        assert self.vocab_size is not None, "resolved by train/program.py"
         if self.vocab_size < _MIN_PADDED_VOCAB:
             return self.vocab_size
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -260,13 +260,13 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts."""
+        """The number of layers with experts."""
         later_layers = self.num_layers - self.dense_layers
         return later_layers // self.experts_every if self.mlp is Mlp.moe else 0
 
     @property
     def layers_before_experts(self) -> int:
-        """How many layers come before the groups of layers that end with experts."""
+        """The number of layers before the first group that ends with experts."""
         return self.dense_layers if self.mlp is Mlp.moe else 0
 
     @property
@@ -285,5 +285,5 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dims rotary positions rotate; even."""
+        """The number of a head's dims that are rotated; it is even."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2

@@ -1,4 +1,4 @@
-"""The rules by which shapes and choices of a GPT can be combined."""
+"""The rules that relate several settings of a GPT's config."""
 
 from collections.abc import Iterator
 from operator import attrgetter
@@ -9,9 +9,9 @@ from model.config import ModelConfig
 
 
 class BrokenRule(NamedTuple):
-    """A setting, by its dotted name, whose value conflicts with other settings.
+    """A rule that the value of a field breaks.
 
-    The text states the rule and the remedy. The rule also reads the fields `reads`.
+    `text` states the rule and the remedy. `reads` are the other fields of the rule.
     """
 
     field: str

@@ -1,8 +1,8 @@
 """Dropout: set random elements to zero in training.
 
-The elements are a function of seed, step, layer, place in the layer, row of the global
-batch and position, on every mesh and after a restart. Without keys, in evaluation and
-sampling, nothing is dropped.
+The dropped elements depend only on seed, step, layer, site in the layer, row of the
+global batch and position, so they are the same on every mesh and after a restart.
+Without keys, in evaluation and sampling, nothing is dropped.
 
 Source: Srivastava et al., Dropout, JMLR 15 (2014), in its inverted form.
 """
@@ -20,9 +20,9 @@ from model.execution import CallContext
 def drop(
     x: Float[Array, "B T *dims"], rate: float, site: str, call: CallContext
 ) -> Float[Array, "B T *dims"]:
-    """Return x with a fraction of zeros, and the rest scaled to keep the mean.
+    """Return x with a fraction set to zero, and the rest scaled to keep the mean.
 
-    Different sites, which are places in a layer, drop independently.
+    Sites, which are places in a layer, drop independently of each other.
     """
     if not rate:
         return x

@@ -29,9 +29,9 @@ class Table(nnx.Module):
         rngs: nnx.Rngs,
         padding: int = 0,
     ):
-        """Draw rows of `size` ids from N(0, std²). The last `padding` rows are zero.
+        """Draw `size` rows from N(0, std²), and append `padding` rows of zeros.
 
-        The logical axis of the ids is `axis`.
+        `axis` is the logical axis of the rows.
         """
         shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
@@ -44,7 +44,7 @@ class Table(nnx.Module):
     def __call__(
         self, ids: Int[Array, "*dims"], placement: WeightPlacement
     ) -> Float[Array, "*dims D"]:
-        """Gather the table as its placement says, and return the rows of int32 ids."""
+        """Gather the table as `placement` says, and return the rows of int32 ids."""
         with part_scope("embedding"):
             table = placement.gather(self.weight[...])
             return jnp.take(table, ids, axis=0, mode="clip")

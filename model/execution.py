@@ -54,7 +54,7 @@ class Execution(NamedTuple):
 
     context_attention: how devices that share rows attend to each other's keys.
     expert_exchange: how tokens reach experts on other devices.
-    grouped: the kernel of products of rows that are grouped by expert.
+    grouped: the kernel that multiplies rows, grouped by expert.
     remat: what the backward pass recomputes, or the names of the saved results.
     offload: the names of the results that are saved in host memory.
     pipeline_microbatches: the number of microbatches that pass through the stages.
@@ -78,7 +78,7 @@ class Execution(NamedTuple):
         sharded_dims = placement.sharded_dims(axes)
         automatic_spec = placement.param_spec(axes)
         if any(automatic_spec[dim] for dim, _ in sharded_dims):
-            # XLA decides the order of the shards of a dim with both kinds of axes.
+            # XLA orders the shards of a dim that both kinds of axes shard.
             automatic_spec = PartitionSpec()
         return WeightPlacement(
             sharded_dims=sharded_dims,

@@ -3,9 +3,8 @@
 A device holds the shard W[D/fsdp, F] of a weight W[D_fsdp, F]. Each pass gathers the
 weight once, in the compute dtype, and drops it after the products that use it.
 Each device has the gradient dW[D, F] of its local rows. A reduce-scatter sums it over
-devices, in the reduce dtype, to dW[D/fsdp, F]. If both were left to XLA's partitioner,
-their form, and with it the bytes sent, would depend on the number of devices
-(docs/log).
+devices, in the reduce dtype, to dW[D/fsdp, F]. If XLA's partitioner chose the
+collectives, the bytes sent would depend on the number of devices (docs/log).
 """
 
 import math
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 _SUBLANES, _LANES = 8, 128  # A TPU's vectors have this size, along the last two dims.
-_SMALL_BYTES = 2**25  # Smaller weights are gathered in other steps (docs/log).
+_SMALL_BYTES = 2**25  # Smaller weights use `AxisSteps.small` (docs/log).
 
 
 class AxisSteps(NamedTuple):
@@ -30,10 +29,9 @@ class AxisSteps(NamedTuple):
 
     A reduce-scatter over n devices in steps of (p, q) first sums over p devices that
     are far apart, then over q neighbours. A gather takes the steps in reverse. The last
-    number of a tuple is the number of slices that the axis crosses; neighbours are in
-    different slices (train/mesh.py).
-
-    `small` are the steps in which a small weight is gathered.
+    number of a tuple is the number of slices that the axis crosses; neighbours along
+    the axis are in different slices (train/mesh.py). `small` replaces `gather` for
+    small weights.
     """
 
     axis: str
@@ -53,7 +51,7 @@ class CollectiveStep(NamedTuple):
 class WeightPlacement(NamedTuple):
     """The sharding of a weight, and the collectives that its use causes.
 
-    sharded_dims: pairs (dim, manual mesh axes that shard it).
+    sharded_dims: pairs (dim, manual mesh axes that shard this dim).
     replica_axes: the manual mesh axes over which the weight is replicated and
         `reduce_scatter` also sums its gradient.
     reduce_dtype: the dtype in which the gradient travels between devices.
@@ -147,7 +145,7 @@ UNSHARDED = WeightPlacement()
 def on_shards(
     function: Callable[[jax.Array], jax.Array], automatic_spec: PartitionSpec
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that runs on each shard over the automatic axes.
+    """Return `function` mapped over the shards of the automatic axes.
 
     `automatic_spec` is the sharding of the array and the result. Without `shard_map`,
     XLA's partitioner would gather an array over its automatic axes before a collective
@@ -189,7 +187,7 @@ def rows_of(x: jax.Array, dim: int) -> jax.Array:
 
 
 def weight_of_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
-    """Undo `rows_of` for an array of this shape, with any number of rows."""
+    """Undo `rows_of` for a weight of this shape, except that `dim` may differ."""
     row_shape = shape[:dim] + shape[dim + 1 :]
     return jnp.moveaxis(rows.reshape(-1, *row_shape), 0, dim)
 
@@ -199,8 +197,8 @@ def scatter_groups(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
 
     The first steps are between devices that are far apart, the later steps between
     neighbours, so that device i ends with shard i. Slices come last, when each chip has
-    the least to send. `sizes` are the numbers of devices in a group of each step; ()
-    means one step. Groups of None mean one group of all devices.
+    the least to send. `sizes` has the size of a group in each step; () means one step.
+    None means one group of all devices.
     """
     steps = [n for n in sizes if n > 1]
     if len(steps) < 2:

@@ -27,7 +27,7 @@ from model.layers import Normalize, stds
 from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, param_infos
 from model.pipeline import run_pipeline
-from model.rope import Rotations, rotations
+from model.rope import Rotations, make_rotations
 from model.stacks import LayerKinds, depth_of, groups_of, make_stack, run_stacks
 
 _HEAD = "btd,dv->btv"
@@ -36,18 +36,18 @@ Cache = tuple[KeysValues, ...]
 
 
 class GPT(nnx.Module):
-    """The model. `vocab_size` and, with learned positions, the length are required."""
+    """The model. Its config needs `vocab_size`, and a length for learned positions."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Draw every parameter."""
-        assert config.vocab_size is not None, "settled by train/config"
+        assert config.vocab_size is not None, "resolved by train/program.py"
         self.config = config
         std, size = config.embedding_std, config.vocab_size
         padding = config.vocab_rows - size
         self.embedding = Table(config, size, "vocab", std, rngs, padding=padding)
         learned = config.position is Position.learned
         length = config.max_sequence_length or 0
-        assert length or not learned, "settled by train/config"
+        assert length or not learned, "resolved by train/program.py"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         # Layers with different kinds of parameters form different stacks. A group of
@@ -56,10 +56,11 @@ class GPT(nnx.Module):
         num_between = config.num_layers - num_dense - num_expert if num_expert else 0
         num_last = config.num_layers - num_dense - num_between
 
-        def stack(depth: int) -> Block | None:
+        def make_dense_stack(depth: int) -> Block | None:
             return make_stack(config, depth, False, rngs) if depth else None
 
-        self.dense_layers, self.layers_between = stack(num_dense), stack(num_between)
+        self.dense_layers = make_dense_stack(num_dense)
+        self.layers_between = make_dense_stack(num_between)
         self.layers = make_stack(config, num_last, num_expert > 0, rngs)
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
@@ -87,15 +88,15 @@ class GPT(nnx.Module):
         constrain = execution.placement.constrain
         x_BTD = constrain(x_BTD, "batch", "seq", "embed")
         x_BTD = drop(x_BTD, self.config.dropout.embedding, "embedding", call)
-        pipelined = execution.placement.stage_axis is not None
+        is_pipelined = execution.placement.stage_axis is not None
         call = call._replace(
             segment_ids_BT=segment_ids_BT,
-            rotations=None if pipelined else self._rotations(positions_BT),
+            rotations=None if is_pipelined else self._rotations(positions_BT),
         )
         longer_caches, routing = list[KeysValues](), None
         for loop_number, (stacks, kinds) in enumerate(self._loops):
             loop_call = call.fold_in(loop_number)
-            if pipelined:
+            if is_pipelined:
                 x_BTD, routing = self._run_stages(
                     stacks, x_BTD, positions_BT, execution, loop_call, kinds=kinds
                 )
@@ -113,7 +114,7 @@ class GPT(nnx.Module):
                 caches=caches,
             )
             longer_caches += caches or []
-        # Unconstrained, the result of the norm may be sharded like the scale.
+        # Without a constraint, XLA may shard the norm's result like its scale.
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(longer_caches) or None, routing
 
@@ -130,7 +131,7 @@ class GPT(nnx.Module):
         """Run stacks whose layers are sharded over the stages of a pipeline."""
         graphs, params = zip(*map(nnx.split, stacks), strict=True)
 
-        def run(params, x_BTD, positions_BT, group, call: CallContext):
+        def run(params, x_BTD, positions_BT, group_number, call: CallContext):
             stage_stacks = list(map(nnx.merge, graphs, params))
             depth = sum(map(depth_of, stage_stacks))
             x_BTD, _, routing = run_stacks(
@@ -141,7 +142,7 @@ class GPT(nnx.Module):
                 # Local layers are the same in every stage (train/mesh_sizes.py).
                 kinds=kinds._replace(local=kinds.local[:depth]),
                 unroll=self.config.layer_unroll,
-                first=group * depth,
+                first_layer=group_number * depth,
             )
             return x_BTD, routing
 
@@ -149,7 +150,7 @@ class GPT(nnx.Module):
 
     def _rotations(self, positions_BT: Int[Array, "B T"]) -> Rotations | None:
         rotary = self.config.position is Position.rotary
-        return rotations(positions_BT, self.config) if rotary else None
+        return make_rotations(positions_BT, self.config) if rotary else None
 
     @property
     def _loops(self) -> list[tuple[list[Block], LayerKinds]]:
@@ -162,7 +163,7 @@ class GPT(nnx.Module):
             ((self.layers_between, self.layers), slice(num_dense, None)),
         ):
             stacks = [stack for stack in stacks if stack is not None]
-            # In a pipeline, the parameters may be those of one stage's layers.
+            # In a pipeline, the parameters may belong to the layers of one stage.
             depth = sum(map(depth_of, stacks))
             kinds = LayerKinds(local[layers][:depth], precise[layers])
             loops += [(stacks, kinds)] if stacks else []
@@ -170,10 +171,7 @@ class GPT(nnx.Module):
 
     @property
     def head_weight(self) -> Float[Array, "in out"]:
-        """The head's matrix: [D, V], or the embedding's [V, D] if they are tied.
-
-        V is `vocab_rows`.
-        """
+        """The weight of the head: [D, vocab_rows], or [vocab_rows, D] if tied."""
         return self._head.weight[...]
 
     @property
@@ -265,12 +263,12 @@ def bind(model: GPT, params: dict[str, Any]) -> GPT:
 
 def num_params(config: ModelConfig) -> int:
     """Count the parameters, without padding. No memory is allocated."""
-    return sum(info.size(shape) for info, shape in _shapes(config))
+    return sum(info.size(shape) for info, shape in _infos_and_shapes(config))
 
 
 def num_active_params(config: ModelConfig) -> int:
     """Count the parameters that one token uses: only the experts that it chooses."""
-    sizes = ((info, info.size(shape)) for info, shape in _shapes(config))
+    sizes = ((info, info.size(shape)) for info, shape in _infos_and_shapes(config))
     experts = config.num_experts
     return sum(size * active_parts(info, config) // experts for info, size in sizes)
 
@@ -281,7 +279,7 @@ def active_parts(info: ParamInfo, config: ModelConfig) -> int:
     return config.experts_per_token if has_experts else config.num_experts
 
 
-def _shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:
+def _infos_and_shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:
     model = abstract_gpt(config)
     infos = jax.tree.leaves(param_infos(model), is_leaf=is_info)
     params = jax.tree.leaves(params_of(model))

@@ -20,7 +20,7 @@ from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
-from model.linear import Linear, leading
+from model.linear import Linear, expand_to
 from model.params import Kind, ParamInfo
 from model.remat import saveable
 from model.rope import rotate
@@ -31,7 +31,7 @@ class Normalize(nnx.Module):
     """LayerNorm or RMSNorm over the last dims, in float32."""
 
     def __init__(self, config: ModelConfig, kind: Norm, **dims: int):
-        """Make a norm of the last dims, whose sizes are given by logical axis."""
+        """Make a norm over the last dims; `dims` maps logical axes to their sizes."""
         dtype, shape = jnp.dtype(config.param_dtype), tuple(dims.values())
         info = ParamInfo(tuple(dims), Kind.vector)
         self.epsilon = config.norm_epsilon
@@ -50,16 +50,16 @@ class Normalize(nnx.Module):
             if self.centred:
                 y = y - jnp.mean(y, axis=self.dims, keepdims=True)
             variance = jnp.mean(y * y, axis=self.dims, keepdims=True)
-            scale = leading(self.scale[...], y.ndim).astype(y.dtype)
+            scale = expand_to(self.scale[...], y.ndim).astype(y.dtype)
             scale = scale + self.offset if self.offset else scale
             y = y * jax.lax.rsqrt(variance + self.epsilon) * scale
             if self.bias is not None:
-                y = y + leading(self.bias[...], y.ndim).astype(y.dtype)
+                y = y + expand_to(self.bias[...], y.ndim).astype(y.dtype)
             return y.astype(x.dtype)
 
 
 def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
-    """Return the initial stds of a matrix: ordinary, and into the residual stream.
+    """Return two initial stds of a matrix: ordinary, and into the residual stream.
 
     Source: GPT-2 report, section 2.3, for the factor 1/sqrt(2 L).
     """
@@ -121,10 +121,7 @@ class SelfAttention(nnx.Module):
         cache: KeysValues | None,
         local: Local | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Return the attention over x and cached positions, and the longer cache.
-
-        A local layer sees only the window.
-        """
+        """Return the attention over x and cached positions, and the longer cache."""
         placement, compute = execution.placement, execution.numerics.compute_dtype
         q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
         k_BTKH = saveable(self.key(x_BTD, execution, call), "key")

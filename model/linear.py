@@ -1,11 +1,11 @@
-"""The product with a weight that the whole model uses, and the linear layer.
+"""The product with a weight, which the whole model uses, and the linear layer.
 
 Operands are rounded to the compute dtype, and products accumulate in float32. The
 backward pass rounds the cotangent too, so that all three products of a linear layer run
-on fast units. Products in eight bits have their own forms (model/eight_bits/). With
-plain `x @ w`, XLA's CPU backend would convert bfloat16 operands to float32, and a
-float32 cotangent would make a GPU multiply in TF32 (docs/log). Operands are neither
-flattened nor transposed: XLA's CPU backend is fast on einsums with the weight's dims.
+on fast units. Products in eight bits are in model/eight_bits/. With plain `x @ w`,
+XLA's CPU backend would convert bfloat16 operands to float32, and a float32 cotangent
+would make a GPU multiply in TF32 (docs/log). Operands are neither flattened nor
+transposed: XLA's CPU backend is fast on einsums with the weight's own dims.
 """
 
 import re
@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, Key
 
 from model.choices import ComputeDtype
 from model.eight_bits.float8 import FORWARD, float8_product, float8_scale, to_float8
-from model.eight_bits.int8 import contracted, int8_product, to_int8
+from model.eight_bits.int8 import contracted_dims, int8_product, to_int8
 from model.eight_bits.quantization import (
     ProductOptions,
     Quantization,
     Quantized,
-    transposed,
+    gradient_specs,
 )
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gather import UNSHARDED, WeightPlacement
@@ -64,13 +64,13 @@ def product(
     return int8_product(options, a, b, keys_BT)  # pyright: ignore[reportReturnType]
 
 
-def rounded(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
-    """Return a left operand of an einsum, quantized as `product` does it."""
+def _quantize_left(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
+    """Return the left operand of an einsum, quantized as in `product`."""
     if dtype is ComputeDtype.float8:
         return to_float8(a, FORWARD, float8_scale(a, FORWARD))
     assert dtype is ComputeDtype.int8
     dims, _, result = re.split(",|->", spec)
-    return to_int8(a, contracted(dims, result))
+    return to_int8(a, contracted_dims(dims, result))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -90,7 +90,7 @@ def einsum(
 
 def _forward(options: ProductOptions, a: jax.Array, b: jax.Array):
     # The backward pass needs only the rounded a. Parameters such as b are alive anyway,
-    # and rounding them again is cheaper than saving both. A gathered b is saved if the
+    # and rounding b again is cheaper than saving both. A gathered b is saved if the
     # layer is recomputed, because then it does not live longer than the layer.
     spec, compute, placement, _ = options
     a_rounded = a.astype(compute)
@@ -105,7 +105,7 @@ def _backward(options: ProductOptions, residuals, dy: jax.Array):
     a, b, like_a, like_b = residuals
     if placement.gather_again:
         b = placement.gather(b.astype(compute))
-    dy, (spec_da, spec_db) = dy.astype(compute), transposed(spec)
+    dy, (spec_da, spec_db) = dy.astype(compute), gradient_specs(spec)
     da = einsum(spec_da, dy, b, compute, like_a.dtype)
     db = einsum(spec_db, a, dy, compute, like_b.dtype)
     return da, placement.reduce_scatter(db)
@@ -147,7 +147,7 @@ def _gather_backward(placement: WeightPlacement, compute, float8, _, dweight):
 gather_weight.defvjp(_gather_forward, _gather_backward)
 
 
-def leading(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+def expand_to(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
     """Return x with leading dims of size 1, so that it has `ndim` dims."""
     return jnp.expand_dims(x, range(ndim - x.ndim))
 
@@ -199,7 +199,7 @@ class Linear(nnx.Module):
             call = call.fold_in(zlib.crc32(self.name.encode()))
             if call.taps is not None and quantization is not None:
                 x_rounded = x.astype(numerics.compute_dtype)
-                x_quantized = rounded(self.spec, x_rounded, quantization.dtype)
+                x_quantized = _quantize_left(self.spec, x_rounded, quantization.dtype)
                 call.taps.note_rounding(count_rounding(x_rounded, x_quantized))
             # The product gathers the weight and reduce-scatters its gradient.
             y = product(
@@ -213,4 +213,4 @@ class Linear(nnx.Module):
             )
             if self.bias is None:
                 return y
-            return y + leading(self.bias[...], y.ndim).astype(y.dtype)
+            return y + expand_to(self.bias[...], y.ndim).astype(y.dtype)

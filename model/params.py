@@ -25,7 +25,7 @@ def is_of_layers(name: str) -> bool:
 
 
 class Kind(StrEnum):
-    """How optimizers see a parameter.
+    """How optimizers treat a parameter.
 
     `matrix`: a linear map inside the network. `table`: an embedding or the head,
     indexed by token or position. `vector`: a scale or a bias.
@@ -40,7 +40,7 @@ class ParamInfo(NamedTuple):
     """Metadata of a parameter.
 
     inputs: the number of contracted dims of a matrix. They follow the stack dims.
-    padding: the number of entries at the end of `vocab` that only pad the vocabulary.
+    padding: the number of padding entries at the end of the `vocab` dim.
     """
 
     axes: tuple[str, ...]
@@ -88,7 +88,7 @@ def param_infos(model: nnx.Module) -> dict[str, Any]:
 
 
 def in_layer_order(stacks: Mapping[str, Float[Array, "_"]]) -> Float[Array, "_"]:
-    """Return the values of all layers, given by stack, in the order of layers."""
+    """Return one value per layer, in the order in which layers run."""
     dense, between, last = (stacks.get(name) for name in STACKED)
     assert last is not None
     if between is not None:

@@ -4,15 +4,15 @@ The devices along one mesh axis, over which the `layers` dim of parameters is sh
 are the stages. Microbatches enter the first stage one after another, and each stage
 sends its output to the next one. S stages have run M microbatches after M + S - 1
 iterations of one loop, in S - 1 of which a stage is idle (the bubble). With R repeats,
-a stage has R groups of layers, which alternate with those of the other stages, and
-microbatches pass through all stages R times. This takes R M + S - 1 iterations, each an
-R-th as long.
+a stage has R groups of layers, interleaved with the groups of the other stages, and
+microbatches pass through all stages R times. This takes R M + S - 1 iterations, each
+with 1/R of a stage's layers.
 
 A device starts with its local rows of the batch, which are M/S microbatches. In each
-iteration, each device sends one of them to the previous stage, and the last stage keeps
-its output in the place that becomes free. In the end, each device has the features of
-its local rows. In the bubble a stage computes on zeros, which add zeros to every
-gradient, and the output is not read.
+iteration, each device sends one microbatch to the previous stage, and the last stage
+stores its output in the slot that becomes free. In the end, each device has the
+features of its local rows. In the bubble a stage computes on zeros, which add zeros to
+every gradient, and the stage's output is not read.
 
 Source: GPipe, arXiv:1811.06965; circular stages: arXiv:2104.04473, section 2.2.
 
@@ -34,25 +34,25 @@ from model.remat import rematerialized_stage
 from model.scopes import part_scope
 from model.taps import Figures, Taps
 
-# (parameters, x, rows, group, call) -> (x, routing), for one microbatch.
-Run = Callable[
+# (parameters, x, positions, group number, call) -> (x, routing), for one microbatch.
+RunGroup = Callable[
     [Any, jax.Array, Any, jax.Array, CallContext], tuple[jax.Array, Routing | None]
 ]
 
 
 class _Microbatch(NamedTuple):
-    """The values that layers read for one microbatch, or [M, ...] for all of them."""
+    """The inputs per position of one microbatch, or [M, ...] of all microbatches."""
 
-    rows: Any
+    positions_BT: jax.Array | None
     segment_ids_BT: jax.Array | None
     key_data_BT: jax.Array | None
 
 
 def run_pipeline(
-    run: Run,
+    run: RunGroup,
     params: Any,
     x_BTD: Float[Array, "B T D"],
-    rows: Any,
+    positions_BT: jax.Array | None,
     execution: Execution,
     *,
     call: CallContext = NO_CONTEXT,
@@ -60,12 +60,12 @@ def run_pipeline(
     """Run layers that are sharded over the stages of a pipeline.
 
     `run` runs a group of layers on one microbatch; groups are numbered over all stages.
-    `params` is a tree of local parameters [L/S, ...]. x_BTD, `rows` (a tree of int32
-    [B, T]) and `call` hold the local rows.
+    `params` is a tree of local parameters [L/S, ...]. x_BTD, positions_BT and `call`
+    hold the local rows.
 
     Returns:
-        The output of the last layer for local rows, and the routing of all L layers:
-        the load over all stages, and the loss of the local layers.
+        The output of the last layer for local rows, and the routing: the load of all L
+        layers, and the loss [L], which is zero for layers of other stages.
     """
     axis = execution.placement.stage_axis
     assert axis is not None
@@ -76,49 +76,52 @@ def run_pipeline(
     to_previous = [(s, s - 1) for s in range(1, S)]
     stream = x_BTD.reshape(num_local, -1, *x_BTD.shape[1:])
 
-    microbatches = _gather_microbatches(rows, call, axis, shape=(M, stream.shape[1]))
+    microbatches = _gather_microbatches(
+        positions_BT, call, axis, shape=(M, stream.shape[1])
+    )
     if R > 1:
         with part_scope("pipeline"):
             params = interleave_layers(params, axis, R)
-    run_stage = _make_stage(run, execution, call, stage=stage, stages=S)
+    run_stage = _make_stage(run, execution, call, stage=stage, S=S)
 
     def iterate(carry, t: jax.Array):
-        stream, arrived, waiting = carry
-        number = t - stage  # The stage's pass, of which each repeat has M.
-        is_busy = (number >= 0) & (number < R * M)
+        stream, from_previous, waiting = carry
+        pass_index = t - stage  # Each repeat has M passes.
+        is_busy = (pass_index >= 0) & (pass_index < R * M)
         entering = outgoing = _read(stream, t % num_local)
         if R > 1:
-            repeated = _read(waiting, t % num_waiting) if num_waiting else arrived
+            repeated = _read(waiting, t % num_waiting) if num_waiting else from_previous
             entering = jnp.where(t < M, outgoing, repeated)
-        x = jnp.where(stage == 0, entering, arrived)
+        x = jnp.where(stage == 0, entering, from_previous)
         x = jnp.where(is_busy, x, 0)
-        microbatch = jax.tree.map(lambda ids: _read(ids, number % M), microbatches)
-        repeat = jnp.clip(number // M, 0, R - 1)
+        microbatch = jax.tree.map(lambda ids: _read(ids, pass_index % M), microbatches)
+        repeat = jnp.clip(pass_index // M, 0, R - 1)
         y, routing, figures = run_stage(params, x, microbatch, repeat)
         if num_waiting:
-            waiting = _write(waiting, arrived, t % num_waiting)
+            waiting = _write(waiting, from_previous, t % num_waiting)
         with part_scope("pipeline"):
-            arrived = jax.lax.ppermute(y, axis, to_next)
-            incoming = jax.lax.ppermute(outgoing, axis, to_previous)
-        stream = _write(stream, jnp.where(stage == S - 1, y, incoming), t % num_local)
-        return (stream, arrived, waiting), (routing, figures)
+            from_previous = jax.lax.ppermute(y, axis, to_next)
+            from_next = jax.lax.ppermute(outgoing, axis, to_previous)
+        stream = _write(stream, jnp.where(stage == S - 1, y, from_next), t % num_local)
+        return (stream, from_previous, waiting), (routing, figures)
 
-    arrived = jnp.zeros_like(stream[0])
-    start = stream, arrived, jnp.zeros((num_waiting, *arrived.shape), arrived.dtype)
+    from_previous = jnp.zeros_like(stream[0])
+    waiting = jnp.zeros((num_waiting, *stream.shape[1:]), stream.dtype)
+    carry = stream, from_previous, waiting
     with jax.named_scope("stages"):
         iterations = jnp.arange(R * M + S - 1)
-        (stream, _, _), outputs = jax.lax.scan(iterate, start, iterations)
+        (stream, _, _), outputs = jax.lax.scan(iterate, carry, iterations)
     # The last stage began S - 1 iterations late, which shifted its outputs.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
     routing, figures = outputs
-    local_layers = partial(_local_layers, stage=stage, sizes=(R, S, M))
-    return x_BTD, _reduce_stages(routing, figures, local_layers, call.taps, axis)
+    place_layers = partial(_place_local_layers, stage=stage, sizes=(R, S, M))
+    return x_BTD, _reduce_stages(routing, figures, place_layers, call.taps, axis)
 
 
 def _gather_microbatches(
-    rows: Any, call: CallContext, axis: str, *, shape: tuple[int, int]
+    positions_BT: Any, call: CallContext, axis: str, *, shape: tuple[int, int]
 ) -> _Microbatch:
-    """Return what layers read of all microbatches, gathered to [M, rows, ...]."""
+    """Return the inputs per position of all microbatches, as [M, rows, ...]."""
 
     def gather(ids_BT: jax.Array) -> jax.Array:
         gathered = jax.lax.all_gather(ids_BT, axis, tiled=True)
@@ -127,12 +130,12 @@ def _gather_microbatches(
     with part_scope("pipeline"):
         keys_BT = call.keys_BT
         key_data_BT = None if keys_BT is None else jax.random.key_data(keys_BT)
-        local = _Microbatch(rows, call.segment_ids_BT, key_data_BT)
-        return jax.tree.map(gather, local)
+        inputs = _Microbatch(positions_BT, call.segment_ids_BT, key_data_BT)
+        return jax.tree.map(gather, inputs)
 
 
 def _make_stage(
-    run: Run, execution: Execution, call: CallContext, *, stage: jax.Array, stages: int
+    run: RunGroup, execution: Execution, call: CallContext, *, stage: jax.Array, S: int
 ) -> Callable[..., Any]:
     """Return the function that runs a stage's layers on one microbatch."""
     repeats = execution.pipeline_repeats
@@ -143,14 +146,16 @@ def _make_stage(
         # Slice the layers even if there is only one group. Otherwise jax would compute
         # values that do not depend on the iteration, such as gathered weights, before
         # the loop, and keep them.
-        group = jax.tree.map(lambda w: _slice_group(w, repeat, repeats), params)
-        rows, segment_ids_BT, data_BT = microbatch
+        group_params = jax.tree.map(lambda w: _slice_group(w, repeat, repeats), params)
+        positions_BT, segment_ids_BT, key_data_BT = microbatch
+        keys_BT = None if key_data_BT is None else jax.random.wrap_key_data(key_data_BT)
         stage_call = call._replace(
             segment_ids_BT=segment_ids_BT,
-            keys_BT=None if data_BT is None else jax.random.wrap_key_data(data_BT),
+            keys_BT=keys_BT,
             taps=None if call.taps is None else Taps(),
         )
-        y, routing = run(group, x, rows, repeat * stages + stage, stage_call)
+        group_number = repeat * S + stage
+        y, routing = run(group_params, x, positions_BT, group_number, stage_call)
         return y, routing, stage_call.taps and stage_call.taps.all_figures()
 
     return rematerialized_stage(run_stage, execution.remat)
@@ -159,24 +164,24 @@ def _make_stage(
 def _reduce_stages(
     routing: Routing | None,
     figures: Figures | None,
-    local_layers: Callable[..., Any],
+    place_layers: Callable[..., Any],
     taps: Taps | None,
     axis: str,
 ) -> Routing | None:
-    """Record the figures of all layers. Return the load of all and the local loss."""
+    """Record the figures of all layers. Return the routing as `run_pipeline` does."""
     if taps is not None and figures is not None:
-        figures = figures.reduced(
-            lambda values: jax.lax.pmax(local_layers(values, jnp.max), axis),
-            lambda values: jax.lax.psum(local_layers(values, jnp.mean), axis),
+        figures = figures.reduce(
+            lambda values: jax.lax.pmax(place_layers(values, jnp.max), axis),
+            lambda values: jax.lax.psum(place_layers(values, jnp.mean), axis),
         )
         taps.add_stack(figures)
     if routing is None:
         return None
-    load, loss = jax.tree.map(local_layers, routing)
+    load, loss = jax.tree.map(place_layers, routing)
     return Routing(jax.lax.psum(load, axis), loss)
 
 
-def _local_layers(
+def _place_local_layers(
     values: jax.Array,
     reduce: Callable[..., jax.Array] = jnp.sum,
     *,
@@ -195,12 +200,12 @@ def _local_layers(
 
 
 def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
-    """Return parameters exchanged between stages, so that each has every S-th group.
+    """Exchange parameters between stages, so that each stage has every S-th group.
 
-    The state always holds neighbouring layers on a device, so that checkpoints have one
+    The state always holds consecutive layers on a device, so that checkpoints have one
     layout for any number of repeats. The step converts W[L/S, ...] to the order in
-    which layers run, and its gradient back. There are R permutes, and in each of them
-    every device sends one group and receives one.
+    which layers run, and the gradient back. In each of R permutes, every device sends
+    one group and receives one.
     """
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)
@@ -209,13 +214,14 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
         groups = local.reshape(repeats, -1, *local.shape[1:])
         result = jnp.zeros_like(groups)
         for offset in range(repeats):
-            sent = [(offset + s // period) % repeats for s in range(S)]
-            numbers = [s * repeats + i for s, i in enumerate(sent)]
+            sent_slots = [(offset + s // period) % repeats for s in range(S)]
+            numbers = [s * repeats + slot for s, slot in enumerate(sent_slots)]
             pairs = [(s, number % S) for s, number in enumerate(numbers)]
-            received = [number // S for number in sorted(numbers, key=lambda n: n % S)]
-            group = _read(groups, jnp.asarray(sent)[stage])
+            by_receiver = sorted(numbers, key=lambda number: number % S)
+            received_slots = [number // S for number in by_receiver]
+            group = _read(groups, jnp.asarray(sent_slots)[stage])
             group = jax.lax.ppermute(group, axis, pairs)
-            result = _write(result, group, jnp.asarray(received)[stage])
+            result = _write(result, group, jnp.asarray(received_slots)[stage])
         return result.reshape(local.shape)
 
     return jax.tree.map(interleave, params)
@@ -230,5 +236,5 @@ def _read(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-def _write(x: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, part, index, 0)
+def _write(x: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, value, index, 0)

@@ -1,4 +1,4 @@
-"""The placement of a program's arrays on the mesh, as the model needs to know it.
+"""The placement of a program's arrays on the mesh, from the model's view.
 
 The mesh axes that shard the batch are manual: the program runs on each device's part of
 the batch (train/rows.py), and states each gather and each reduction over these axes.
@@ -26,7 +26,7 @@ class Placement:
     reduce_in_layers: whether gradients of matrices are summed over replicas in each
         backward pass. Otherwise the step sums them once, after all microbatches.
     exchange_embedding_rows: whether devices that share an embedding table exchange the
-        rows that they look up, because these are smaller than the table.
+        rows that they look up, instead of gathering the table.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -42,27 +42,27 @@ class Placement:
         sizes = {} if self.mesh is None else self.mesh.shape
         return tuple(axis for axis, size in sizes.items() if size > 1)
 
-    def _nontrivial_dims(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
+    def _axes_by_dim(self, spec: PartitionSpec) -> list[tuple[str, ...]]:
         """Return the mesh axes of more than one device that shard each dim."""
         nontrivial = self._nontrivial_axes
         return [tuple(a for a in mesh_axes(entry) if a in nontrivial) for entry in spec]
 
     @cached_property
-    def _batch_dims(self) -> list[tuple[str, ...]]:
+    def _batch_axes_by_dim(self) -> list[tuple[str, ...]]:
         if not self._nontrivial_axes or not self.rules.activations:
             return [(), ()]
-        return self._nontrivial_dims(self.rules.spec("batch", "seq"))
+        return self._axes_by_dim(self.rules.spec("batch", "seq"))
 
     @cached_property
     def batch_axes(self) -> tuple[str, ...]:
         """The mesh axes along which devices have different parts of the batch."""
-        rows, sequence = self._batch_dims
-        return tuple(a for a in self._nontrivial_axes if a in rows or a in sequence)
+        axes = {axis for dim_axes in self._batch_axes_by_dim for axis in dim_axes}
+        return tuple(axis for axis in self._nontrivial_axes if axis in axes)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
         """The mesh axes along which devices have different positions of one row."""
-        return self._batch_dims[1]
+        return self._batch_axes_by_dim[1]
 
     @cached_property
     def automatic_axes(self) -> tuple[str, ...]:
@@ -71,17 +71,14 @@ class Placement:
 
     @property
     def manual_axes(self) -> set[str]:
-        """The axes of the per-device program: all but the automatic axes.
-
-        The set is empty if nothing shards the batch.
-        """
+        """The manual axes of the program; none if nothing shards the batch."""
         if self.mesh is None or not self.batch_axes:
             return set()
         return {*self.mesh.axis_names} - {*self.automatic_axes}
 
     @property
     def stage_axis(self) -> str | None:
-        """The mesh axis of a pipeline's stages."""
+        """The mesh axis of a pipeline's stages, or None without a pipeline."""
         axes = [axis for _, axes in self.sharded_dims(("layers",)) for axis in axes]
         assert len(axes) <= 1
         return axes[0] if axes else None
@@ -94,16 +91,18 @@ class Placement:
     def sharded_dims(
         self, axes: tuple[str, ...]
     ) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return (dim, axes) for each dim of a parameter that batch axes shard."""
+        """Return (dim, mesh axes) for each dim of a parameter that batch axes shard."""
         if not self.batch_axes:
             return ()
-        dims = enumerate(self._nontrivial_dims(self.rules.param_spec(axes)))
-        manual = ((i, tuple(a for a in dim if a in self.batch_axes)) for i, dim in dims)
-        return tuple((i, dim) for i, dim in manual if dim)
+        pairs = []
+        for dim, dim_axes in enumerate(self._axes_by_dim(self.rules.param_spec(axes))):
+            batch_axes = tuple(a for a in dim_axes if a in self.batch_axes)
+            pairs += [(dim, batch_axes)] if batch_axes else []
+        return tuple(pairs)
 
     def replica_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the batch axes along which a parameter is replicated."""
-        sharded = {axis for _, dim in self.sharded_dims(axes) for axis in dim}
+        sharded = {a for _, dim_axes in self.sharded_dims(axes) for a in dim_axes}
         return tuple(axis for axis in self.batch_axes if axis not in sharded)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
@@ -119,12 +118,12 @@ class Placement:
         return self._automatic_spec(self.rules.param_spec(axes))
 
     def _automatic_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        dims = (
-            [a for a in dim if a in self.automatic_axes]
-            for dim in self._nontrivial_dims(spec)
+        axes_by_dim = (
+            tuple(a for a in dim_axes if a in self.automatic_axes)
+            for dim_axes in self._axes_by_dim(spec)
         )
         return PartitionSpec(
-            *(dim[0] if len(dim) == 1 else tuple(dim) or None for dim in dims)
+            *(axes[0] if len(axes) == 1 else axes or None for axes in axes_by_dim)
         )
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -139,9 +138,9 @@ class Placement:
     def map_shards(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Return a function that runs on each shard over the automatic axes.
+        """Return `function` mapped over the shards of the automatic axes.
 
-        XLA's partitioner does not look inside of that function.
+        XLA's partitioner does not look inside `function`.
         """
         return jax.shard_map(
             function,

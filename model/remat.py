@@ -1,8 +1,7 @@
 """Rematerialisation: which results of a layer the backward pass saves or recomputes.
 
-Saved results stay in the device's memory or, by name, in host memory. Recomputation is
-the same mathematics in the same order: it changes memory and time, and losses and
-gradients only by rounding.
+Saved results stay in the device's memory or, by name, in host memory. Recomputation
+changes memory and time; it changes losses and gradients only by rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ Policy = str | tuple[str, ...]  # "none", "dots", "full", or names of Intermedia
 _INPUT: OffloadName = "residual"
 
 
-def layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def name_layer_input(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Name the input of a layer, which is saved under every policy."""
     return checkpoint_name(x, _INPUT)
 
@@ -33,16 +32,17 @@ def rematerialized(
     layer: Callable,
     policy: Policy,
     offload: Sequence[OffloadName],
-    looped: bool,
+    in_loop: bool,
     branches: bool = False,
 ) -> Callable:
-    """Return the layer, with results recomputed in the backward pass by a policy.
+    """Return a layer whose backward pass recomputes what the policy does not save.
 
-    "none" saves all results, "dots" saves those of products with a weight, "full" saves
-    none. A tuple saves the results with these names. Results named in `offload` are
-    saved in host memory under any policy. `looped` says whether a loop of more than one
-    iteration runs the layer, and `branches` whether the layer chooses between branches.
-    Without a policy, branches would save copies of their arguments, weights included.
+    "none" saves all results, "dots" saves products with a weight, "full" saves nothing.
+    A tuple saves the results with these names. Results named in `offload` are
+    saved in host memory under any policy. `in_loop` says whether a loop of several
+    iterations runs the layer, and `branches` whether the layer has branches.
+    If there are branches, "none" uses `jax.checkpoint` too, because the branches would
+    otherwise save copies of their arguments, weights included.
     """
     # train/cli/rules.py refuses `offload` with this policy.
     if policy == "none" and not branches:
@@ -51,13 +51,13 @@ def rematerialized(
     if offload:
         save_policy = _offload_policy(offload, save_policy)
     # A loop prevents XLA from undoing the recomputation; otherwise prevent_cse does.
-    return jax.checkpoint(layer, policy=save_policy, prevent_cse=not looped)
+    return jax.checkpoint(layer, policy=save_policy, prevent_cse=not in_loop)
 
 
 def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
     """Return a pipeline's stage that saves what its layers save, but no weights.
 
-    Under the policy "none", only the slices of the parameters are not saved.
+    The policy "none" saves everything except slices of the parameters.
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
     save_policy = _save_all_but_slices if policy == "none" else _save_policy(policy)
@@ -70,26 +70,26 @@ def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def _save_policy(policy: Policy) -> Callable[..., Any]:
-    save = jax.checkpoint_policies
+    policies = jax.checkpoint_policies
     if policy == "none":
-        return save.everything_saveable
+        return policies.everything_saveable
     if policy == "dots":
-        return save.dots_with_no_batch_dims_saveable
+        return policies.dots_with_no_batch_dims_saveable
     if isinstance(policy, str):
         assert policy == "full"
-        return save.nothing_saveable
-    names = save.save_only_these_names(*policy)
+        return policies.nothing_saveable
+    save_named = policies.save_only_these_names(*policy)
     if "attention" not in policy:
-        return names
-    return save.save_from_both_policies(names, _is_cudnn_forward)
+        return save_named
+    return policies.save_from_both_policies(save_named, _is_cudnn_forward)
 
 
 def _offload_policy(names: Sequence[OffloadName], base: Callable) -> Callable[..., Any]:
     """Return a policy that offloads named results and treats others as `base` does."""
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        kernel = "attention" in names and _is_cudnn_forward(primitive)
-        if kernel or (primitive.name == "name" and params["name"] in names):
+        is_kernel = "attention" in names and _is_cudnn_forward(primitive)
+        if is_kernel or (primitive.name == "name" and params["name"] in names):
             return Offloadable(src="device", dst="pinned_host")
         return base(primitive, *avals, **params)
 

@@ -1,8 +1,8 @@
 """Rotary positions, and the formulas that stretch them to longer rows.
 
 At position p, pair i is rotated by p f, with the frequency f = theta^(-2i/R). A model
-that continues with longer rows keeps the fast pairs, which tell near positions apart,
-and slows down the others.
+that is trained further, on longer rows, keeps the fast pairs, which tell near positions
+apart, and slows down the others.
 
 Shapes: B batch, T time, N heads, H head dim, P rotated pairs, R = 2P.
 """
@@ -32,7 +32,7 @@ class Rotations(NamedTuple):
     local_layers: Rotation | None
 
     def for_layer(self, local: Local | bool) -> Rotation:
-        """Return the rotation of a layer, which may be decided at run time."""
+        """Return the rotation of a layer. A `Local` selects it at run time."""
         if self.local_layers is None or local is False:
             return self.global_layers
         if local is True:
@@ -41,7 +41,7 @@ class Rotations(NamedTuple):
         return Rotation(*(jnp.where(local.flag, a, b) for a, b in pairs))
 
 
-def rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations:
+def make_rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations:
     """Return the rotations at these positions. Source: RoFormer, arXiv:2104.09864."""
     R, theta_local = config.rotary_dim, config.rope_theta_local
     local_layers = None
@@ -54,9 +54,9 @@ def rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations
 def _rotation(
     positions_BT: Int[Array, "B T"], R: int, theta: float, scaling: RopeScaling
 ) -> Rotation:
-    rates_P = frequencies(R, theta, scaling)
+    frequencies_P = frequencies(R, theta, scaling)
     positions_BT11 = positions_BT[..., None, None].astype(jnp.float32)
-    angles = positions_BT11 * rates_P[None, None, None]
+    angles = positions_BT11 * frequencies_P[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling.kind is not Scaling.yarn:
         return Rotation(cos, sin)
@@ -64,7 +64,7 @@ def _rotation(
 
 
 def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]:
-    """Return the frequencies of R/2 pairs.
+    """Return the frequencies of R/2 pairs of dims, slowed down as `scaling` says.
 
     Sources: arXiv:2306.15595 (linear), the code of Llama 3.1 (llama3), YaRN,
     arXiv:2309.00071, section 3.2. With `truncate`, the bounds of YaRN are integers.
@@ -80,9 +80,9 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
             return slowed
         case Scaling.llama3:
             turns = unscaled * (length / (2 * math.pi))
-            kept_share = jnp.clip((turns - slow) / (fast - slow), 0, 1)
+            unscaled_share = jnp.clip((turns - slow) / (fast - slow), 0, 1)
         case Scaling.yarn:
-            # The pairs that turn this often in a row of the earlier training.
+            # The indices of the pairs that turn this often in a row of the old length.
             low, high = (
                 R * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
                 for turns in (fast, slow)
@@ -91,10 +91,10 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, R - 1)
             distance = jnp.arange(num_pairs, dtype=jnp.float32) - low
-            kept_share = 1 - jnp.clip(distance / (high - low or 0.001), 0, 1)
+            unscaled_share = 1 - jnp.clip(distance / (high - low or 0.001), 0, 1)
         case _:
             assert_never(scaling.kind)
-    return kept_share * unscaled + (1 - kept_share) * slowed
+    return unscaled_share * unscaled + (1 - unscaled_share) * slowed
 
 
 def rotate(

@@ -17,17 +17,17 @@ def part_scope(name: str) -> AbstractContextManager:
 
 
 def expected_scope(rows: int, total: int) -> AbstractContextManager:
-    """Return a scope for arrays of which only some rows are in use on average."""
+    """Return a scope for arrays of `total` rows; `rows` are in use on average."""
     return jax.named_scope(f"expected.{rows}.{total}")
 
 
 def computed_scope(blocks: int, total: int) -> AbstractContextManager:
-    """Return a scope for an attention kernel that computes only some blocks."""
+    """Return a scope for an attention kernel that computes `blocks` of `total`."""
     return jax.named_scope(f"computed.{blocks}.{total}")
 
 
 def in_branch(run: Callable[..., Any], times: int, total: int) -> Callable[..., Any]:
-    """Return `run` in a scope that states how often a branch is taken."""
+    """Return a branch that runs `run`, in a scope that says how often it is taken."""
 
     def branch(*arguments: Any) -> Any:
         with jax.named_scope(f"taken.{times}.{total}"):

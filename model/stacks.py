@@ -19,7 +19,7 @@ from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.experts.router import Routing
-from model.remat import layer_input, rematerialized
+from model.remat import name_layer_input, rematerialized
 from model.scopes import in_branch
 from model.taps import Figures, Taps
 
@@ -27,8 +27,8 @@ from model.taps import Figures, Taps
 class LayerKinds(NamedTuple):
     """The kinds of the layers of one loop, in the order in which layers run.
 
-    A local layer sees only the window. A precise one multiplies in high precision. In a
-    pipeline, `precise` lists the layers of all stages.
+    A local layer sees only the window. A precise layer multiplies in high precision.
+    In a pipeline, `precise` lists the layers of all stages.
     """
 
     local: Sequence[bool]
@@ -38,8 +38,8 @@ class LayerKinds(NamedTuple):
 class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
-    The number is folded into random keys. `is_local` and `is_precise` are None if they
-    are known when the program is traced.
+    `number` is folded into random keys. `is_local` and `is_precise` are None if the
+    kind is static.
     """
 
     number: jax.Array | None
@@ -55,13 +55,13 @@ class _Outputs(NamedTuple):
     figures: Figures | None
 
 
-def make_stack(config: ModelConfig, depth: int, routed: bool, rngs: nnx.Rngs) -> Block:
-    """Return layers with one set of parameters, stacked along a leading dim."""
+def make_stack(config: ModelConfig, depth: int, is_moe: bool, rngs: nnx.Rngs) -> Block:
+    """Return a block whose parameters are those of `depth` layers, stacked."""
 
     @nnx.split_rngs(splits=depth)
     @nnx.vmap
     def stack(rngs: nnx.Rngs) -> Block:
-        return Block(config, routed, rngs)
+        return Block(config, is_moe, rngs)
 
     return stack(rngs)
 
@@ -89,22 +89,23 @@ def run_stacks(
     kinds: LayerKinds,
     unroll: int,
     caches: Sequence[KeysValues] | None = None,
-    first: jax.Array | int = 0,
+    first_layer: jax.Array | int = 0,
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
     """Run stacked layers by one scan over groups of layers.
 
     Each group has layers of all stacks. If the layers in one slot of all groups have
     the same kind, that kind is static. `unroll` is the number of layers in each
     iteration, rounded to whole groups; -1 means all of them, without a loop. `caches`
-    has one cache for each slot of a group. The layers are numbered from `first`.
+    has one cache for each slot of a group. Layers are numbered from `first_layer`.
 
     Returns:
-        x_BTD, the longer caches if there were any, and the routing of the last stack.
+        x_BTD after the layers, the longer caches or None, and the last stack's routing.
     """
-    groups, sizes = groups_of(stacks)
+    num_groups, sizes = groups_of(stacks)
     size = sum(sizes)
+    depth = num_groups * size
     graphs, params = zip(*map(nnx.split, stacks), strict=True)
-    unroll = groups if unroll == -1 else min(max(unroll // size, 1), groups)
+    unroll = num_groups if unroll == -1 else min(max(unroll // size, 1), num_groups)
     group = _Group(
         blocks=[
             graph for graph, n in zip(graphs, sizes, strict=True) for _ in range(n)
@@ -114,10 +115,10 @@ def run_stacks(
         call=call,
         kinds=kinds,
         # The backward pass recomputes one layer at a time, even if a group has several.
-        looped=unroll < groups and size == 1,
+        in_loop=unroll < num_groups and size == 1,
     )
-    layer_numbers = [first + jnp.arange(i, groups * size, size) for i in range(size)]
-    stacked = [
+    layer_numbers = [first_layer + jnp.arange(i, depth, size) for i in range(size)]
+    stacked_params = [
         tree if n == 1 else jax.tree.map(partial(_split_groups, n), tree)
         for tree, n in zip(params, sizes, strict=True)
     ]
@@ -127,12 +128,12 @@ def run_stacks(
             x_BTD,
             (
                 [None] * size if call.keys_BT is None else layer_numbers,
-                stacked,
+                stacked_params,
                 caches or [None] * size,
-                _flags(kinds.local, size, groups, 0),
-                _flags(kinds.precise, size, groups, first // size),
+                _kinds_by_slot(kinds.local, size, num_groups, 0),
+                _kinds_by_slot(kinds.precise, size, num_groups, first_layer // size),
             ),
-            unroll=True if unroll == groups else unroll,
+            unroll=True if unroll == num_groups else unroll,
         )
     longer_caches, routings, figures = zip(*outputs, strict=True)
     if call.taps is not None:
@@ -147,7 +148,7 @@ class _Group:
     """The body of the scan, which runs one layer in each slot of a group.
 
     `blocks` are the layers without parameters, and `sizes` the numbers of layers that
-    each stack has in a group. `looped` says whether a loop runs groups of one layer.
+    each stack has in a group. `in_loop` says whether a loop runs groups of one layer.
     """
 
     blocks: Sequence[Any]
@@ -155,20 +156,20 @@ class _Group:
     execution: Execution
     call: CallContext
     kinds: LayerKinds
-    looped: bool
+    in_loop: bool
 
     def __call__(self, x_BTD: Float[Array, "B T D"], inputs):
-        numbers, stacked, *inputs = inputs
-        pairs = zip(stacked, self.sizes, strict=True)
+        numbers, stacked_params, *other_inputs = inputs
+        pairs = zip(stacked_params, self.sizes, strict=True)
         params = [layer for stack, n in pairs for layer in _unstack(stack, n)]
         outputs = list[_Outputs]()
-        layers = map(_Layer, numbers, params, *inputs)
+        layers = map(_Layer, numbers, params, *other_inputs)
         for slot, layer in enumerate(layers):
             run = rematerialized(
                 partial(self._run_layer, slot),
                 self.execution.remat,
                 self.execution.offload,
-                looped=self.looped,
+                in_loop=self.in_loop,
                 branches=layer.is_precise is not None,
             )
             x_BTD, output = run(x_BTD, layer)
@@ -193,7 +194,7 @@ class _Group:
             )
             return x_BTD, _Outputs(cache, routing, taps and taps.layer_figures())
 
-        arguments = layer_input(x_BTD), layer.params, layer.cache
+        arguments = name_layer_input(x_BTD), layer.params, layer.cache
         if layer.is_precise is None:
             return run(*arguments, precise=precise[slot])
         times, total = sum(precise[slot::size]), len(precise[slot::size])
@@ -205,8 +206,8 @@ class _Group:
         )
 
 
-def _flags(
-    kinds: Sequence[bool], size: int, groups: int, start: jax.Array | int
+def _kinds_by_slot(
+    kinds: Sequence[bool], size: int, num_groups: int, start: jax.Array | int
 ) -> list[Any]:
     """Return the kinds [groups] of the layers in each slot, or None if all are equal.
 
@@ -214,10 +215,10 @@ def _flags(
     """
     by_slot = [kinds[slot::size] for slot in range(size)]
     flags = [jnp.asarray(k) if len({*k}) > 1 else None for k in by_slot]
-    if len(by_slot[0]) == groups:
+    if len(by_slot[0]) == num_groups:
         return flags
     return jax.tree.map(
-        lambda flag: jax.lax.dynamic_slice_in_dim(flag, start, groups), flags
+        lambda flag: jax.lax.dynamic_slice_in_dim(flag, start, num_groups), flags
     )
 
 

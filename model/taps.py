@@ -2,9 +2,8 @@
 
 A layer passes results by name to `call.taps`. If a step is not watched there are no
 taps, and the traced program does not contain them. Recorded figures have no gradient,
-and a scan over layers returns them, so that a watched forward pass computes the same
-values. The figures are local to a device: the caller reduces them over devices and
-microbatches.
+and a scan over layers returns them: watching a step does not change its values. The
+figures are local to a device: the caller reduces them over devices and microbatches.
 """
 
 from collections.abc import Callable
@@ -30,18 +29,18 @@ class Figures(NamedTuple):
     largest: ValuesByName
     shares: ValuesByName
 
-    def reduced(self, largest: Reduce, share: Reduce) -> "Figures":
+    def reduce(self, reduce_largest: Reduce, reduce_share: Reduce) -> "Figures":
         """Apply a reduction to each figure, by its kind."""
         return Figures(
-            {name: largest(values) for name, values in self.largest.items()},
-            {name: share(values) for name, values in self.shares.items()},
+            {name: reduce_largest(values) for name, values in self.largest.items()},
+            {name: reduce_share(values) for name, values in self.shares.items()},
         )
 
 
 def count_rounding(
     x: Float[Array, "..."], rounded: Quantized, used: Bool[Array, "..."] | None = None
 ) -> Float[Array, "3"]:
-    """Return three counts of an operand: flushed to zero, saturated, and all values.
+    """Return three counts of an operand's values: flushed to zero, saturated, and all.
 
     `used` says whether each value takes part in a product. None means that all do.
     """
@@ -57,26 +56,26 @@ class Taps:
     """Collects the figures of one layer, or of stacks of layers, during tracing."""
 
     def __init__(self, exact: bool = False) -> None:
-        """Start empty; `exact` means that this layer rounds nothing, but others do."""
+        """Start empty. An `exact` layer quantizes nothing, but other layers do."""
         self._largest: ValuesByName = {}
-        self._rounded = jnp.array([0.0, 0.0, 1.0]) if exact else None
+        self._counts = jnp.array([0.0, 0.0, 1.0]) if exact else None
         self._stacks: list[Figures] = []
 
     def note(self, name: str, x: Float[Array, "..."]) -> None:
         """Record the largest absolute value of a result of the layer."""
         x = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-        # Between devices, the maximum of NaN and a number may be either of them.
+        # An all-reduce maximum of NaN and a number may be the NaN or the number.
         self._largest[name] = jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))
 
     def note_rounding(self, counts: Float[Array, "3"]) -> None:
         """Add the counts of an operand's rounding, from `count_rounding`."""
-        self._rounded = counts if self._rounded is None else self._rounded + counts
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def layer_figures(self) -> Figures:
         """Return the figures of the layer as scalars."""
-        if self._rounded is None:
+        if self._counts is None:
             return Figures(self._largest, {})
-        flushed, saturated, size = self._rounded
+        flushed, saturated, size = self._counts
         shares = {"flushed": flushed / size, "saturated": saturated / size}
         return Figures(self._largest, shares)
 
@@ -85,5 +84,5 @@ class Taps:
         self._stacks.append(stack)
 
     def all_figures(self) -> Figures:
-        """Return the figures of all layers."""
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self._stacks)
+        """Return the figures of all layers, concatenated over stacks."""
+        return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *self._stacks)

@@ -1,4 +1,4 @@
-"""`python -m train`: start a run, or continue the run that has its name."""
+"""`python -m train`: start a run, or continue the run of the same name."""
 
 import os
 import shlex

@@ -34,37 +34,37 @@ def main(config: CheckpointsConfig) -> int:
     from train.console import print_table
     from train.identity import run_dir
     from train.run.digests import saved_steps
-    from train.run.starts import existing_run, known_run_id
+    from train.run.starts import existing_run, recorded_run_id
 
     run = existing_run(run_dir(Config(run=config.run)))
-    folder, run_id = run / "checkpoints", known_run_id(run)
+    folder, run_id = run / "checkpoints", recorded_run_id(run)
     paths = [folder / str(step) for step in saved_steps(folder)]
-    rows = [row for path in paths if (row := _row(path, config.verify, run_id))]
-    all_good = not any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)
+    rows = [row for path in paths if (row := _table_row(path, config.verify, run_id))]
+    any_bad = any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)
     headers = ["step", "size", "minutes ago", "files"]
     print_table(rows, headers, f"checkpoints of {folder}")
     quarantine = folder / "quarantine"
     if quarantine.exists() and (names := sorted(p.name for p in quarantine.iterdir())):
         print(f"set aside in {quarantine}: {', '.join(names)}")
-    return 0 if all_good else WRONG_DATA
+    return WRONG_DATA if any_bad else 0
 
 
-def _row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None:
+def _table_row(path: epath.Path, verify: bool, run_id: str | None) -> list[str] | None:
     """Return a checkpoint's table row, or None if it was deleted in the meantime."""
     from data.storage import modified_at
-    from train.run.digests import damage, is_sealed, misplaced, size
+    from train.run.digests import find_damage, is_sealed, misplacement, step_bytes
     from train.units import format_bytes
 
     try:
         verdict = "sealed" if is_sealed(path) else "not sealed yet"
         if verify and is_sealed(path):
             verdict = "verified"
-            if reason := damage(path):
+            if reason := find_damage(path):
                 verdict = f"{_DAMAGED}: {reason}"
-            elif reason := misplaced(path, run_id):
+            elif reason := misplacement(path, run_id):
                 verdict = f"{_MISPLACED}: {reason}"
         minutes = (time.time() - modified_at(path)) / 60
-        row = [path.name, format_bytes(size(path)), f"{minutes:,.0f}", verdict]
+        row = [path.name, format_bytes(step_bytes(path)), f"{minutes:,.0f}", verdict]
     except FileNotFoundError:
         if path.exists():
             raise

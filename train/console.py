@@ -1,7 +1,7 @@
 """Progress and tables on the terminal.
 
 Progress goes to stderr, tables to stdout. On a terminal both are drawn by rich;
-elsewhere (files, pipes, cluster logs) they are plain lines, never wrapped or cut.
+otherwise (files, pipes, cluster logs) both are plain lines, never wrapped or cut.
 """
 
 import sys
@@ -21,7 +21,7 @@ _PLAIN_INTERVAL_S = 5.0
 
 
 class Progress:
-    """Shows how far training is and how fast it goes.
+    """Shows the completed steps and the speed of training.
 
     start_step: the number of updates that were completed before this start.
     peak_known: whether the peak FLOP/s are known, so that MFU can be shown.
@@ -104,8 +104,9 @@ class Progress:
         if self._first_update is None:
             self._first_update = (step, now)
         first_step, first_s = self._first_update
-        done, spent_s = step - first_step, now - first_s
-        return (self._num_steps - step) * spent_s / done if done > 0 else None
+        done_steps, spent_s = step - first_step, now - first_s
+        left_steps = self._num_steps - step
+        return left_steps * spent_s / done_steps if done_steps > 0 else None
 
 
 def printable(text: str) -> str:

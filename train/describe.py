@@ -32,15 +32,15 @@ def describe_program(program: Program) -> None:
             f"layers, {pipeline.microbatches} microbatches: {pipeline.iterations} "
             f"iterations, {pipeline.bubble:.0%} bubble"
         )
-    state = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(program.state))
-    active = ""
+    state_bytes = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(program.state))
+    active_note = ""
     if program.num_active_params < program.num_params:
-        active = f", {program.num_active_params:,} of them active in a token"
+        active_note = f", {program.num_active_params:,} of them active in a token"
     params = jax.tree.leaves(program.state.params)
-    sharded = sum(not leaf.sharding.is_fully_replicated for leaf in params)
-    arrays = f" in {len(params)} arrays, {sharded} of them sharded"
-    print(f"parameters  {program.num_params:,}{active}{arrays}")
-    print(f"state       {format_bytes(state)} a device, with optimizer")
+    num_sharded = sum(not leaf.sharding.is_fully_replicated for leaf in params)
+    arrays = f" in {len(params)} arrays, {num_sharded} of them sharded"
+    print(f"parameters  {program.num_params:,}{active_note}{arrays}")
+    print(f"state       {format_bytes(state_bytes)} a device, with optimizer")
     _describe_layers(program)
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
@@ -58,14 +58,14 @@ def _describe_layers(program: Program) -> None:
         method = execution.context_attention
         kernel += f", {method} over {devices_per_row} devices that share rows"
     print(f"attention   {kernel}, products in {dtype}")
-    groups = num_shards(program.mesh.shape, dict(rules.params)["experts"])
-    if model.expert_layers and groups > 1:
+    num_devices = num_shards(program.mesh.shape, dict(rules.params)["experts"])
+    if model.expert_layers and num_devices > 1:
         exchange = execution.expert_exchange
-        print(f"experts     of a layer on {groups} devices: {exchange}")
+        print(f"experts     of a layer on {num_devices} devices: {exchange}")
     if numerics.quantization is not None:
-        eight_bits, emulated = numerics.quantization
+        quantized_dtype, emulated = numerics.quantization
         note = ", rounded to it but multiplied in float32, slowly: a CPU has no other"
-        print(f"{eight_bits:<11} linear layers{note if emulated else ''}")
+        print(f"{quantized_dtype:<11} linear layers{note if emulated else ''}")
         layers = [str(n) for n, is_precise in enumerate(model.precise) if is_precise]
         if layers:
             print(f"            those of layer {', '.join(layers)} in {dtype}")
@@ -74,8 +74,8 @@ def _describe_layers(program: Program) -> None:
 def describe_data(order: Order, num_steps: int) -> None:
     """Print how many times the whole run uses each source."""
     epochs = order.epochs(num_steps)
-    for number, (name, rows) in enumerate(order.rows.items()):
-        title = "" if number else "data"
+    for i, (name, rows) in enumerate(order.rows.items()):
+        title = "" if i else "data"
         times = f"{epochs[name]:.2f}" if epochs[name] >= 0.005 else "less than 0.01"
         use = f"used {times} times" if epochs[name] else "never used"
         print(f"{title:<11} {name}: {len(rows):,} rows, {use}")

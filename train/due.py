@@ -1,4 +1,4 @@
-"""Decide what is due after a step, as a function of the step."""
+"""Decide which actions are due after a step."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from train.distributed.preemption import SAVE
 class Due(NamedTuple):
     """The actions that are due right after a step.
 
-    judge: score the state on eval.tasks.
+    score_tasks: score the state on eval.tasks.
     check: compare the replicas of the state.
     last: this process trains no further step.
     stop: the exit code, if a stop was requested.
@@ -17,7 +17,7 @@ class Due(NamedTuple):
 
     log: bool
     evaluate: bool
-    judge: bool
+    score_tasks: bool
     check: bool
     save: bool
     last: bool
@@ -29,8 +29,8 @@ def due_after(
 ) -> Due:
     """Return what to do right after a step.
 
-    `request` is SAVE or an exit code, if all processes agreed on one for this step. The
-    last step ends the run, whatever was requested. `save_due` tells whether
+    `request` is SAVE or an exit code if all processes agreed on a request for this
+    step. The last step ends the run, whatever was requested. `save_due` tells whether
     `checkpoint.save_interval_steps` requires a save.
     """
     run_ends = step == config.train.num_steps
@@ -40,11 +40,11 @@ def due_after(
     check_interval = config.train.replica_check_interval_steps or 0
     return Due(
         log=run_ends or step % config.log.interval_steps == 0,
-        # The final evaluation follows the last save, too late to find the best step.
+        # The final evaluation comes after the last save, too late for keep_best.
         evaluate=config.checkpoint.keep_best
         if run_ends
         else step % config.eval.interval_steps == 0,
-        judge=bool(config.eval.tasks)
+        score_tasks=bool(config.eval.tasks)
         and not run_ends
         and step % config.eval.task_interval_steps == 0,
         check=check_interval > 0 and (save or step % check_interval == 0),

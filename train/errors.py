@@ -2,7 +2,7 @@
 
 An exit code tells a launcher whether to start the run again. Launchers do so after
 PREEMPTED, OWNED (once the owner is gone), ABORTED and, up to a limit, CRASHED and codes
-that are not listed here. They do not start the run again after the others.
+that are not listed here. Launchers do not start the run again after the other codes.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class Mistake(NamedTuple):
     """One mistake in a config.
 
     key: the full key.
-    value: its value; "" shows the key alone.
+    value: the value of the key; "" shows the key alone.
     rule: what is wrong, the rule and the remedy.
     related: other keys that the rule reads, or that may be meant instead.
     """
@@ -78,8 +78,8 @@ class ConfigError(Exception):
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
         for key, value, rule, _ in self.mistakes:
-            (shown,) = mask_values({key.rpartition(".")[2]: value}).values()
-            lines += ["", f"  {key} = {as_typed(shown)}" if value != "" else f"  {key}"]
+            (safe,) = mask_values({key.rpartition(".")[2]: value}).values()
+            lines += ["", f"  {key} = {as_typed(safe)}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
         return mask("\n".join(lines))
 

@@ -1,6 +1,6 @@
 """Choose how a program runs on its devices: dtypes, kernels and placement.
 
-A choice that a device cannot run is an error before anything is compiled.
+A choice that the devices cannot run raises ConfigError before anything is compiled.
 """
 
 import math
@@ -89,8 +89,8 @@ def choose_execution(
     model, train = config.model, config.train
     platform, rules = device.platform, axis_rules(config.mesh)
     kernel, quantization, _ = check_all(
-        lambda: _kernel(config, device),
-        lambda: _quantization(config, device),
+        lambda: _resolve_kernel(config, device),
+        lambda: _resolve_quantization(config, device),
         lambda: _check_host_memory(config, platform),
     )
     compute_dtype = Dtype.auto if quantization else Dtype(model.compute_dtype)
@@ -115,8 +115,8 @@ def choose_execution(
     return Execution(
         numerics=numerics,
         attention=kernel,
-        context_attention=_context_attention(config, kernel, rules, sizes),
-        expert_exchange=_expert_exchange(config, platform, rules, sizes),
+        context_attention=_resolve_context_attention(config, kernel, rules, sizes),
+        expert_exchange=_resolve_expert_exchange(config, platform, rules, sizes),
         grouped=grouped,
         remat=train.remat,
         offload=train.offload,
@@ -125,10 +125,10 @@ def choose_execution(
     )
 
 
-def _context_attention(
+def _resolve_context_attention(
     config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
 ) -> ContextAttention:
-    """Choose how devices that share a row attend. If none do, the choice is unused."""
+    """Choose how devices that share a row attend. Without any, the choice is unused."""
     setting, length = config.mesh.context_attention, config.data.sequence_length
     devices = num_shards(sizes, rules.spec("seq")[0])
     if devices == 1:
@@ -152,16 +152,16 @@ def _context_attention(
         raise ConfigError([Mistake("mesh.context_attention", setting, rule)]) from None
 
 
-def _expert_exchange(
+def _resolve_expert_exchange(
     config: Config, platform: str, rules: AxisRules, sizes: Mapping[str, int]
 ) -> ExpertExchange:
     """Choose how tokens reach experts on other devices.
 
-    A device has n tokens with k rows each, and S devices share the experts. A gather
-    and a reduce-scatter send 2 n (S - 1) rows. Sending rows to their experts and back
-    takes 2 n k (S - 1) / S rows, which pass through main memory once instead of once in
-    each chunk. On GPUs sending rows must be chosen explicitly: wrong gradients were
-    reported there (marin-community/marin#8077), and this code has not been checked.
+    A device has n tokens, a token goes to k experts, and S devices share the experts. A
+    gather and a reduce-scatter send 2 n (S - 1) rows. Sending rows to their experts and
+    back takes 2 n k (S - 1) / S rows, which pass through main memory once instead of
+    once in each chunk. On GPUs `ragged` must be set explicitly: wrong gradients were
+    reported (marin-community/marin#8077), and this code has not been checked there.
     """
     setting = config.mesh.expert_exchange
     if setting is not ExpertExchange.auto:
@@ -171,7 +171,7 @@ def _expert_exchange(
     return ExpertExchange.ragged if ragged else ExpertExchange.all_gather
 
 
-def _kernel(config: Config, device: Device) -> Attention:
+def _resolve_kernel(config: Config, device: Device) -> Attention:
     model, length = config.model, config.data.sequence_length
     try:
         kernel = choose_kernel(
@@ -192,24 +192,24 @@ def _kernel(config: Config, device: Device) -> Attention:
 
 
 def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> str:
-    """Return why NVIDIA's kernel cannot run on this GPU, or an empty string."""
+    """Return why cuDNN's kernel cannot run on this GPU, or an empty string."""
     name, or_xla = device.device_kind, "or model.attention=xla (slower)"
     chip, version = chip_of(name), getattr(device, "compute_capability", None)
-    hopper = chip is None or chip.gains_by("float8")
+    is_hopper = chip is None or chip.is_faster_in("float8")
     if version is not None:
-        hopper = float(version) >= 9
+        is_hopper = float(version) >= 9
     if model.compute_dtype is ComputeDtype.float32:
         return f"does not multiply float32; set model.compute_dtype=auto {or_xla}"
-    if kernel is Attention.cudnn_packed and not hopper:
+    if kernel is Attention.cudnn_packed and not is_hopper:
         return f"needs Hopper or later, not {name}; set model.attention=cudnn {or_xla}"
-    if model.head_size > _CUDNN_HEAD_DIM and not hopper:
+    if model.head_size > _CUDNN_HEAD_DIM and not is_hopper:
         rule = f"needs heads of at most {_CUDNN_HEAD_DIM} dims on {name}, not "
         rule += f"{model.head_size}; set model.attention=xla (slower)"
         return f"{rule}, or use Hopper or later"
     return ""
 
 
-def _quantization(config: Config, device: Device) -> Quantization | None:
+def _resolve_quantization(config: Config, device: Device) -> Quantization | None:
     """Return how linear layers are quantized, or None if they are not.
 
     A CPU emulates 8-bit products, so that users can try them there.
@@ -220,10 +220,10 @@ def _quantization(config: Config, device: Device) -> Quantization | None:
     if device.platform == "cpu":
         return Quantization(dtype, emulated=True)
     chip = chip_of(device.device_kind)
-    if chip is None or not chip.gains_by(dtype):
+    if chip is None or not chip.is_faster_in(dtype):
         rule = f"is no faster than bfloat16 on {device.device_kind}; set bfloat16"
         alternative = {"float8": "int8", "int8": "float8"}[dtype]
-        rule += f" or {alternative}" if chip and chip.gains_by(alternative) else ""
+        rule += f" or {alternative}" if chip and chip.is_faster_in(alternative) else ""
         raise ConfigError([Mistake("model.compute_dtype", dtype.value, rule)])
     return Quantization(dtype)
 
@@ -231,8 +231,8 @@ def _quantization(config: Config, device: Device) -> Quantization | None:
 def _check_host_memory(config: Config, platform: str) -> None:
     """Refuse int8 moments in a TPU's host memory before libtpu 0.0.44 (jax 0.11)."""
     optimizer, is_old = config.optimizer, jax.__version_info__ < (0, 11)
-    int8 = optimizer.moment_dtype is MomentDtype.int8
-    if is_old and platform == "tpu" and optimizer.offload and int8:
+    is_int8 = optimizer.moment_dtype is MomentDtype.int8
+    if is_old and platform == "tpu" and optimizer.offload and is_int8:
         rule = (
             f"cannot be in a TPU's host memory with jax {jax.__version__}; install jax "
             "0.11 or later (Python 3.12), or set bfloat16"

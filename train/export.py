@@ -22,7 +22,7 @@ class ExportDtype(StrEnum):
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Keys of `python -m train.export`; the rest is the run's own config.yaml."""
+    """Keys of `python -m train.export`; other settings come from the run's config."""
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -41,7 +41,7 @@ class ExportConfig:
 
 
 def export_mistakes(config: ExportConfig) -> list[Mistake]:
-    """Return a mistake for each missing name: of the run, or of the folder to write."""
+    """Return a mistake if no run is named, and one if no output folder is named."""
     rule = "must name the folder to write; set output=<folder>"
     mistakes = [] if config.output else [Mistake("output", None, rule)]
     return must_name_run(config) + mistakes
@@ -53,12 +53,12 @@ def main(config: ExportConfig) -> int:
     Raises:
         ConfigError: if no model family of transformers has the run's settings, the
             folder is not empty, or `tokenizers` is not installed.
-        DataError: if the written tokenizer would return other ids than the run's.
+        DataError: if the written tokenizer would give other ids than the run's.
     """
     from train.distributed.processes import join
     from train.load_run import load_run
     from train.pretrained.families import family_of
-    from train.pretrained.folder import empty_folder, write_folder
+    from train.pretrained.folder import require_empty_folder, write_folder
     from train.run.starts import read_run
 
     family_of(read_run(run_dir(Config(run=config.run))).model)
@@ -67,7 +67,7 @@ def main(config: ExportConfig) -> int:
     except ImportError as error:
         rule = f'needs the package {error.name}; pip install -e ".[export]"'
         raise ConfigError([Mistake("output", config.output, rule)]) from None
-    folder = empty_folder(config.output or "")
+    folder = require_empty_folder(config.output or "")
     is_leader = join(config.distributed, lambda: None).is_leader
     program, sources, step, params = load_run(config.run, config.runtime, config.step)
     # Several processes gather the weights, and process 0 writes them.

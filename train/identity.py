@@ -82,7 +82,7 @@ def refused(
 
 
 def training_config(config: Config) -> Config:
-    """Return the training keys of a config whose subclass has further keys."""
+    """Return a plain `Config` with the training keys of a config of a subclass."""
     return Config(**{key.name: getattr(config, key.name) for key in fields(Config)})
 
 
@@ -90,8 +90,8 @@ def run_name(config: Config) -> str:
     """Return run.name, or `<model>-<data>-<8 hex digits>`.
 
     The digits hash every key that a run may not change and that differs from its
-    default. A key that is added to the program later therefore renames no run, as long
-    as it has its default.
+    default. So a key that is added to the program later renames no run that leaves
+    the key at its default.
     """
     if config.run.name:
         return config.run.name

@@ -16,7 +16,7 @@ from train.identity import run_dir
 from train.program import Program, make_program
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
-from train.run.starts import check_data, known_run_id, read_run
+from train.run.starts import check_data, read_run, recorded_run_id
 from train.runtime import set_up
 
 log = logging.getLogger(__name__)
@@ -31,12 +31,12 @@ def load_run(
     """Build a run's program on this machine and restore its weights.
 
     Args:
-        run: names the run.
+        run: the name or the directory of the run.
         runtime: the settings of this machine.
-        step: the step of the checkpoint; `best` has the lowest validation loss; None is
-            the newest.
-        batch_size: the rows of a batch of one microbatch. None: the run's batch size
-            and microbatches.
+        step: the step of the checkpoint; `best` is the one with the lowest validation
+            loss, and None the newest.
+        batch_size: the number of rows of a batch, which is not split then. None: the
+            run's batch size and microbatches.
 
     Returns:
         The program, the data, the step, and the sharded parameters, which are averaged
@@ -57,14 +57,14 @@ def load_run(
     path = run_folder(directory or "")
     check_data(path, sources)
     num_tokens = sources.encoding.n_vocab
-    program = in_microbatches(make_program_here(config, num_tokens), microbatches)
-    saved = SavedSteps(path / "checkpoints", run_id=known_run_id(path))
+    program = with_microbatches(make_program_here(config, num_tokens), microbatches)
+    saved = SavedSteps(path / "checkpoints", run_id=recorded_run_id(path))
     saved_step = saved.best() if step == "best" else step
     step, params = saved.restore_params(program.state, saved_step)
     return program, sources, step, params
 
 
-def in_microbatches(program: Program, limit: int) -> Program:
+def with_microbatches(program: Program, limit: int) -> Program:
     """Return a program that splits its batch into at most `limit` microbatches.
 
     Each device needs rows of every microbatch, so another mesh may allow fewer.
@@ -99,7 +99,7 @@ def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
 
 
 def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
-    """Replace refused values by auto, or by the kernel that runs anywhere."""
+    """Return values for refused keys: auto, or the kernel that runs anywhere."""
     is_explicit = model.attention is not Attention.auto
     replacements = {
         "attention": Attention.auto if is_explicit else Attention.xla,
@@ -113,7 +113,7 @@ def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
 
 
 def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> Program:
-    """Return the program on the run's mesh, or on one that fits these devices."""
+    """Return the program on the run's mesh, or on a mesh that fits these devices."""
     devices, batch_size = jax.devices(), config.data.batch_size
     refusal = ConfigError([])
     try:
@@ -123,11 +123,11 @@ def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> Program:
         refusal = error
     params, activations = config.mesh.params, config.mesh.activations
     mesh = MeshConfig(fsdp=-1, params=params, activations=activations)
-    sharded = replace(config, mesh=mesh)
+    config = replace(config, mesh=mesh)
     for count in range(len(devices), 0, -1):
         try:
             if batch_size % count == 0:
-                program = make_program(sharded, devices[:count], num_tokens=num_tokens)
+                program = make_program(config, devices[:count], num_tokens=num_tokens)
                 log.info("the run's mesh does not fit; using fsdp %d", count)
                 return program
         except ConfigError as error:

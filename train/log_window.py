@@ -13,15 +13,15 @@ from data.batches import Order
 from train.console import Progress
 from train.feed import Feed
 from train.hardware.chips import peak_flops
-from train.numerics import PREFIX, Culprit, by_layer, culprit
+from train.numerics import PREFIX, Culprit, find_culprit, flat_figures
 from train.program import Program
 from train.run.directory import RunDir
 from train.run.metrics import tokens_at
 from train.step import Metrics
 from train.units import few
 
-# Warn about slow data if waiting takes this fraction of at least this training time.
-_MUCH_WAITING, _WARNING_AFTER_S = 0.02, 30.0
+_MAX_WAIT_FRACTION = 0.02  # of the training time; waiting longer gives a warning
+_WARNING_AFTER_S = 30.0  # the training time before a warning
 _MAX_NAMED = 8  # skipped updates that one note names; events.jsonl names all
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ class LogWindow:
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
-        self.culprit: Culprit | None = None  # the layer to blame, if one was watched
-        self._last_accepted: Metrics | None = None  # the last watched step not skipped
-        # Training and waiting time, without the first window, which fills the buffer.
+        self.culprit: Culprit | None = None  # of skipped steps, if one was watched
+        self._last_accepted: Metrics | None = None  # of the last watched one
+        # Training and waiting time after the first window, which fills the data buffer.
         self._trained_s: float | None = None
         self._waited_s = self._lapped_wait_s = 0.0
         self._warned = False
@@ -48,11 +48,11 @@ class LogWindow:
     def _open(self) -> None:
         self._metrics: list[Metrics] = []
         self._num_read = self._lapped_steps = self._targets = 0
-        self._began, self._paused = time.monotonic(), 0.0
+        self._start_s, self._paused_s = time.monotonic(), 0.0
         self._waited_before_s = self._feed.seconds_waited
 
     def should_watch(self, step: int) -> bool:
-        """Return whether to take the watched step, which returns layer statistics."""
+        """Return whether to take the watched step, which returns figures of layers."""
         interval = self._program.config.log.numerics_interval_steps
         if interval is None:
             return False
@@ -74,23 +74,23 @@ class LogWindow:
         jax.block_until_ready(self._metrics[self._num_read :])
         if len(self._metrics) > self._lapped_steps:
             self._lap()
-        began = time.monotonic()
+        start_s = time.monotonic()
         try:
             yield
         finally:
             self._run.events.lap(event)
-        self._paused += time.monotonic() - began
+        self._paused_s += time.monotonic() - start_s
 
     def _lap(self, **fields: int) -> None:
         """Record the steps since the last lap, and separately their wait for data."""
-        waited = self._feed.seconds_waited
+        waited_s = self._feed.seconds_waited
         self._run.events.lap(
             "step",
-            {"data_wait": waited - self._lapped_wait_s},
+            {"data_wait": waited_s - self._lapped_wait_s},
             steps=len(self._metrics) - self._lapped_steps,
             **fields,
         )
-        self._lapped_steps, self._lapped_wait_s = len(self._metrics), waited
+        self._lapped_steps, self._lapped_wait_s = len(self._metrics), waited_s
 
     def read(self, step: int, progress: Progress) -> None:
         """Wait for the devices, and record everything except the log line.
@@ -121,21 +121,21 @@ class LogWindow:
         """
         tokens = self._read_all(step, progress)
         num_steps = len(self._metrics)
-        seconds = time.monotonic() - self._began - self._paused
-        waited = self._feed.seconds_waited - self._waited_before_s
+        seconds = time.monotonic() - self._start_s - self._paused_s
+        waited_s = self._feed.seconds_waited - self._waited_before_s
         program, last_metrics = self._program, self._metrics[-1]
         flops_per_token = program.flops_per_step / program.tokens_per_step
-        speed = self._targets / seconds
-        mfu = flops_per_token * speed / self.peak if self.peak else None
+        tokens_per_s = self._targets / seconds
+        mfu = flops_per_token * tokens_per_s / self.peak if self.peak else None
         self._lap(step=step)
-        if warning := self._data_warning(seconds, waited):
+        if warning := self._data_warning(seconds, waited_s):
             progress.note(warning)
-        progress.update(step, float(last_metrics["loss"]), speed, mfu)
+        progress.update(step, float(last_metrics["loss"]), tokens_per_s, mfu)
         if write:
             values = {
                 "tokens": tokens,
                 "flops": tokens * flops_per_token,
-                "tokens_per_second": speed,
+                "tokens_per_second": tokens_per_s,
                 "step_seconds": seconds / num_steps,
                 "mfu": math.nan if mfu is None else mfu,
             }
@@ -144,18 +144,18 @@ class LogWindow:
         return seconds
 
     def record(self, start_step: int, steps: list[Metrics], progress: Progress) -> None:
-        """Record statistics of layers, and name the updates that were skipped.
+        """Record figures of layers, and name the updates that were skipped.
 
         `start_step` is the number of updates that were completed before `steps`, whose
         metrics are on the host.
         """
         skipped = []
         for step, metrics in enumerate(steps, start_step + 1):
-            if statistics := by_layer(metrics):
-                self._run.log(step, statistics)
+            if figures := flat_figures(metrics):
+                self._run.log(step, figures)
             if not metrics["skipped"]:
                 self.skipped_in_a_row, self.culprit = 0, None
-                self._last_accepted = metrics if statistics else self._last_accepted
+                self._last_accepted = metrics if figures else self._last_accepted
                 continue
             self.skipped_in_a_row += 1
             values = {key: float(metrics[key]) for key in ("loss", "grad_norm")}
@@ -164,23 +164,23 @@ class LogWindow:
                 reason = "not finite"
             batch = self._order.batch_number(step - 1)
             event = {"step": step, "batch": batch, **values, "reason": reason}
-            if statistics and (layer := culprit(metrics, self._last_accepted)):
-                self.culprit, reason = layer, f"{reason}, {layer}"
-                event |= layer._asdict()
+            if figures and (culprit := find_culprit(metrics, self._last_accepted)):
+                self.culprit, reason = culprit, f"{reason}, {culprit}"
+                event |= culprit._asdict()
             self._run.events.record("skipped", **event)
             skipped.append(f"step {step:,} (batch {batch:,}, {reason})")
         if skipped:
             progress.note(f"updates skipped: {few(skipped, _MAX_NAMED)}")
 
-    def _data_warning(self, seconds: float, waited: float) -> str | None:
+    def _data_warning(self, seconds: float, waited_s: float) -> str | None:
         """Return a warning, once, if training has waited too long for data."""
         if self._trained_s is None:
             self._trained_s = 0.0
             return None
         self._trained_s += seconds
-        self._waited_s += waited
+        self._waited_s += waited_s
         fraction = self._waited_s / self._trained_s
-        is_slow = self._trained_s >= _WARNING_AFTER_S and fraction > _MUCH_WAITING
+        is_slow = self._trained_s >= _WARNING_AFTER_S and fraction > _MAX_WAIT_FRACTION
         if self._warned or not is_slow:
             return None
         self._warned = True
@@ -192,7 +192,7 @@ class LogWindow:
 
 
 def _as_line(metrics: Metrics) -> dict[str, float]:
-    """Return all metrics of a step, except the statistics that `by_layer` returns.
+    """Return all metrics of a step, except the figures that `flat_figures` returns.
 
     A metric with a value for each layer gets a key for each value, and its largest
     value under its own name.

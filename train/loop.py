@@ -1,8 +1,8 @@
 """The training loop: take a step, then log, evaluate and save what is due.
 
 A step is dispatched before the metrics of the previous one are read: the host waits for
-the devices only to log, to evaluate and to save. train/step.py holds what a step
-computes, and train/start.py what comes before and after the loop.
+the devices only to log, to evaluate and to save. train/step.py defines the step, and
+train/start.py runs before and after the loop.
 """
 
 import functools
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class CompiledSteps(NamedTuple):
-    """The compiled training step, and the one that also returns layer statistics.
+    """The compiled training step, and the one that also returns figures of layers.
 
     watched: None unless `log.numerics_interval_steps` is set.
     """
@@ -67,7 +67,7 @@ class Trainer:
     """The training loop, with everything that it uses."""
 
     program: Program
-    compiling: Future[CompiledSteps]
+    compilation: Future[CompiledSteps]
     sources: Sources
     order: Order
     run: RunDir
@@ -87,8 +87,8 @@ class Trainer:
         start_step, num_steps = int(state.step), config.train.num_steps
         if start_step >= num_steps:
             return 0, state
-        steps = self._compiled_steps()
-        with self._instruments(start_step, steps) as instruments:
+        steps = self._wait_for_compilation()
+        with self._open_instruments(start_step, steps) as instruments:
             window, progress = instruments.window, instruments.progress
             for step in range(start_step + 1, num_steps + 1):
                 # Dispatch the step; its metrics stay on the devices.
@@ -99,13 +99,13 @@ class Trainer:
                 due = due_after(step, config, request, self.checkpoints.due(step))
                 if due.log or due.stop:
                     watchdog.pace(window.close(step, progress, write=due.log))
-                elif due.evaluate or due.judge or due.save:
+                elif due.evaluate or due.score_tasks or due.save:
                     window.read(step, progress)
                 if window.skipped_in_a_row > config.train.max_skipped_steps:
                     return DIVERGED, self._report_divergence(step, state, instruments)
 
                 # Evaluate, compare replicas and save.
-                if due.evaluate or due.judge:
+                if due.evaluate or due.score_tasks:
                     with window.pause("eval"), watchdog.during("eval"):
                         due = self._evaluate(step, state, due, progress)
                 if due.check:
@@ -114,27 +114,27 @@ class Trainer:
                 if due.save:
                     with window.pause("save"), watchdog.during("save"):
                         self._save(step, state, due.last, progress)
-                elif self.run.write and self.checkpoints.overdue():
+                elif self.run.write and self.checkpoints.due_by_time():
                     self.preemption.request(SAVE)
                 if due.stop:
                     progress.note(f"asked to stop: saved step {step:,}")
                     return due.stop, state
         return 0, state
 
-    def _compiled_steps(self) -> CompiledSteps:
-        """Wait until this process and all others have compiled the step.
+    def _wait_for_compilation(self) -> CompiledSteps:
+        """Return the compiled steps once all processes have compiled them.
 
-        Without this barrier a process that finds the step in the cache would be taken
-        for idle at its first step, while the others still compile.
+        Without this barrier, the watchdog would take a process that finds the step in
+        the compilation cache for stuck, while the others still compile.
         """
         with self.phase("compile"):
-            steps = self.compiling.result()
+            steps = self.compilation.result()
             limit_s = self.program.config.watchdog.compile_timeout_s
             self.cluster.wait("compiled", limit_s)
         return steps
 
     @contextmanager
-    def _instruments(
+    def _open_instruments(
         self, start_step: int, steps: CompiledSteps
     ) -> Iterator[_Instruments]:
         """Open the instruments of a loop that begins after `start_step` updates."""
@@ -168,7 +168,7 @@ class Trainer:
         watched = steps.watched if window.should_watch(step) else None
         state, metrics = (watched or steps.plain)(state, next(instruments.feed))
         window.add(metrics)
-        if jax.default_backend() == "cpu":  # its virtual devices deadlock otherwise
+        if jax.default_backend() == "cpu":  # virtual devices deadlock otherwise
             jax.block_until_ready(metrics)
         instruments.profiler.after(step, metrics)
         self.watchdog.phase("log", step)
@@ -199,10 +199,10 @@ class Trainer:
         params, beat = best_params(state), self.watchdog.beat
         return evaluate_all(self.program, params, self.sources, num_batches, beat)
 
-    def judge(self, state: TrainState) -> dict[str, float]:
+    def score_tasks(self, state: TrainState) -> dict[str, float]:
         """Score the state on `eval.tasks`; return {} if there are none."""
         params, beat = best_params(state), self.watchdog.beat
-        return self.tasks.scores(params, beat) if self.tasks else {}
+        return self.tasks.score(params, beat) if self.tasks else {}
 
     def _evaluate(
         self, step: int, state: TrainState, due: Due, progress: Progress
@@ -212,7 +212,7 @@ class Trainer:
         A save becomes due if the state has the best loss so far.
         """
         config = self.program.config
-        metrics = self.judge(state) if due.judge else {}
+        metrics = self.score_tasks(state) if due.score_tasks else {}
         scores = {}
         if due.evaluate:
             scores = self.evaluate(state, config.eval.num_batches)
@@ -220,20 +220,20 @@ class Trainer:
             progress.note(validation_line(step, scores, self.run.validations))
         if step < config.train.num_steps:  # the final evaluation is logged at the end
             self.run.log(step, metrics)
-        if not scores or not self.checkpoints.judge(step, scores[""].loss):
+        if not scores or not self.checkpoints.record_loss(step, scores[""].loss):
             return due
         check = config.train.replica_check_interval_steps is not None
         return due._replace(save=True, check=check)
 
     def _save(
-        self, step: int, state: TrainState, last: bool, progress: Progress
+        self, step: int, state: TrainState, is_last: bool, progress: Progress
     ) -> None:
         """Begin to save the state of `step`, and report a failed save.
 
         Raises:
-            Exit: if a value of the state is not finite.
+            Exit: if a value of the state is not finite; nothing is saved then.
         """
-        if names := self.not_finite(state):
+        if names := self._list_not_finite(state):
             raise Exit(
                 DIVERGED,
                 f"step {step} is not saved: there are values that are not finite in "
@@ -241,18 +241,20 @@ class Trainer:
                 f"out: run.rewind_to, data.skip_batches",
             )
         run, mesh = self.run, self.program.mesh.shape
-        length = run.continuation.schedule_steps
-        metadata = checkpoint_metadata(run.config, self.sources, mesh, length)
-        if failure := self.checkpoints.save(step, state, metadata, last):
+        schedule_steps = run.continuation.schedule_steps
+        metadata = checkpoint_metadata(run.config, self.sources, mesh, schedule_steps)
+        if failure := self.checkpoints.save(step, state, metadata, is_last):
             run.events.record("save_failed", step=step, error=failure)
             progress.note(failure)
 
     def _check_replicas(self, step: int, state: TrainState) -> None:
-        """Raise Exit if the bits of a device differ from those of its replicas."""
+        """Raise Exit if replicas of an array on two devices are not bitwise equal."""
         program = self.program
-        if self._checksums is None:
+        if self._compute_checksums is None:
             return
-        findings = compare_replicas(self._checksums(state), program.state, program.mesh)
+        findings = compare_replicas(
+            self._compute_checksums(state), program.state, program.mesh
+        )
         for finding in findings:
             self.run.events.record("corrupt", step=step, **finding._asdict())
         if findings:
@@ -263,12 +265,12 @@ class Trainer:
             )
 
     @functools.cached_property
-    def not_finite(self) -> Callable[[TrainState], list[str]]:
+    def _list_not_finite(self) -> Callable[[TrainState], list[str]]:
         """A function that lists a state's arrays with values that are not finite."""
         return make_finite_check(self.program.state, self.program.mesh)
 
     @functools.cached_property
-    def _checksums(self):
+    def _compute_checksums(self):
         return make_checksums(self.program.state, self.program.mesh)
 
 

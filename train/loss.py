@@ -1,4 +1,4 @@
-"""Next-token cross-entropy in float32. Only one tile of large logits exists at once.
+"""Next-token cross-entropy in float32. Large logits are computed tile by tile.
 
 Shapes: B batch, T time, C positions of a tile, D embed, V vocab.
 """
@@ -56,7 +56,8 @@ def loss_sum(
     x_BTD, _, routing = model.features(
         batch.inputs, batch.positions, batch.segment_ids, execution, call=call
     )
-    tiled = _tiled(model, x_BTD, execution, chunk, num_tokens)._replace(z_loss=z_loss)
+    tiled = _make_tiled_loss(model, x_BTD, execution, chunk, num_tokens)
+    tiled = tiled._replace(z_loss=z_loss)
     with jax.named_scope("loss"), part_scope("head"):
         sums: tuple[jax.Array, jax.Array] = _sums(
             tiled, x_BTD, model.head_weight, batch.targets
@@ -73,29 +74,30 @@ def row_sums(
 ) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
     """Sum the cross-entropy of each row's targets, and count the missed targets.
 
-    A target is missed if it is not the likeliest token, or in a tie not the first. The
-    arguments are those of `loss_sum`.
+    A target is missed unless it is the most likely token (in a tie, the token with the
+    lowest id). The arguments are those of `loss_sum`.
     """
     x_BTD, _, _ = model.features(
         batch.inputs, batch.positions, batch.segment_ids, execution
     )
-    tiled = _tiled(model, x_BTD, execution, chunk, num_tokens)._replace(by_row=True)
+    tiled = _make_tiled_loss(model, x_BTD, execution, chunk, num_tokens)
+    tiled = tiled._replace(by_row=True)
     with jax.named_scope("loss"), part_scope("head"):
         sums, _ = tiled(x_BTD, model.head_weight, batch.targets, gradients=False)
         return sums
 
 
-def _tiled(
+def _make_tiled_loss(
     model: GPT,
     x_BTD: Float[Array, "B T D"],
     execution: Execution,
     chunk: int | None,
     num_tokens: int | None,
-) -> "_Tiled":
+) -> "_TiledLoss":
     """Return the tiled loss for features of this shape."""
     vocab_size = model.config.vocab_size or 0
-    return _Tiled(
-        tile(x_BTD.shape[1], vocab_size, chunk),
+    return _TiledLoss(
+        tile_size(x_BTD.shape[1], vocab_size, chunk),
         model.config,
         execution=execution,
         axes=model.head_axes,
@@ -103,22 +105,22 @@ def _tiled(
     )
 
 
-def tile(T: int, V: int, chunk: int | None) -> int:
-    """Return C, the positions of a tile: a divisor of T, at most `chunk`."""
+def tile_size(T: int, V: int, chunk: int | None) -> int:
+    """Return C, the number of positions of a tile: a divisor of T, at most `chunk`."""
     limit = chunk or (_TILE if V >= _LARGE_VOCAB else T)
     return next(c for c in range(min(limit, T), 0, -1) if T % c == 0)
 
 
-class _Tiled(NamedTuple):
+class _TiledLoss(NamedTuple):
     """The loss in tiles of C positions of a row, with a manual gradient.
 
     The head's weight W[D_fsdp, V_tensor], rounded to the compute dtype, is gathered
-    over fsdp once for all tiles: each device holds W[D, V_tensor]. It multiplies its
-    local rows x[B_(data, fsdp), C, D] tile by tile, and adds up the float32 gradient
-    dW[D, V_tensor] of its rows over all tiles. That sum is then reduce-scattered over
-    fsdp back to dW[D_fsdp, V_tensor]. The softmax over V_tensor costs an all-reduce
-    over tensor of the maxima, the sums, and the targets' logits, [B, C] each, and one
-    of dx[B, C, D].
+    over fsdp once for all tiles: each device holds W[D, V_tensor]. Each device
+    multiplies its local rows x[B_(data, fsdp), C, D] tile by tile, and sums the float32
+    gradient dW[D, V_tensor] of its rows over all tiles. The sum is reduce-scattered
+    over fsdp back to dW[D_fsdp, V_tensor]. The softmax over V_tensor costs all-reduces
+    over tensor of the maxima, the sums and the targets' logits, [B, C] each, and of
+    dx[B, C, D].
 
     V is `vocab_rows`; entries from `num_tokens` on get the logit -inf. With
     `by_row` the sums are those of `row_sums`, [B] each: the nats and the misses.
@@ -139,7 +141,7 @@ class _Tiled(NamedTuple):
         targets_BT: Int[Array, "B T"],
         gradients: bool,
     ):
-        """Return the sums, and the gradients of x and the weight if `gradients`."""
+        """Return (sums, (dx, dweight)), or (sums, None) without `gradients`."""
         numerics, placement = self.execution.numerics, self.execution.placement
         head_placement = self.execution.weight_placement(self.axes)
         # train/rows.py sums the gradient over replicas, once in a step.
@@ -162,7 +164,7 @@ class _Tiled(NamedTuple):
             return sums, None
         dx_BTD, dweight = grads
         dlocal = head_placement.reduce_scatter(dweight).astype(local_weight.dtype)
-        # Otherwise XLA keeps the float32 dweight until all layers' gradients are known.
+        # Without the barrier, XLA keeps the float32 dweight to the backward pass' end.
         return sums, jax.lax.optimization_barrier((dx_BTD, dlocal))
 
     def _scan_sharded_head(self, x_BTD, weight_shard, targets_BT, gradients: bool):
@@ -183,7 +185,7 @@ class _Tiled(NamedTuple):
         return sums, (dx_BTD, placement.reduce_scatter(dweight) / replicas)
 
     def _scan(self, x_BTD, weight, targets_BT, vocab_axes, gradients: bool):
-        def tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
+        def split_tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
             shape = x.shape[0], x.shape[1] // self.C, self.C, *x.shape[2:]
             return jnp.moveaxis(x.reshape(shape), 1, 0)
 
@@ -194,9 +196,9 @@ class _Tiled(NamedTuple):
 
         zero = jnp.zeros(x_BTD.shape[:1] if self.by_row else (), jnp.float32)
         dweight = jnp.zeros(weight.shape, jnp.float32) if gradients else None
-        start = (zero, zero), dweight
+        zeros = (zero, zero), dweight
         (sums, dweight), dx = jax.lax.scan(
-            add_tile, start, (tiles(x_BTD), tiles(targets_BT))
+            add_tile, zeros, (split_tiles(x_BTD), split_tiles(targets_BT))
         )
         if dx is None:
             return sums, None
@@ -216,7 +218,7 @@ class _Tiled(NamedTuple):
         logits_BCV, transpose = jax.vjp(
             lambda x, weight: project(x, weight, self.config, execution),
             x_BCD,
-            weight.astype(jnp.float32),  # so that its gradient is float32 too
+            weight.astype(jnp.float32),  # so that the gradient is float32 too
         )
         V = logits_BCV.shape[-1]
         first_id = V * jax.lax.axis_index(vocab_axes) if vocab_axes else 0
@@ -229,40 +231,42 @@ class _Tiled(NamedTuple):
         log_z_BC = max_BC + jnp.log(jax.lax.psum(Z_BC, vocab_axes))
         # Unlike a gather, a masked sum moves no logits between devices.
         is_target_BCV = ids_11V == targets_BC[..., None]
-        target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-        target_BC = jax.lax.psum(target_BC, vocab_axes)
-        counted_BC = targets_BC >= 0
+        target_logit_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+        target_logit_BC = jax.lax.psum(target_logit_BC, vocab_axes)
+        has_target_BC = targets_BC >= 0
         if self.by_row:
-            best_BCV = jnp.where(logits_BCV == max_BC[..., None], ids_11V, _NO_ID)
-            best_BC = jnp.min(best_BCV, axis=-1)
-            best_BC = jax.lax.pmin(best_BC, vocab_axes) if vocab_axes else best_BC
-            nats_BC = jnp.where(counted_BC, log_z_BC - target_BC, 0.0)
-            missed_BC = jnp.where(counted_BC & (best_BC != targets_BC), 1.0, 0.0)
+            best_id_BCV = jnp.where(logits_BCV == max_BC[..., None], ids_11V, _NO_ID)
+            best_id_BC = jnp.min(best_id_BCV, axis=-1)
+            if vocab_axes:
+                best_id_BC = jax.lax.pmin(best_id_BC, vocab_axes)
+            nats_BC = jnp.where(has_target_BC, log_z_BC - target_logit_BC, 0.0)
+            missed_BC = jnp.where(has_target_BC & (best_id_BC != targets_BC), 1.0, 0.0)
             return ((nats_BC.sum(axis=-1), missed_BC.sum(axis=-1)), None), None
-        nats = jnp.sum(jnp.where(counted_BC, log_z_BC - target_BC, 0.0))
-        squares = jnp.sum(jnp.where(counted_BC, jnp.square(log_z_BC), 0.0))
+        nats = jnp.sum(jnp.where(has_target_BC, log_z_BC - target_logit_BC, 0.0))
+        squares = jnp.sum(jnp.where(has_target_BC, jnp.square(log_z_BC), 0.0))
         sums = nats + self.z_loss * squares, nats
         if not gradients:
             return (sums, None), None
         probabilities_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
         factor_BC1 = (1 + 2 * self.z_loss * log_z_BC)[..., None]
         dlogits_BCV = factor_BC1 * probabilities_BCV - is_target_BCV
-        dx_BCD, dweight = transpose(jnp.where(counted_BC[..., None], dlogits_BCV, 0.0))
+        dlogits_BCV = jnp.where(has_target_BC[..., None], dlogits_BCV, 0.0)
+        dx_BCD, dweight = transpose(dlogits_BCV)
         return (sums, dweight), jax.lax.psum(dx_BCD, vocab_axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(tiled: _Tiled, x_BTD, weight, targets_BT):
+def _sums(tiled: _TiledLoss, x_BTD, weight, targets_BT):
     return tiled(x_BTD, weight, targets_BT, gradients=False)[0]
 
 
-def _forward(tiled: _Tiled, x_BTD, weight, targets_BT):
+def _forward(tiled: _TiledLoss, x_BTD, weight, targets_BT):
     # The loss is a sum, so its gradient is known here up to the cotangent's factor, and
     # no tile's logits are computed twice.
     return tiled(x_BTD, weight, targets_BT, gradients=True)
 
 
-def _backward(tiled: _Tiled, gradients, cotangents):
+def _backward(tiled: _TiledLoss, gradients, cotangents):
     factor, _ = cotangents
     dx, dweight = jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients)
     return dx, dweight, None

@@ -1,4 +1,4 @@
-"""Recognise secrets, and mask them in whatever is written or shown.
+"""Recognise secrets, and mask them in all that is written or shown.
 
 A secret is a value whose name says so (`DB_PASS`, `API_KEY_2`, `MYTOKENS`), the
 password in a URL, or the value of an environment variable with such a name that
@@ -22,7 +22,7 @@ _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
-_MIN_LENGTH = 6  # shorter values are masked only as a whole text: they may be any word
+_MIN_LENGTH = 6  # shorter secrets may be common words: masked only as a whole text
 
 _environment_secrets: dict[str, str] = {}  # value -> its interpolation
 
@@ -42,9 +42,9 @@ def holds_secret(value: str) -> bool:
 
 def mask(text: str) -> str:
     """Replace the secrets in a text by `***` or by their interpolation."""
-    for secret, source in _environment_secrets.items():
+    for secret, interpolation in _environment_secrets.items():
         if len(secret) >= _MIN_LENGTH or secret == text:
-            text = text.replace(secret, source)
+            text = text.replace(secret, interpolation)
     if "://" not in text:
         return text
     text = _URL_TOKEN.sub(MASK, _URL_PASSWORD.sub(rf"\1{MASK}", text))
@@ -77,7 +77,7 @@ def mask_values(value: Any) -> Any:
 
 
 def remember_secrets(text: str) -> None:
-    """Mask from now on the values of secret environment variables that a text names."""
+    """Remember, to mask them, the secret environment variables that a text names."""
     for name in _FROM_ENVIRONMENT.findall(text):
         value = os.environ.get(name)
         if value and is_secret_name(name):

@@ -21,7 +21,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     """Return the mesh, laid out so that fast networks carry as many axes as possible.
 
     Axes with `mesh.dcn` factors cross slices. Without slices they cross processes, or
-    with one process equal blocks of devices, so that one machine can try a layout. On
+    equal blocks of one process' devices, so that one machine can try a layout. On
     TPUs, neighbours along fsdp are in different slices: gradients are first scattered
     within each slice, which minimises the bytes sent between slices (model/gather.py).
 
@@ -48,7 +48,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def _dcn_granules(config: MeshConfig, devices: list[Device]) -> list[list[Device]]:
-    """Return the devices of each slice, host or block, or raise ConfigError."""
+    """Return the devices of each slice, process or block, or raise ConfigError."""
     sizes = least_sizes(config, len(devices))
     sizes_fit = math.prod(sizes.values()) == len(devices)
     dcn = {axis: getattr(config.dcn, axis) for axis in MESH_AXES}
@@ -63,8 +63,8 @@ def _dcn_granules(config: MeshConfig, devices: list[Device]) -> list[list[Device
             f"must multiply to the number of slices (or hosts), {len(granules)}; set "
             f"mesh.dcn.data={len(granules)}, and mesh.data to a multiple of it"
         )
-        shown = " x ".join(f"{axis} {factor}" for axis, factor in dcn.items())
-        mistakes.append(Mistake("mesh.dcn", shown, rule))
+        factors = " x ".join(f"{axis} {factor}" for axis, factor in dcn.items())
+        mistakes.append(Mistake("mesh.dcn", factors, rule))
     if mistakes:
         raise ConfigError(mistakes)
     return granules
@@ -86,7 +86,7 @@ def _granules(devices: list[Device], num_blocks: int) -> list[list[Device]]:
         return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
 
     slices = group_by(lambda device: getattr(device, "slice_index", 0))
-    # An axis that crosses TPU slices must be one with a `mesh.dcn` factor.
+    # Only an axis with a `mesh.dcn` factor may cross TPU slices.
     if num_blocks == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
         return [devices]
     for groups in (slices, group_by(lambda device: device.process_index)):

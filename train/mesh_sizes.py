@@ -10,7 +10,7 @@ from model.choices import Mlp
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
-# Each of these variables, if set, announces more processes or other devices.
+# Environment variables that announce more processes or other devices if they are set.
 _CLUSTER_VARIABLES = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
     *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS"),
@@ -19,18 +19,18 @@ _ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
 
 
 def listed(entry: Any) -> list[Any]:
-    """Return the mesh axes of an entry of a rule table as a list."""
+    """Return the mesh axes that an entry of a rule table names, as a list."""
     if entry is None:
         return []
     return [*entry] if isinstance(entry, list | tuple) else [entry]
 
 
 def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Return the size of every axis, with -1 replaced by the remaining devices.
+    """Return the smallest possible size of every axis, without raising an error.
 
-    If the fixed sizes do not divide the number of devices, -1 becomes 1. A dim that
-    these sizes do not divide cannot be divided by any mesh of this config, so rules can
-    be checked in any case.
+    -1 becomes the number of remaining devices, or 1 if the fixed sizes do not divide
+    the number of devices. A dim that these sizes do not divide fits no mesh of this
+    config.
     """
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -64,7 +64,7 @@ class Pipeline(NamedTuple):
     """How microbatches pass through stages of layers (model/pipeline.py).
 
     repeats: the number of groups of layers on each stage.
-    microbatches: the number of parts of a batch that are in flight.
+    microbatches: the number of microbatches that pass through the stages.
     """
 
     stages: int
@@ -106,9 +106,9 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         rule += f"starts with the same number; {nearest(microbatches, stages)}, or null"
         key, related = "train.pipeline_microbatches", ("mesh.pipeline",)
         mistakes.append(Mistake(key, microbatches, rule, related))
-    experts, groups = config.model.expert_layers, stages * repeats
-    dense = config.model.layers_before_experts
-    counts = dense, experts or config.model.num_layers - dense
+    num_expert_layers, groups = config.model.expert_layers, stages * repeats
+    num_dense = config.model.layers_before_experts
+    counts = num_dense, num_expert_layers or config.model.num_layers - num_dense
     if uneven := [count for count in counts if count % groups]:
         kind = "" if uneven[0] == config.model.num_layers else " of one kind"
         rule = f"x mesh.pipeline_repeats={repeats} must divide the {uneven[0]} layers"
@@ -118,7 +118,7 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         mistakes.append(Mistake("mesh.pipeline", stages, rule, related))
     else:
         windows = config.model.windows
-        for stack in filter(None, (windows[:dense], windows[dense:])):
+        for stack in filter(None, (windows[:num_dense], windows[num_dense:])):
             size = len(stack) // groups
             if len({stack[i : i + size] for i in range(0, len(stack), size)}) > 1:
                 rule = f"must be the same in each group of {size} layers that a stage "
@@ -203,19 +203,19 @@ def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistak
     """List the mistakes of a mesh that are known without JAX.
 
     Every other check of the config must have passed. By default the number of devices
-    is `runtime.cpu_devices` if there can be no others; otherwise it is not checked.
+    is `runtime.cpu_devices`, or it is not checked if there may be other devices.
     """
-    known_devices = num_devices or _cpu_devices(config)
+    num_known_devices = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")
     rules = (*config.mesh.params.values(), *config.mesh.activations.values())
     axes_exist = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
     if config.mesh.planned or not axes_exist:
         return []
-    sizes = least_sizes(config.mesh, known_devices or 1)
+    sizes = least_sizes(config.mesh, num_known_devices or 1)
     local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
     try:
         check_all(
-            lambda: known_devices and axis_sizes(config.mesh, known_devices),
+            lambda: num_known_devices and axis_sizes(config.mesh, num_known_devices),
             lambda: check_pipeline(config, sizes),
             lambda: check_batch(
                 config.data.batch_size,

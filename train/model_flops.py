@@ -1,8 +1,8 @@
 """Model FLOPs: the conventional cost of a token, however a step computes it.
 
 A token costs 6 N + 12 L C T. N counts the parameters that multiply: the matrices and
-the head, tied or not, but no embedding look-ups or vectors, and only the experts that a
-token takes. C is heads x head dim, and T is at most the window of a layer. Causal
+the head, tied or not, but no embedding look-ups or vectors. Only the experts that a
+token takes count. C is heads x head dim, and T is at most the window of a layer. Causal
 attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
@@ -23,12 +23,12 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
     """
     by_name = dict(named(infos, is_info))
     head = "embedding.weight" if model.tied_head else "head.weight"
-    multiplying = sum(
+    num_multiplying = sum(
         by_name[name].size(param.shape) * active_parts(by_name[name], model)
         for name, param in named(params)
         if by_name[name].kind is Kind.matrix or name == head
     )
-    return 6 * (multiplying // model.num_experts)
+    return 6 * (num_multiplying // model.num_experts)
 
 
 def attention_flops(model: ModelConfig, length: int) -> int:

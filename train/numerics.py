@@ -4,7 +4,7 @@ The metrics of a watched step (`log.numerics_interval_steps`) include these figu
 float32 [L], reduced over all devices and microbatches:
 
     numerics/residual       the largest absolute value of the layer's input
-    numerics/attention      ... of the output of attention, before it is added
+    numerics/attention      ... of attention's output, before the residual addition
     numerics/mlp            ... of the output of the MLP or of the experts
     numerics/grad_largest   ... of the gradients of the layer's weights
     numerics/grad_norm      the norm of these gradients
@@ -48,26 +48,27 @@ _GROWTH = 4.0  # A quantity that has grown by more than this factor is suspiciou
 
 
 def layer_figures(
-    noted: Figures, grads: Any, params: Any, new_params: Any
+    figures: Figures, grads: Any, params: Any, new_params: Any
 ) -> dict[str, Float[Array, "L"]]:
     """Return the figures of a watched step; `grads` are not clipped yet."""
     updates = jax.tree.map(
         lambda new, old: new.astype(jnp.float32) - old, new_params, params
     )
-    figures = {
-        **noted.largest,
-        **noted.shares,
-        "grad_largest": _by_layer(grads, _largest, jnp.maximum),
-        "grad_norm": jnp.sqrt(_by_layer(grads, _squares, jnp.add)),
+    values_by_name = {
+        **figures.largest,
+        **figures.shares,
+        "grad_largest": _reduce_layers(grads, _max_abs, jnp.maximum),
+        "grad_norm": jnp.sqrt(_reduce_layers(grads, _sum_squares, jnp.add)),
         "update_ratio": jnp.sqrt(
-            _by_layer(updates, _squares, jnp.add) / _by_layer(params, _squares, jnp.add)
+            _reduce_layers(updates, _sum_squares, jnp.add)
+            / _reduce_layers(params, _sum_squares, jnp.add)
         ),
     }
-    return {PREFIX + name: values for name, values in figures.items()}
+    return {PREFIX + name: values for name, values in values_by_name.items()}
 
 
-def by_layer(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return a watched step's figures under the keys of metrics.jsonl."""
+def flat_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return each figure of a watched step under its key in metrics.jsonl, or {}."""
     figures = {name: v for name, v in metrics.items() if name.startswith(PREFIX)}
     return {
         f"{name}/{layer}": float(f"{value:.4g}")
@@ -77,7 +78,7 @@ def by_layer(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Culprit(NamedTuple):
-    """The quantity of a layer, counted from 0, that is to blame for a bad step."""
+    """The quantity that is to blame for a bad step. Layers count from 0."""
 
     quantity: str
     layer: int
@@ -88,24 +89,27 @@ class Culprit(NamedTuple):
         return f"layer {self.layer}: {_DESCRIPTIONS[self.quantity]} is {value}"
 
 
-def culprit(
+def find_culprit(
     metrics: Mapping[str, Any], earlier: Mapping[str, Any] | None
 ) -> Culprit | None:
     """Return the quantity to blame for a skipped step, or None if none stands out.
 
-    It is the first result of the forward pass whose square is not finite. Otherwise, it
-    is a gradient whose square is not finite, in the last such layer, because gradients
-    travel backwards. Otherwise, it is the quantity that has grown most since an earlier
+    The first choice is the first result of the forward pass whose square is not finite;
+    then a gradient whose square is not finite, in the last such layer, which the
+    backward pass reaches first; then the quantity that has grown most since an earlier
     step. Both steps must be watched, and the earlier step must not be skipped.
     """
-    forward = [*_values(metrics, _ACTIVATIONS)]
-    backward = [*_values(metrics, _GRADIENTS)]
+    forward = [*_candidates(metrics, _ACTIVATIONS)]
+    backward = [*_candidates(metrics, _GRADIENTS)]
     for candidate in (*forward, *backward[::-1]):
         if not candidate.value < _TOO_LARGE:
             return candidate
     if earlier is None:
         return None
-    previous = [*_values(earlier, _ACTIVATIONS), *_values(earlier, _GRADIENTS)]
+    previous = [
+        *_candidates(earlier, _ACTIVATIONS),
+        *_candidates(earlier, _GRADIENTS),
+    ]
     growth, candidate = max(
         (new.value / max(old.value, _TINY), new)
         for new, old in zip([*forward, *backward], previous, strict=True)
@@ -113,14 +117,16 @@ def culprit(
     return candidate if growth > _GROWTH else None
 
 
-def _values(figures: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Culprit]:
-    """Yield the figures with these names, layer by layer."""
+def _candidates(
+    figures: Mapping[str, Any], names: tuple[str, ...]
+) -> Iterator[Culprit]:
+    """Yield a candidate for each layer and each name, layer by layer."""
     for layer in range(len(figures[PREFIX + names[0]])):
         for name in names:
             yield Culprit(name, layer, float(figures[PREFIX + name][layer]))
 
 
-def _by_layer(tree: Any, reduce: Reduce, combine: Combine) -> Float[Array, "L"]:
+def _reduce_layers(tree: Any, reduce: Reduce, combine: Combine) -> Float[Array, "L"]:
     """Reduce the parameters of each layer to one value, in the order of layers."""
     stacks = {
         name: functools.reduce(combine, map(reduce, jax.tree.leaves(tree[name])))
@@ -130,12 +136,12 @@ def _by_layer(tree: Any, reduce: Reduce, combine: Combine) -> Float[Array, "L"]:
     return in_layer_order(stacks)
 
 
-def _largest(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:
+def _max_abs(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:
     x = jnp.abs(stacked.astype(jnp.float32))
     x = jnp.where(jnp.isfinite(x), x, jnp.inf)
     return jnp.max(x, axis=tuple(range(1, x.ndim)))
 
 
-def _squares(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:
+def _sum_squares(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:
     x = jnp.square(stacked.astype(jnp.float32))
     return jnp.sum(x, axis=tuple(range(1, x.ndim)))

@@ -86,14 +86,14 @@ class Prepared:
         self._loaded_tasks = None
         if names := self.config.eval.tasks:
             section = self.config.eval
-            self._asked = TaskRequest(
+            self._request = TaskRequest(
                 names,
                 path=section.task_path,
                 limit=section.task_limit,
                 num_fewshot=section.task_num_fewshot,
                 key="eval.tasks",
             )
-            self._loaded_tasks = load_tasks(self._asked)
+            self._loaded_tasks = load_tasks(self._request)
         encoding = encoding_of(self.config.data)
         vocab_size, self._num_tokens = padded_vocab_size(encoding), encoding.n_vocab
         self._check_vocab = partial(settle, self.config, vocab_size, self._num_tokens)
@@ -103,9 +103,9 @@ class Prepared:
         return _program_versions(self.config)
 
     def _find_devices(self) -> Mapping[str, str]:
-        began = time.monotonic()
+        start_s = time.monotonic()
         jax.devices()
-        self.devices_s = began, time.monotonic()
+        self.devices_s = start_s, time.monotonic()
         kinds = Counter(device.device_kind for device in jax.local_devices())
         return {"devices": ", ".join(f"{n} x {kind}" for kind, n in kinds.items())}
 
@@ -117,22 +117,22 @@ class Prepared:
         data, paths = self.config.data, self.config.eval.paths
         sources = open_sources(data, self._beat)
         self.sources = open_sets(sources, data, paths, self._beat)
-        task_prints = {}
+        task_fingerprints = {}
         if self._loaded_tasks:
             self.tasks = Tasks(
-                self._loaded_tasks, self._asked, self.program, self.sources.encoding
+                self._loaded_tasks, self._request, self.program, self.sources.encoding
             )
-            task_prints = {"eval.tasks": self.tasks.fingerprint[:12]}
+            task_fingerprints = {"eval.tasks": self.tasks.fingerprint[:12]}
         order = Order(self.sources, data, self.config.seed)
         if mistakes := order.mistakes(self.config.train.num_steps):
             raise ConfigError([Mistake(*mistake) for mistake in mistakes])
         sets = {name: store.fingerprint for name, store in self.sources.sets.items()}
         fingerprints = {**self.sources.fingerprints, **sets}
-        data_prints = {f"data {name}": str(x) for name, x in fingerprints.items()}
-        return data_prints | task_prints
+        data_fingerprints = {f"data {name}": str(x) for name, x in fingerprints.items()}
+        return data_fingerprints | task_fingerprints
 
     def check_initial_weights(self, folder: epath.Path) -> None:
-        """Check the weights of `init_from` if the run in a folder has yet to begin.
+        """Check the weights of `init_from` if the run in a folder has not begun.
 
         Raises:
             ConfigError: if the weights do not fit the model; lists every difference.

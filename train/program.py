@@ -76,7 +76,7 @@ class Program:
 
     @functools.cached_property
     def init(self):
-        """Jitted: () -> the state of step 0, which is sharded as it is made."""
+        """Jitted: () -> the state of step 0, created with its shardings."""
         model, train, seed = self.config.model, self.config.train, self.config.seed
         init_fn = functools.partial(initial_state, model, self.optimizer, train, seed)
         return jax.jit(init_fn, out_shardings=self.shardings)
@@ -88,7 +88,7 @@ class Program:
 
     @functools.cached_property
     def watched_step(self):
-        """Jitted: a train step whose metrics include figures of its layers."""
+        """Jitted: a train step whose metrics include figures of each layer."""
         return self._jit_step(watched=True)
 
     def _jit_step(self, watched: bool):
@@ -220,8 +220,8 @@ def make_program(
         devices: the devices of the mesh. None means all devices of this run.
         schedule_steps: the length of the schedule. None means train.num_steps. A run
             that is extended keeps the schedule of its first start.
-        num_tokens: the number of ids that the tokenizer has. Larger ids have no
-            probability. None means that all ids of the vocabulary have one.
+        num_tokens: the number of ids that the tokenizer has. Larger ids get probability
+            zero. None means that the tokenizer has all ids of the vocabulary.
 
     Raises:
         ConfigError: if mesh, batch, model and devices do not fit; lists all mistakes.

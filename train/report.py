@@ -29,10 +29,10 @@ def report_mistakes(config: ReportConfig) -> list[Mistake]:
 
 
 def main(config: ReportConfig) -> int:
-    """Write the page and print its tables.
+    """Write the comparison and print its tables, or redraw the report of one run.
 
     Raises:
-        ConfigError: if directories hold no run, or if the page cannot be written.
+        ConfigError: if a directory holds no run, or if the page cannot be written.
     """
     from train.console import print_table
     from train.run.comparison import compare_runs

@@ -2,7 +2,7 @@
 
 Over the mesh axes that shard the batch's rows (data, fsdp) or positions (context),
 nothing is left to XLA's partitioner. The program states what is gathered and reduced,
-and when, in the same way for any number of devices. Of a parameter W[D_fsdp, F_tensor]
+and when, in the same way for any number of devices. For a parameter W[D_fsdp, F_tensor]
 the program sees the local part W[D/fsdp, F]: XLA's partitioner handles `tensor`.
 """
 
@@ -35,9 +35,9 @@ def run_per_device(
     """Return a function that runs `function(params, batch)` on each device.
 
     If devices that share a row attend in a ring, the row's positions are first permuted
-    into ring order, which only attention depends on. Matrices and tables are sharded.
-    Vectors are replicated, except along their `layers` dim. `result_specs` maps the
-    PartitionSpecs of parameters to those of results.
+    into ring order; only attention depends on the order. Matrices and tables arrive
+    sharded, and vectors replicated, except along their `layers` dim. `result_specs`
+    maps the PartitionSpecs of parameters to those of results.
     """
     placement = execution.placement
     if not placement.manual_axes:
@@ -68,9 +68,9 @@ def sum_over_rows(sums: Any, placement: Placement) -> Any:
     return jax.tree.map(lambda x: jax.lax.psum(x, placement.batch_axes), sums)
 
 
-def reduce_over_rows(noted: Figures, placement: Placement) -> Figures:
+def reduce_over_rows(figures: Figures, placement: Placement) -> Figures:
     """Reduce the layer figures of local rows over all devices that share the batch."""
-    return noted.reduced(
+    return figures.reduce(
         lambda largest: jax.lax.pmax(largest, placement.batch_axes),
         lambda share: jax.lax.pmean(share, placement.batch_axes),
     )
@@ -141,16 +141,16 @@ def sum_over_microbatches(
     """
 
     def add(total, rows: Any):
-        grads, (loss, load, noted) = value_and_grad(params, rows)
+        grads, (loss, load, figures) = value_and_grad(params, rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return jax.tree.map(jnp.add, total, ((loss, load), grads)), noted
+        return jax.tree.map(jnp.add, total, ((loss, load), grads)), figures
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    no_load = None if load_shape is None else jnp.zeros(load_shape, jnp.float32)
-    start = (jnp.zeros((), jnp.float32), no_load), zeros
+    zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zero_load = None if load_shape is None else jnp.zeros(load_shape, jnp.float32)
+    zeros = (jnp.zeros((), jnp.float32), zero_load), zero_grads
     with jax.named_scope("microbatches"):
-        ((loss, load), grads), noted = jax.lax.scan(add, start, microbatches)
-    if noted is not None:
+        ((loss, load), grads), figures = jax.lax.scan(add, zeros, microbatches)
+    if figures is not None:
         mean = partial(jnp.mean, axis=0)
-        noted = noted.reduced(partial(jnp.max, axis=0), mean)
-    return grads, (loss, load, noted)
+        figures = figures.reduce(partial(jnp.max, axis=0), mean)
+    return grads, (loss, load, figures)

@@ -38,7 +38,8 @@ def set_up(config: RuntimeConfig) -> None:
         keep_freed_memory()
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        jax.config.update("jax_num_cpu_devices", config.cpu_devices or cores())
+        num_devices = config.cpu_devices or default_cpu_devices()
+        jax.config.update("jax_num_cpu_devices", num_devices)
     if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
     cache_dir = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
@@ -56,8 +57,8 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if sys.platform.startswith("linux") and mallopt is not None:
-        for name, value in _KEEP_FREED:
-            mallopt(name, value)
+        for option, value in _KEEP_FREED:
+            mallopt(option, value)
 
 
 def _platforms() -> str | None:
@@ -71,8 +72,8 @@ def _may_have_accelerator(devices: Path) -> bool:
     return any(any(devices.glob(pattern)) for pattern in _ACCELERATORS)
 
 
-def cores() -> int:
-    """Return the number of usable cores, but at most two.
+def default_cpu_devices() -> int:
+    """Return the default number of virtual devices: the usable cores, at most two.
 
     One virtual device for each core is a quarter faster than one device with two
     threads, on a small model. More than two were not measured (docs/log).
@@ -80,7 +81,7 @@ def cores() -> int:
     return min(2, usable_cores())
 
 
-# Options of XLA:TPU: SparseCores run the collectives, and no product is fused with one.
+# Options of XLA:TPU: SparseCores run the collectives, unfused from products.
 _ON_SPARSE_CORES: dict[str, bool | str] = {
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
@@ -94,12 +95,12 @@ for _kind in ("all_gather", "reduce_scatter", "all_reduce"):
 
 
 def compiler_options(
-    device: Device, compute: jnp.dtype, sparse_cores: bool
+    device: Device, compute_dtype: jnp.dtype, sparse_cores: bool
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
-    A TPU's SparseCores, if it has any, run the collectives if `sparse_cores` allows it.
-    By default XLA overlaps no collective of an FSDP step with products (docs/log).
+    With `sparse_cores`, collectives run on a TPU's SparseCores, if it has any.
+    Otherwise XLA overlaps no collective of an FSDP step with products (docs/log).
 
     On a CPU the default analysis of live ranges copies every optimizer moment at the
     start of each step. The finer analysis sees that the old moment is last read when
@@ -112,19 +113,19 @@ def compiler_options(
     options: dict[str, bool | str] = {
         "xla_cpu_copy_insertion_use_region_analysis": True
     }
-    if compute == jnp.float32:
+    if compute_dtype == jnp.float32:
         options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_DOT"
     return options
 
 
-def cpu_prefers_bfloat16(info: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_prefers_bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32.
 
-    It does with AMX, and on AMD with AVX-512 BF16. On Intel, AVX-512 BF16 without AMX,
-    which a virtual machine may hide, has half of float32's rate (docs/log).
+    Intel's CPUs do so with AMX, and AMD's with AVX-512 BF16. On Intel, AVX-512 BF16
+    alone has half of float32's rate, and a virtual machine may hide AMX (docs/log).
     """
     try:
-        text = info.read_text()
+        text = cpu_info.read_text()
         flags = text.split("flags", 2)[1].split("\n")[0]
     except (OSError, IndexError):
         return False

@@ -49,7 +49,7 @@ def param_specs(
         except ValueError as error:
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
-        result = PartitionSpec(*(_simplified(entry, sizes) for entry in entries))
+        result = PartitionSpec(*(_simplify(entry, sizes) for entry in entries))
         for dim, axis, entry in zip(param.shape, info.axes, result, strict=True):
             dim_name = f"the {axis} dim {dim} of {name}"
             if mistake := dim_mistake(sizes, str(axis), entry, dim, dim_name):
@@ -62,7 +62,7 @@ def param_specs(
     return specs
 
 
-def _simplified(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
+def _simplify(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
     """Remove mesh axes of size 1 from an entry with several axes; keep at least one."""
     if not isinstance(entry, tuple):
         return entry

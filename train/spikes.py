@@ -1,9 +1,9 @@
-"""Detect loss spikes on the device: steps far above the recent steps.
+"""Detect spikes on the device: steps far above recent steps in loss or gradient norm.
 
 The loss and the gradient norm of the last accepted steps are kept in a ring buffer. A
 skipped step never enters the buffer, so that one bad step does not hide the next.
 
-Source: OLMo-core v2, `optim/skip_step_optimizer.py`, which also starts to judge at half
+Source: OLMo-core v2, `optim/skip_step_optimizer.py`, which also starts at half
 a window, but keeps the values of skipped steps too.
 """
 
@@ -36,9 +36,9 @@ def is_spike(recent: Recent, current: jax.Array, sigma: float) -> jax.Array:
     until `recent` is half full.
     """
     window = recent.values.shape[1]
-    filled = jnp.arange(window) < recent.num_accepted
-    mean = jnp.mean(recent.values, 1, where=filled)
-    limit = mean + sigma * jnp.std(recent.values, 1, where=filled)
+    is_filled = jnp.arange(window) < recent.num_accepted
+    mean = jnp.mean(recent.values, 1, where=is_filled)
+    limit = mean + sigma * jnp.std(recent.values, 1, where=is_filled)
     return jnp.any(current > limit) & (2 * recent.num_accepted >= window)
 
 

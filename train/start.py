@@ -7,7 +7,8 @@ A start takes its state from the first of these (`_find_state`):
 3. the weights that `init_from` names;
 4. a fresh initialisation.
 
-3 and 4 apply only if there are no checkpoints. If none verifies, the run stops.
+3 and 4 apply only if there are no checkpoints. If there are some, but none verifies,
+the run stops.
 """
 
 import logging
@@ -23,7 +24,7 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
 from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
-from train.evaluate.results import print_results, results
+from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.loop import CompiledSteps, Trainer
 from train.masking import mask
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 def start_run(config: Config, command: str) -> int:
     """Start a run, or continue the run of the same name.
 
-    `command` is the command line, which the results show as the way to continue.
+    `command` is the command line; the printed results show how to continue with it.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.
@@ -75,9 +76,9 @@ def _start(
 ) -> int:
     """Train in an open run; end all processes together if this one fails."""
     cluster = prepared.cluster
-    devices_asked, devices_found = prepared.devices_s
-    run.events.lap("start", until=devices_asked)
-    run.events.lap("init", until=devices_found)
+    devices_asked_s, devices_found_s = prepared.devices_s
+    run.events.lap("start", until=devices_asked_s)
+    run.events.lap("init", until=devices_found_s)
     try:
         trainer = _make_trainer(prepared, run, preemption, watchdog)
         run.events.lap("prepare")
@@ -101,14 +102,14 @@ def _start(
 def _make_trainer(
     prepared: Prepared, run: RunDir, preemption: Preemption, watchdog: Watchdog
 ) -> Trainer:
-    """Begin to compile, describe the program and the data, and open the checkpoints."""
+    """Return the trainer, after compilation has begun and the program is described."""
     config, program = run.config, prepared.program
     schedule_steps = run.continuation.schedule_steps
     if schedule_steps != config.train.num_steps:
         program = make_program(
             config, schedule_steps=schedule_steps, num_tokens=program.num_tokens
         )
-    compiling = _compile(program)
+    compilation = _begin_compilation(program)
     order = Order(prepared.sources, config.data, config.seed)
     describe_program(program)
     describe_data(order, config.train.num_steps)
@@ -116,12 +117,12 @@ def _make_trainer(
         run.path / "checkpoints",
         config.checkpoint,
         prepared.cluster,
-        before_save=run.ready_to_save,
+        before_save=run.prepare_save,
         run_id=run.continuation.run_id,
     )
     return Trainer(
         program=program,
-        compiling=compiling,
+        compilation=compilation,
         sources=prepared.sources,
         order=order,
         run=run,
@@ -133,10 +134,10 @@ def _make_trainer(
     )
 
 
-def _compile(program: Program) -> Future[CompiledSteps]:
-    """Begin to compile the training steps, overlapped with the rest of the start.
+def _begin_compilation(program: Program) -> Future[CompiledSteps]:
+    """Compile the training steps in a thread, while the start goes on.
 
-    Compilation needs neither the state nor Python's global lock, and takes longest.
+    Compilation takes longest, and needs neither the state nor Python's global lock.
     """
 
     def compile_step(step: Any) -> Any:
@@ -149,13 +150,13 @@ def _compile(program: Program) -> Future[CompiledSteps]:
         return CompiledSteps(plain, watched)
 
     thread = ThreadPoolExecutor(1, "compile")
-    compiling = thread.submit(compile_steps)
+    compilation = thread.submit(compile_steps)
     thread.shutdown(wait=False)
-    return compiling
+    return compilation
 
 
 def _train(trainer: Trainer) -> int:
-    """Find the state, step to the end and write the results; return the exit code."""
+    """Find the state, train to the end, write the results; return the exit code."""
     program, run = trainer.program, trainer.run
     state = _find_state(trainer)
     print(mask(f"run         {run.path}, from step {int(state.step):,}"), flush=True)
@@ -167,11 +168,12 @@ def _train(trainer: Trainer) -> int:
     trainer.preemption.training_done()
     with trainer.phase("eval"):
         step, batches = int(state.step), program.config.eval.final_num_batches
-        scores, task_scores = trainer.evaluate(state, batches), trainer.judge(state)
+        scores = trainer.evaluate(state, batches)
+        task_scores = trainer.score_tasks(state)
         run.log(step, as_metrics(scores) | task_scores)
     with trainer.phase("eval", "close"):
         params = best_params(state)
-        values = results(program, params, trainer.sources, step, scores)
+        values = compute_results(program, params, trainer.sources, step, scores)
         run.write_results(values | task_scores)
     return 0
 
@@ -193,7 +195,7 @@ def _find_state(trainer: Trainer) -> TrainState:
     run.events.lap("restore", step=step)
     _check_skips(trainer, step)
     if rewind_to is not None:
-        run.rewound()
+        run.record_rewind()
 
     with trainer.phase("compile", "prepare"):
         if state is None:
@@ -206,19 +208,19 @@ def _find_state(trainer: Trainer) -> TrainState:
 
 def _start_from(init_from: str, trainer: Trainer) -> TrainState:
     """Return the state of step 0 with the weights of `init_from`."""
-    from train.pretrained.begin import hold_to_first, start_from  # few runs need it
+    from train.pretrained.begin import record_or_check_files, start_from  # rarely used
 
     print(mask(f"weights     {init_from}"), flush=True)
-    hold_to_first(init_from, trainer.run.path, trainer.cluster)
+    record_or_check_files(init_from, trainer.run.path, trainer.cluster)
     return start_from(init_from, trainer.program)
 
 
 def _check_skips(trainer: Trainer, step: int) -> None:
-    """Raise ConfigError if one of the first `step` steps took a skipped batch."""
-    known_skips = trainer.run.continuation.known_skips
+    """Raise ConfigError if one of the first `step` steps used a skipped batch."""
+    earlier_skips = trainer.run.continuation.earlier_skips
     skip_batches = trainer.run.config.data.skip_batches
-    last = step - 1
-    if step and trainer.order.batch_number(last) != batch_number(last, known_skips):
+    index = step - 1  # the index of the last step
+    if step and trainer.order.batch_number(index) != batch_number(index, earlier_skips):
         rule = (
             f"leave out batches that the {step} steps so far were trained on; add "
             f"run.rewind_to=<a step before them>"

@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
 
     step: int32 scalar, the number of completed updates.
     params: nested dicts of arrays; layers are stacked along a leading dim.
-    recent: the steps that reveal spikes; None without `train.skip_sigma`.
+    recent: the steps that a spike is compared with; None without `train.skip_sigma`.
     """
 
     step: jax.Array
@@ -51,7 +51,7 @@ def abstract_state(
 
 
 def as_saved(state: TrainState) -> dict[str, Any]:
-    """Return the fields of a checkpoint by name, without those that are None."""
+    """Return the fields that a checkpoint saves, by name: those that are not None."""
     return {k: v for k, v in state._asdict().items() if v is not None}
 
 
@@ -69,14 +69,14 @@ def make_finite_check(
     The function returns the same list on all processes. `state` has
     `jax.ShapeDtypeStruct` leaves with their shardings.
     """
-    on_device, on_host = list[str](), list[list[str]]()
+    device_names, host_groups = list[str](), list[list[str]]()
     for name, leaf in named(state):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         if leaf.sharding.memory_kind == "pinned_host":
-            on_host.append([name])  # one at a time: all may exceed device memory
+            host_groups.append([name])  # all together may exceed device memory
         else:
-            on_device.append(name)
+            device_names.append(name)
 
     def all_finite(arrays: list[jax.Array]) -> jax.Array:
         space = jax.memory.Space.Device
@@ -86,7 +86,7 @@ def make_finite_check(
 
     def list_not_finite(state: TrainState) -> list[str]:
         arrays, names = dict(named(state)), []
-        for group in (on_device, *on_host):
+        for group in (device_names, *host_groups):
             is_finite = np.asarray(check([arrays[name] for name in group]))
             names += [name for name, ok in zip(group, is_finite, strict=True) if not ok]
         return names

@@ -48,7 +48,8 @@ class StatusConfig:
 class Save:
     """The newest checkpoint of a run.
 
-    age_s: the time since it was sealed; None if it is not sealed, or unknown.
+    age_s: the time since the checkpoint was sealed; None if it is not sealed, or if
+        the storage does not tell.
     """
 
     step: int
@@ -92,7 +93,7 @@ def read_status(folder: epath.Path) -> Status:
         silent_s = max(0.0, time.time() - goodput.starts[-1].ended)
     owner = _live_owner(folder)
     return Status(
-        state=_state(folder, goodput, owner, num_steps),
+        state=_describe_state(folder, goodput, owner, num_steps),
         owner=owner,
         silent_s=silent_s,
         step=step,
@@ -127,7 +128,7 @@ def main(config: StatusConfig) -> int:
     elif config.json:
         print(json.dumps(_json_values(status)))
     else:
-        _print(status)
+        _print_status(status)
     return 0
 
 
@@ -137,7 +138,7 @@ def _follow(folder: epath.Path, status: Status) -> None:
         while True:
             output = io.StringIO()
             with contextlib.redirect_stdout(output):
-                _print(status)
+                _print_status(status)
             live.update(Text(output.getvalue()), refresh=True)
             if status.owner is None:
                 return
@@ -148,8 +149,8 @@ def _follow(folder: epath.Path, status: Status) -> None:
 def _live_owner(folder: epath.Path) -> str | None:
     """Return the process that runs the run, or None if no live process does.
 
-    On the owner's machine, the process shows whether it is alive. From another machine,
-    renewals of the lease show it, because a run that compiles records nothing.
+    On the owner's machine, the process itself is looked up. On other machines, only a
+    renewal of the lease is proof: a run that compiles records nothing.
     """
     first_owner = owner = read_owner(os.fspath(folder))
     if owner is None:
@@ -164,7 +165,7 @@ def _live_owner(folder: epath.Path) -> str | None:
     return None
 
 
-def _state(
+def _describe_state(
     folder: epath.Path, goodput: Goodput, owner: str | None, num_steps: int
 ) -> str:
     if read_results(folder).get("step", -1) >= num_steps:
@@ -193,7 +194,7 @@ def _last_save(folder: epath.Path) -> Save | None:
     newest = folder / str(steps[-1])
     sealed = is_sealed(newest)
     saved_at = (newest / "digests.json").stat().mtime if sealed else 0
-    # Object stores do not keep this time.
+    # Object stores report 0 as the modification time.
     age_s = max(0.0, time.time() - saved_at) if saved_at else None
     return Save(steps[-1], sealed, age_s)
 
@@ -219,7 +220,7 @@ def _format_step(step: int | None) -> str:
     return "-" if step is None else f"{step:,}"
 
 
-def _print(status: Status) -> None:
+def _print_status(status: Status) -> None:
     state, save, goodput = status.state, status.save, status.goodput
     if status.owner:
         state += f", {status.owner}"

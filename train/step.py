@@ -42,14 +42,14 @@ class Gradients(NamedTuple):
     loss: nats per target.
     load_LE: the number of tokens that each expert gets, without padding.
     num_targets: the number of targets in the batch.
-    noted: the figures of layers, if they are watched (model/taps.py).
+    figures: the figures of layers, if the step is watched (model/taps.py).
     """
 
     loss: Float[Array, ""]
     grads: Any
     load_LE: Load
     num_targets: Int[Array, ""]
-    noted: Figures | None
+    figures: Figures | None
 
 
 class Rows(NamedTuple):
@@ -74,9 +74,9 @@ def make_train_step(
     int32 [B, T]. Metrics are float32 scalars: loss (nats per target), grad_norm (before
     clipping), learning_rate, skipped (1 if loss, norm or update was not finite, or if
     loss or norm was a spike), overflow (1 if the update was not finite) and targets
-    (the number of targets). With experts there is expert_load for each layer that has
-    experts: the tokens of the busiest expert over the mean. A watched step makes the
-    same update, and its metrics include figures of layers (train/numerics.py).
+    (the number of targets). With experts, expert_load [layers with experts] is the
+    tokens of the busiest expert over the mean. A watched step makes the same update,
+    and its metrics include figures of layers (train/numerics.py).
     """
     compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
     has_dropout = model.config.dropout != Dropout()
@@ -88,7 +88,7 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         results = compute_gradients(state.params, batch, seeds_BT)
-        loss, grads, load_LE, num_targets, noted = results
+        loss, grads, load_LE, num_targets, figures = results
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
@@ -105,9 +105,9 @@ def make_train_step(
                 remember_accepted(recent, current),
                 recent,
             )
-        figures = {}
-        if noted is not None:
-            figures = layer_figures(noted, grads, state.params, params)
+        layer_metrics = {}
+        if figures is not None:
+            layer_metrics = layer_figures(figures, grads, state.params, params)
         params = balance_experts(params, load_LE, updated, model.config)
         metrics = {
             "loss": loss,
@@ -122,7 +122,7 @@ def make_train_step(
             # A batch may consist of padding only, so that the mean is zero.
             metrics["expert_load"] = largest_L / jnp.maximum(mean_L, 1e-9)
         new_state = TrainState(state.step + 1, params, optimizer_state, recent)
-        return new_state, metrics | figures
+        return new_state, metrics | layer_metrics
 
     if watched:  # Profiles recognise the compiled program by this name.
         train_step.__name__ = train_step.__qualname__ = "watched_step"
@@ -138,10 +138,10 @@ def make_gradients(
 ) -> Callable[..., Gradients]:
     """Return `compute_gradients(params, batch, seeds_BT=None) -> Gradients`.
 
-    Each device computes the gradients of its local rows. Weights are gathered and their
-    gradients reduce-scattered where they are used (model/gather.py). Replicas
-    (data) sum gradients once in a step: in the backward pass of each layer, overlapped
-    with the next layer's products, or after all microbatches if there are several.
+    Each device computes the gradients of its local rows. Each layer gathers its weights
+    and reduce-scatters their gradients (model/gather.py). Replicas (mesh axis `data`)
+    sum gradients once in a step: in the backward pass of each layer, overlapped with
+    the next layer's products, or after all microbatches if there are several.
     """
     placement, infos = execution.placement, param_infos(model)
     load_shape = model.config.expert_layers, model.config.num_experts
@@ -149,10 +149,10 @@ def make_gradients(
 
     def on_device(params: Any, rows: Rows) -> Gradients:
         with jax.named_scope("targets"):
-            total_targets, num_counted = _sum_counts(rows.batch, placement, has_experts)
+            total_targets, num_routed = _sum_counts(rows.batch, placement, has_experts)
             num_targets = jnp.maximum(1, total_targets)
         if placement.platform == "cpu":
-            rows = after_count(num_targets, rows)
+            rows = _start_after_count(num_targets, rows)
 
         def mean_loss(
             params: Any, rows: Rows
@@ -172,24 +172,26 @@ def make_gradients(
             )
             loss /= num_targets
             if routing is not None:
-                loss += jnp.mean(routing.loss) / num_counted
+                loss += jnp.mean(routing.loss) / num_routed
             load_LE = None if routing is None else routing.load_E
             return loss, (nats / num_targets, load_LE, taps and taps.all_figures())
 
-        compute = jax.grad(mean_loss, has_aux=True)
+        compute_grads = jax.grad(mean_loss, has_aux=True)
         if config.accumulation_steps == 1:
-            grads, (loss, load_LE, noted) = compute(params, rows)
+            grads, (loss, load_LE, figures) = compute_grads(params, rows)
         else:
-            parts = split(rows, config.accumulation_steps)
-            grads, (loss, load_LE, noted) = sum_over_microbatches(
-                compute, params, parts, load_shape=load_shape if has_experts else None
+            grads, (loss, load_LE, figures) = sum_over_microbatches(
+                compute_grads,
+                params,
+                split(rows, config.accumulation_steps),
+                load_shape=load_shape if has_experts else None,
             )
         return Gradients(
             loss=sum_over_rows(loss, placement),
             grads=reduce_over_replicas(grads, infos, execution),
             load_LE=load_LE,
             num_targets=total_targets,
-            noted=None if noted is None else reduce_over_rows(noted, placement),
+            figures=None if figures is None else reduce_over_rows(figures, placement),
         )
 
     def result_specs(param_specs: Any) -> Any:
@@ -203,7 +205,7 @@ def make_gradients(
 def _sum_counts(
     batch: Batch, placement: Placement, has_experts: bool
 ) -> tuple[Int[Array, ""], Int[Array, ""] | int]:
-    """Return the batch's numbers of targets and of positions that routers balance.
+    """Return the global batch's numbers of targets and of routed positions.
 
     One all-reduce sums both counts. Without experts, the second count is 1.
     """
@@ -212,12 +214,12 @@ def _sum_counts(
         return sum_over_rows(num_targets, placement), 1
     if batch.segment_ids is None:
         return sum_over_rows((num_targets, batch.inputs.size), placement)
-    num_counted = jnp.sum(batch.segment_ids > 0)
-    counts = sum_over_rows(jnp.stack([num_targets, num_counted]), placement)
+    num_routed = jnp.sum(batch.segment_ids > 0)
+    counts = sum_over_rows(jnp.stack([num_targets, num_routed]), placement)
     return counts[0], jnp.maximum(1, counts[1])
 
 
-def after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
+def _start_after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
     """Make the inputs depend on the target count, so that layers start after it.
 
     Virtual devices of a CPU share its threads. Without this dependency, the first
@@ -231,7 +233,7 @@ def after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
 def balance_experts(
     params: Any, load_LE: Load, accepted: jax.Array, config: ModelConfig
 ) -> Any:
-    """Return parameters whose routers prefer experts that got too few tokens.
+    """Return parameters whose router biases are moved one step towards equal loads.
 
     A step that is not accepted changes nothing.
 
@@ -239,11 +241,11 @@ def balance_experts(
     """
     if load_LE is None or not config.router_bias_rate:
         return params
-    missing_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
+    direction_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
     layers = params["layers"]
     mlp, router = layers["mlp"], layers["mlp"]["router"]
     bias_LE = router["balance"]
-    new_bias_LE = bias_LE + config.router_bias_rate * missing_LE
+    new_bias_LE = bias_LE + config.router_bias_rate * direction_LE
     new_bias_LE = jnp.where(accepted, new_bias_LE, bias_LE)
     layers = layers | {"mlp": mlp | {"router": router | {"balance": new_bias_LE}}}
     return params | {"layers": layers}
@@ -254,12 +256,12 @@ def make_eval_step(
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
-    It has the microbatches of a train step, so that it needs no more memory.
+    The step has the microbatches of a train step, so that it needs no more memory.
     """
     microbatches = config.accumulation_steps
 
     def eval_step(params: Any, batch: Batch):
-        def sums(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        def sum_microbatch(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
             _, nats, _ = loss_sum(
                 bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
@@ -267,13 +269,13 @@ def make_eval_step(
             return nats, jnp.sum(rows.targets >= 0)
 
         def add(total: Any, rows: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, sums(rows)), None
+            return jax.tree.map(jnp.add, total, sum_microbatch(rows)), None
 
         if microbatches == 1:
-            return sum_over_rows(sums(batch), execution.placement)
-        start = jnp.float32(0), jnp.int32(0)
+            return sum_over_rows(sum_microbatch(batch), execution.placement)
+        zeros = jnp.float32(0), jnp.int32(0)
         with jax.named_scope("microbatches"):
-            total, _ = jax.lax.scan(add, start, split(batch, microbatches))
+            total, _ = jax.lax.scan(add, zeros, split(batch, microbatches))
         return sum_over_rows(total, execution.placement)
 
     return run_per_device(
@@ -284,7 +286,7 @@ def make_eval_step(
 def make_score_step(
     model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
-    """Return `score_step(params, batch) -> (nats, misses)` by row (`row_sums`)."""
+    """Return `score_step(params, batch) -> (nats, misses)` of each row (`row_sums`)."""
 
     def score_step(params: Any, batch: Batch):
         chunk = config.loss_chunk_tokens

@@ -14,16 +14,16 @@ def format_bytes(size: float) -> str:
 
 def format_count(count: float) -> str:
     """Return a count with about three digits: `950`, `12.4K`, `124M`, `1.24B`."""
-    return "".join(_shortened(count, ("", "K", "M", "B", "T")))
+    return "".join(_shorten(count, ("", "K", "M", "B", "T")))
 
 
 def format_flops(flops: float, unit: str = "FLOPs") -> str:
     """Return FLOPs or FLOP/s in decimal units: `4.23 GFLOPs`, `990 TFLOP/s`."""
-    digits, prefix = _shortened(flops, ("", "K", "M", "G", "T", "P", "E"))
+    digits, prefix = _shorten(flops, ("", "K", "M", "G", "T", "P", "E"))
     return f"{digits} {prefix}{unit}"
 
 
-def _shortened(count: float, units: Sequence[str]) -> tuple[str, str]:
+def _shorten(count: float, units: Sequence[str]) -> tuple[str, str]:
     for unit in units:
         if abs(count) < 999.5 or unit == units[-1]:
             break

@@ -1,1 +1,1 @@
-"""Reads files of many formats as documents."""
+"""Read documents from files of many formats."""

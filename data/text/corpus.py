@@ -27,8 +27,8 @@ from data.errors import DataError
 from data.storage import is_remote
 from data.text.documents import read_documents
 from data.text.files import File, Format, Split, Unit, cut_file, hash_fraction, units_of
-from data.text.records import Bad, Reading, Record
-from data.text.streams import align, text_size
+from data.text.records import BadRecord, Reading, Record
+from data.text.streams import align_to_character, text_size
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ class Corpus:
         if any(file.format is not Format.text for file in self.files):
             return [unit for file in self.files for unit in units_of(file)]
         if len(self.files) == 1:
-            return self._single_text()
+            return self._units_of_single_text()
         names = {file.name for file in self.files}
         if self.validation and len(names) < 2:
             raise DataError(
-                f"{self.root}: is one text {len(self.files)} times, and both splits "
-                f"need some of their own. Name it once"
+                f"{self.root}: is one text {len(self.files)} times, but both splits "
+                f"need a text. Name it once"
             )
         held_out = held_out_ids(names, self.validation) if self.validation else set()
         units: list[Unit] = []
@@ -76,24 +76,24 @@ class Corpus:
 
         `beat` is called while files are read. Raises DataError if no file is left.
         """
-        good, bad = [], []
+        good_files, bad_files = [], []
         for file in self.files:
-            records: Iterable[Record | Bad] = ()
+            records: Iterable[Record | BadRecord] = ()
             if file.format is Format.text:
                 records = read_documents(Unit(file), Reading(), lambda _: beat())
-            is_bad = any(isinstance(record, Bad) for record in records)
-            (bad if is_bad else good).append(file)
-        if not good:
+            is_bad = any(isinstance(record, BadRecord) for record in records)
+            (bad_files if is_bad else good_files).append(file)
+        if not good_files:
             raise DataError(
-                f"{self.root}: none of its {len(bad)} files is text in UTF-8, so that "
-                f"data.on_error=skip leaves nothing. Name other files"
+                f"{self.root}: none of its {len(bad_files)} files is text in UTF-8, so "
+                f"data.on_error=skip leaves no file. Name other files"
             )
-        return replace(self, files=tuple(good), left_out=tuple(bad))
+        return replace(self, files=tuple(good_files), left_out=tuple(bad_files))
 
-    def _single_text(self) -> list[Unit]:
+    def _units_of_single_text(self) -> list[Unit]:
         (file,) = self.files
         size = text_size(file)
-        boundary = align(file, size - int(size * self.validation))
+        boundary = align_to_character(file, size - int(size * self.validation))
         ranges: list[tuple[int, int, Split]] = [(0, boundary, "train")]
         if self.validation:
             ranges.append((boundary, size, "validation"))
@@ -113,7 +113,7 @@ class Corpus:
 
 
 def find_corpus(config: DataConfig) -> Corpus:
-    """Find the documents that a training config names, without reading them.
+    """Find the files of text that a training config names, without reading them.
 
     Raises DataError if the path is missing, or holds no file.
     """
@@ -122,7 +122,7 @@ def find_corpus(config: DataConfig) -> Corpus:
         files = _library_files(Path(root))
         if len(files) < 2:
             raise DataError(
-                f"{root}: Python's standard library is not there as source code. Name "
+                f"{root}: Python's standard library has no source code there. Name "
                 f"text of your own with data=text data.path=..."
             )
     else:
@@ -147,7 +147,7 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
     files_by_folder: list[tuple[list[str], File]] = []
     for entry in inputs:
         try:
-            files = _find(str(entry), pattern)
+            files = _find_files_of(str(entry), pattern)
         except FileNotFoundError as error:
             raise DataError(
                 f"{entry}: there is no such file or folder. Name a text file, a folder "
@@ -195,12 +195,12 @@ def _with_unique_names(files_by_folder: list[tuple[list[str], File]]) -> list[Fi
     for name in sorted(same_name.keys() - used_names):
         group = same_name[name]
         for depth in range(1, 2 + max(len(folders) for folders, _ in group)):
-            longer = ["/".join([*folders[-depth:], name]) for folders, _ in group]
-            if len({*longer}) == counts[name] and not used_names & {*longer}:
+            new_names = ["/".join([*folders[-depth:], name]) for folders, _ in group]
+            if len({*new_names}) == counts[name] and not used_names & {*new_names}:
                 break
-        used_names |= {*longer}
-        pairs = zip(group, longer, strict=True)
-        renamed += [replace(file, name=new) for (_, file), new in pairs]
+        used_names |= {*new_names}
+        pairs = zip(group, new_names, strict=True)
+        renamed += [replace(file, name=new_name) for (_, file), new_name in pairs]
     return renamed
 
 
@@ -210,14 +210,14 @@ def held_out_ids(ids: set[str], fraction: float) -> set[str]:
     The lowest hash is always held out and the highest never, so that neither split
     is empty. `ids` holds at least two.
     """
-    first, *others, _ = sorted(sorted(ids), key=hash_fraction)
-    return {first} | {name for name in others if hash_fraction(name) < fraction}
+    lowest, *others, _ = sorted(sorted(ids), key=hash_fraction)
+    return {lowest} | {name for name in others if hash_fraction(name) < fraction}
 
 
-def _find(entry: str, pattern: str) -> list[File]:
-    local = not is_remote(entry)
+def _find_files_of(entry: str, pattern: str) -> list[File]:
+    is_local = not is_remote(entry)
     filesystem, path = fsspec.url_to_fs(
-        str(Path(entry).expanduser()) if local else entry
+        str(Path(entry).expanduser()) if is_local else entry
     )
     if re.search(r"[*?[]", path) and not filesystem.exists(path):
         root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
@@ -234,23 +234,23 @@ def _find(entry: str, pattern: str) -> list[File]:
     files = []
     for info in infos.values():
         name = info["name"][len(root) :].lstrip("/")
-        hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
+        is_hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
         # fsspec gives a link the type "other", whatever its target is.
-        linked = info.get("islink") and filesystem.isfile(info["name"])
-        if not hidden and (info["type"] == "file" or linked):
+        is_file_link = info.get("islink") and filesystem.isfile(info["name"])
+        if not is_hidden and (info["type"] == "file" or is_file_link):
             files.append(_file_of(filesystem, info, name))
-    texts = [file.name for file in files if file.format is Format.text]
-    if texts and len(texts) < len(files):
+    text_names = [file.name for file in files if file.format is Format.text]
+    if text_names and len(text_names) < len(files):
         message = "%s: %d files that hold no records are left out, such as %s; to "
         message += "encode them too, name them as another input"
-        log.warning(message, entry, len(texts), texts[0])
+        log.warning(message, entry, len(text_names), text_names[0])
         return [file for file in files if file.format is not Format.text]
     return files
 
 
 def _file_of(filesystem: Any, info: dict[str, Any], name: str) -> File:
-    stamps = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
-    version = next((str(info[key]) for key in stamps if info.get(key)), "")
+    keys = ("mtime", "ETag", "etag", "md5Hash", "LastModified", "updated", "created")
+    version = next((str(info[key]) for key in keys if info.get(key)), "")
     path = filesystem.unstrip_protocol(info["name"])
     return File(path.removeprefix("file://"), name, int(info["size"] or 0), version)
 

@@ -18,10 +18,12 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 UNIT_BYTES = 2**22
-_COMPRESSIONS = (".gz", ".zst")
+_COMPRESSION_SUFFIXES = (".gz", ".zst")
 # A plain .json file is one document, but corpora name compressed lines .json.gz.
-_LINES = (".jsonl", ".ndjson")
-_PACKED_LINES = tuple(f"{s}{c}" for s in (*_LINES, ".json") for c in _COMPRESSIONS)
+_LINE_SUFFIXES = (".jsonl", ".ndjson")
+_COMPRESSED_LINE_SUFFIXES = tuple(
+    f"{s}{c}" for s in (*_LINE_SUFFIXES, ".json") for c in _COMPRESSION_SUFFIXES
+)
 
 
 class Format(StrEnum):
@@ -35,7 +37,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class File:
-    """An input file. `version` changes when its content does."""
+    """An input file. `version` changes when the content changes."""
 
     path: str  # in the form that fsspec accepts
     name: str  # relative to its input; the document ids begin with it
@@ -46,7 +48,7 @@ class File:
     def compression(self) -> str | None:
         """The suffix of a compressed file, or None."""
         suffix = PurePosixPath(self.name).suffix.lower()
-        return suffix if suffix in _COMPRESSIONS else None
+        return suffix if suffix in _COMPRESSION_SUFFIXES else None
 
     @property
     def format(self) -> Format:
@@ -54,7 +56,8 @@ class File:
         name = self.name.lower()
         if name.endswith((".parquet", ".arrow")):
             return Format(name.rpartition(".")[2])
-        return Format.lines if name.endswith(_LINES + _PACKED_LINES) else Format.text
+        has_lines = name.endswith(_LINE_SUFFIXES + _COMPRESSED_LINE_SUFFIXES)
+        return Format.lines if has_lines else Format.text
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,12 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of the file that the unit covers."""
+        """The number of the file's bytes that the unit covers."""
         return self.file.size if self.stop is None else self.stop - self.start
 
 
 def hash_fraction(document: str) -> float:
-    """Map a document's id to [0, 1) by a hash, which decides its split."""
+    """Hash a document's id to [0, 1); the result decides the document's split."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:8]) / 2**64
 
 

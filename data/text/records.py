@@ -1,5 +1,6 @@
 """Turn input records into documents, or into reasons why they cannot be used."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from data.text.files import File
 
 @dataclass(frozen=True)
 class Reading:
-    """How records become documents."""
+    """Settings for reading documents from records."""
 
     text_field: str = "text"
     id_field: str | None = None
@@ -24,38 +25,43 @@ class Record(NamedTuple):
     ends: bool = True
 
 
-class Bad(NamedTuple):
+class BadRecord(NamedTuple):
     """A record or file that cannot be used, and why."""
 
     file: File
-    place: str  # "byte 123", "row 5"
+    location: str  # "byte 123", "row 5"
     reason: str
 
 
+Records = Iterator[Record | BadRecord]
+
+
 def make_document(
-    file: File, location: str, text: object, name: object, reading: Reading
-) -> Record | Bad:
-    """Return the document of a record's text and id, or why it cannot be used."""
+    file: File, location: str, text: object, record_id: object, reading: Reading
+) -> Record | BadRecord:
+    """Make a document from a record's text and id, or say why it cannot be used."""
     if not isinstance(text, str | bytes):
         kind = "null" if text is None else type(text).__name__
-        return Bad(file, location, f"{reading.text_field!r} is no text but {kind}")
+        reason = f"{reading.text_field!r} is no text but {kind}"
+        return BadRecord(file, location, reason)
     try:
         encoded = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:
         reason = f"{reading.text_field!r} holds half a surrogate pair"
-        return Bad(file, location, reason)
-    if bad_offset(encoded) is not None:
-        return Bad(file, location, "not UTF-8")
+        return BadRecord(file, location, reason)
+    if invalid_utf8_offset(encoded) is not None:
+        return BadRecord(file, location, "not UTF-8")
     if len(encoded) > reading.max_record_bytes:
-        return Bad(file, location, too_long(len(encoded), reading.max_record_bytes))
-    if isinstance(name, dict | list):
-        kind = type(name).__name__
-        return Bad(file, location, f"{reading.id_field!r} is no id but {kind}")
-    document_name = f"{file.name}:{location}" if name is None else str(name)
-    return Record(document_name.encode(errors="replace").decode(), encoded)
+        reason = too_long_reason(len(encoded), reading.max_record_bytes)
+        return BadRecord(file, location, reason)
+    if isinstance(record_id, dict | list):
+        kind = type(record_id).__name__
+        return BadRecord(file, location, f"{reading.id_field!r} is no id but {kind}")
+    document_id = f"{file.name}:{location}" if record_id is None else str(record_id)
+    return Record(document_id.encode(errors="replace").decode(), encoded)
 
 
-def bad_offset(text: bytes) -> int | None:
+def invalid_utf8_offset(text: bytes) -> int | None:
     """Return the offset of the first byte that is not UTF-8, or None."""
     try:
         text.decode()
@@ -64,6 +70,6 @@ def bad_offset(text: bytes) -> int | None:
     return None
 
 
-def too_long(size: int, limit: int) -> str:
+def too_long_reason(size: int, limit: int) -> str:
     """Return the reason for refusing a record of `size` bytes."""
     return f"{size} bytes, longer than max_record_bytes={limit}"

@@ -1,6 +1,6 @@
-"""Bytes of input files, decompressed, in bounded memory.
+"""Read input files, decompressed, in bounded memory.
 
-A damaged or truncated compressed file ends where the damage begins, and `Stream.damage`
+A damaged or truncated compressed file is read up to the damage, and `Stream.damage`
 names the reason. A failure of the storage is a DataError, not damage.
 """
 
@@ -16,7 +16,7 @@ import fsspec
 
 from data.text.files import File, missing_package_error, unreadable_error
 
-# How many bytes a cut may move to reach the end of a line; less than a unit.
+# The number of bytes that a cut may move to reach the end of a line; less than a unit.
 CUT_WINDOW = 2**16
 
 
@@ -26,12 +26,12 @@ def open_stream(
 ) -> Iterator["Stream"]:
     """Open a file; `progress` gets the number of bytes of each read.
 
-    Raises DataError if it cannot be opened or read.
+    Raises DataError if the file cannot be opened or read.
     """
     try:
         with fsspec.open(file.path, "rb") as raw:
-            counted = _CountedFile(raw, file.path, progress)
-            yield Stream(io.BufferedReader(counted, 2**20), file.compression)
+            reporting_file = _ReportingFile(raw, file.path, progress)
+            yield Stream(io.BufferedReader(reporting_file, 2**20), file.compression)
     except (OSError, ValueError) as error:
         raise unreadable_error(file.path, error) from error
 
@@ -44,14 +44,14 @@ def text_size(file: File) -> int:
         return stream.skip(2**63)
 
 
-def align(file: File, offset: int) -> int:
+def align_to_character(file: File, offset: int) -> int:
     """Return an offset in a text, moved back to the first byte of a character."""
     window_start = max(0, offset - 3)
     with open_stream(file) as stream:
         stream.seek(window_start)
         window = stream.take(offset - window_start + 1)
     index = offset - window_start
-    while 0 < index < len(window) and _continues(window[index]):
+    while 0 < index < len(window) and _is_continuation(window[index]):
         index -= 1
     return window_start + index
 
@@ -66,7 +66,7 @@ def line_number(file: File, offset: int) -> int:
     return line
 
 
-class _CountedFile(io.RawIOBase):
+class _ReportingFile(io.RawIOBase):
     """A file that reports the bytes read, and raises DataError if its storage fails."""
 
     def __init__(self, file: Any, path: str, progress: Callable[[int], object]):
@@ -89,27 +89,27 @@ class _CountedFile(io.RawIOBase):
         return len(data)
 
 
-class _Decompressed(io.RawIOBase):
-    """Decompresses one frame after another, up to the first damage."""
+class _Decompressor(io.RawIOBase):
+    """A file that decompresses frame after frame, up to the first damage."""
 
     def __init__(self, file: BinaryIO, compression: str):
         self.damage: str | None = None
         self._chunks = self._decompress(file, compression)
-        self._ready = memoryview(b"")
+        self._unread = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready and (chunk := next(self._chunks, None)) is not None:
-            self._ready = memoryview(chunk)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        while not self._unread and (chunk := next(self._chunks, None)) is not None:
+            self._unread = memoryview(chunk)
+        count = min(len(buffer), len(self._unread))
+        buffer[:count], self._unread = self._unread[:count], self._unread[count:]
         return count
 
     def _decompress(self, file: BinaryIO, compression: str) -> Iterator[bytes]:
-        # Libraries' readers lose the bytes just before damage, and zstandard's
-        # reads a truncated file without an error.
+        # The readers of zlib and zstandard lose the bytes just before damage, and
+        # zstandard's reads a truncated file without an error.
         if compression == ".gz":
             new_frame = functools.partial(zlib.decompressobj, 31)
             damage_error = zlib.error
@@ -134,7 +134,7 @@ class _Decompressed(io.RawIOBase):
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
-                # gzip allows zeros after a frame, which tapes and some tools add.
+                # Tapes and some tools add zeros after a frame of gzip.
                 padding = b"\0" if compression == ".gz" else b""
         if frame is not None:
             self.damage = "the compressed file ends in the middle"
@@ -145,45 +145,45 @@ class Stream:
 
     def __init__(self, raw: BinaryIO, compression: str | None):
         self.file: Any = raw
-        self._decompressed = _Decompressed(raw, compression) if compression else None
-        if self._decompressed is not None:
-            self.file = io.BufferedReader(self._decompressed, 2**20)
-        self._ahead = b""
+        self._decompressor = _Decompressor(raw, compression) if compression else None
+        if self._decompressor is not None:
+            self.file = io.BufferedReader(self._decompressor, 2**20)
+        self._lookahead = b""
 
     @property
     def damage(self) -> str | None:
-        """The damage after the last readable byte, if reading has reached it."""
-        return self._decompressed.damage if self._decompressed else None
+        """The reason of the damage, or None before reading has reached it."""
+        return self._decompressor.damage if self._decompressor else None
 
     def seek(self, offset: int) -> int:
         """Go to an offset and return it; only forward in a compressed file."""
-        return self.skip(offset) if self._decompressed else self.file.seek(offset)
+        return self.skip(offset) if self._decompressor else self.file.seek(offset)
 
     def skip(self, count: int) -> int:
-        """Skip at most `count` bytes; return the number that was skipped."""
+        """Skip at most `count` bytes, and return the number of skipped bytes."""
         remaining = count
         while remaining and (data := self.take(min(remaining, 2**20))):
             remaining -= len(data)
         return count - remaining
 
     def peek(self, count: int) -> bytes:
-        """Return what `take` would, without consuming it."""
-        self._ahead = self.take(count)
-        return self._ahead
+        """Return the bytes that `take` would return, without consuming them."""
+        self._lookahead = self.take(count)
+        return self._lookahead
 
     def take(self, count: int) -> bytes:
         """Read `count` bytes, or all that are left."""
-        data, self._ahead = self._ahead[:count], self._ahead[count:]
+        data, self._lookahead = self._lookahead[:count], self._lookahead[count:]
         return data + self.file.read(count - len(data))
 
 
-def cut_point(window: bytes) -> int:
-    """Return how far a cut moves to reach the end of a line, or of a character."""
+def cut_distance(window: bytes) -> int:
+    """Return how many bytes a cut moves to reach the end of a line or a character."""
     if newline := window.find(b"\n") + 1:
         return newline
-    return len([*itertools.takewhile(_continues, window[:3])])
+    return len([*itertools.takewhile(_is_continuation, window[:3])])
 
 
-def _continues(byte: int) -> bool:
+def _is_continuation(byte: int) -> bool:
     """Return whether a byte of UTF-8 continues a character."""
     return byte & 0xC0 == 0x80

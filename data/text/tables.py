@@ -1,15 +1,15 @@
-"""Rows of parquet and arrow files, a few at a time."""
+"""Read rows of parquet and arrow files, a few at a time."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from data.text.files import File, Format, Unit, missing_package_error
-from data.text.records import Bad, Reading, Record, make_document
+from data.text.records import BadRecord, Reading, Records, make_document
 from data.text.streams import Stream
 
 
-def table_rows(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record | Bad]:
-    """Yield the rows of a parquet file, or of an arrow file or stream."""
+def read_table(unit: Unit, stream: Stream, reading: Reading) -> Records:
+    """Yield the documents of a parquet file, or of an arrow file or stream."""
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -18,22 +18,22 @@ def table_rows(unit: Unit, stream: Stream, reading: Reading) -> Iterator[Record 
     row = 0
     try:
         if unit.file.format is Format.parquet:
-            names, batches = _parquet(stream.file, columns)
+            names, batches = _open_parquet(stream.file, columns)
         else:
-            names, batches = _arrow(stream.file)
-        if absent := [name for name in columns if name not in names]:
-            yield Bad(unit.file, "row 0", f"no column {absent[0]!r}")
+            names, batches = _open_arrow(stream.file)
+        if missing := [name for name in columns if name not in names]:
+            yield BadRecord(unit.file, "row 0", f"no column {missing[0]!r}")
             return
         for batch in batches:
-            yield from _rows(unit.file, row, batch, reading)
+            yield from _read_rows(unit.file, row, batch, reading)
             row += batch.num_rows
     # Damaged lengths, and names that are not UTF-8, raise errors other than pyarrow's.
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as e:
         reason = str(e) or type(e).__name__
-        yield Bad(unit.file, f"row {row}", f"cannot be read further: {reason}")
+        yield BadRecord(unit.file, f"row {row}", f"cannot be read further: {reason}")
 
 
-def _parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
+def _open_parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
@@ -42,7 +42,7 @@ def _parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[Any]]:
     return table.schema_arrow.names, batches
 
 
-def _arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
+def _open_arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
     import pyarrow as pa
 
     if file.peek(6)[:6] != b"ARROW1":
@@ -52,27 +52,26 @@ def _arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
     return table.schema.names, map(table.get_batch, range(table.num_record_batches))
 
 
-def _rows(
-    file: File, first_row: int, batch: Any, reading: Reading
-) -> Iterator[Record | Bad]:
+def _read_rows(file: File, first_row: int, batch: Any, reading: Reading) -> Records:
     texts = _column(batch, reading.text_field)
     ids = _column(batch, reading.id_field) if reading.id_field else None
     for index in range(batch.num_rows):
         location = f"row {first_row + index}"
         try:
             text = texts[index].as_py()
-            name = None if ids is None else ids[index].as_py()
-            name = name.decode() if isinstance(name, bytes) else name
+            record_id = None if ids is None else ids[index].as_py()
+            if isinstance(record_id, bytes):
+                record_id = record_id.decode()
         except UnicodeDecodeError:
-            yield Bad(file, location, "not UTF-8")
+            yield BadRecord(file, location, "not UTF-8")
         except (ValueError, OverflowError) as error:
-            yield Bad(file, location, f"not a value of Python: {error}")
+            yield BadRecord(file, location, f"not a value of Python: {error}")
         else:
-            yield make_document(file, location, text, name, reading)
+            yield make_document(file, location, text, record_id, reading)
 
 
 def _column(batch: Any, name: str) -> Any:
-    """Return a column, text as bytes, after a check that its offsets are valid."""
+    """Return a column with text as bytes, after checking its offsets."""
     import pyarrow as pa
 
     column = batch.column(batch.schema.get_all_field_indices(name)[0])

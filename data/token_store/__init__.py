@@ -1,1 +1,1 @@
-"""Token stores: written in parts, checked, and read at random."""
+"""Build token stores from parts, verify stores, and read tokens at random."""

@@ -1,7 +1,7 @@
 """Build token stores: encode the units of a corpus and assemble the parts.
 
 `prepare_store` builds what `python -m data.prepare` asks for, and continues a
-killed preparation. token_store/cached.py builds the stores of text on its first use.
+killed preparation. token_store/cached.py builds stores of text on first use.
 """
 
 import collections
@@ -30,7 +30,7 @@ from data.token_store.parts import EncodingSettings, Segment, read_part, token_d
 from data.token_store.progress import Meter
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
-from data.tokenizer import load_tokenizer, rank_file
+from data.tokenizer import dump_ranks, load_tokenizer
 from data.tokenizer_folder import digest_of
 
 _UNFINISHED = "unfinished"  # a key in a store that is being written
@@ -60,8 +60,8 @@ def prepare_store(config: PrepareConfig) -> Store:
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
     storage = KeyValueStore(config.output)
-    with _locked(_work_folder(config, storage)) as work:
-        if exists := storage.has(MANIFEST):
+    with _locked(_work_folder(config, storage)) as folder:
+        if is_built := storage.has(MANIFEST):
             _log.info("%s: is there already", storage)
         else:
             names = set(storage.names())
@@ -70,15 +70,15 @@ def prepare_store(config: PrepareConfig) -> Store:
             storage.write(_UNFINISHED, b"")
             for name in names - {_UNFINISHED}:
                 storage.write(name, None)
-            build_store(storage, corpus, settings, encoding, work, config.workers)
+            build_store(storage, corpus, settings, encoding, folder, config.workers)
         storage.write(_UNFINISHED, None)
         store = open_store(storage.location, encoding)
-        if exists and store.manifest["made_of"] != made_of(corpus, settings):
+        if is_built and store.manifest["made_of"] != input_hash(corpus, settings):
             raise DataError(
-                f"{storage}: is a store of other input or other settings. Name "
+                f"{storage}: is a store of other input or settings. Name "
                 f"another output, or delete it"
             )
-        for part in work.glob("*.part*"):
+        for part in folder.glob("*.part*"):
             part.unlink()
     return store
 
@@ -88,16 +88,16 @@ def build_store(
     corpus: Corpus,
     settings: EncodingSettings,
     encoding: tiktoken.Encoding,
-    parts: Path,
+    part_folder: Path,
     workers: int | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> None:
     """Encode a corpus into an empty folder; the manifest, written last, commits it.
 
-    Encoded parts are kept in `parts`, and those of an earlier attempt are used. By
-    default there is one worker for each core. `beat` is called repeatedly while parts
-    are encoded, and for each part that is added to the store. Raises DataError if text
-    or storage fail, or a split would be empty.
+    Encoded parts are kept in `part_folder`, and parts of an earlier attempt are used.
+    By default there is one worker for each core. `beat` is called repeatedly while
+    parts are encoded, and for each part that is added to the store. Raises DataError if
+    text or storage fail, or a split would be empty.
     """
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
@@ -107,7 +107,7 @@ def build_store(
             beat()
 
         workers = workers or usable_cores()
-        encode_tasks(tasks, parts, settings, encoding, workers, report=show)
+        encode_tasks(tasks, part_folder, settings, encoding, workers, report=show)
     left_out = {file.path: file.size for file in corpus.left_out}
     source = {"path": corpus.root, "validation": corpus.validation}
     source |= {"left_out": left_out} if left_out else {}
@@ -116,12 +116,12 @@ def build_store(
         "tokenizer_sha256": settings.tokenizer_sha256,
         "tokenizer_fingerprint": fingerprint(encoding),
         "source": source,
-        "made_of": made_of(corpus, settings),
+        "made_of": input_hash(corpus, settings),
     }
-    paths = [encoded_part_path(parts, task, settings) for task in tasks]
-    segments = _segments(paths, corpus, settings.skip_bad, beat)
+    paths = [encoded_part_path(part_folder, task, settings) for task in tasks]
+    segments = _read_segments(paths, corpus, settings.skip_bad, beat)
     try:
-        ranks = rank_file(settings.tokenizer)
+        ranks = dump_ranks(settings.tokenizer)
         write_store(storage, segments, token_dtype(encoding), manifest_entries, ranks)
     except (OSError, ValueError) as error:
         raise DataError(
@@ -130,7 +130,7 @@ def build_store(
         ) from error
 
 
-def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
+def input_hash(corpus: Corpus, settings: EncodingSettings) -> str:
     """Return a hash of the settings and of every file's name and size."""
     files = [(file.name, file.size) for file in corpus.files]
     text = json.dumps([SCHEMA, asdict(settings), files], sort_keys=True)
@@ -140,7 +140,7 @@ def made_of(corpus: Corpus, settings: EncodingSettings) -> str:
 def encoding_settings(
     config: DataConfig | PrepareConfig, reading: Reading
 ) -> EncodingSettings:
-    """Return the settings that decide the tokens of a text."""
+    """Return the settings that determine the tokens of a text."""
     return EncodingSettings(
         config.tokenizer,
         config.tokenizer_sha256 or digest_of(config.tokenizer),
@@ -150,16 +150,16 @@ def encoding_settings(
     )
 
 
-def _segments(
+def _read_segments(
     paths: list[Path], corpus: Corpus, skip_bad: bool, beat: Callable[[], object]
 ) -> Iterator[Segment]:
-    """Yield the segments of parts; raise DataError at the end if a split is empty."""
+    """Yield all segments; at the end, raise DataError if a split is empty."""
     num_documents, num_bad = collections.Counter(), 0
     for path in paths:
         beat()
         for segment in read_part(path):
             bad = segment.notes["bad"]
-            if bad and not skip_bad:  # an earlier attempt skipped it
+            if bad and not skip_bad:  # skipped by an earlier attempt
                 file, location, reason = bad[0]
                 raise DataError(
                     f"{file}, {location}: {reason}. Repair it, or set on_error=skip"
@@ -188,9 +188,9 @@ def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """Lock a folder for this process, and at the end remove it unless parts are left.
+    """Lock a folder for this process; at the end, remove the folder if no part is left.
 
-    The lock ends with the process that holds it.
+    The lock ends with the process that holds the lock.
     """
     make_folder(folder, folder.parent, "work_dir")
     with (folder / "lock").open("w") as file:
@@ -213,6 +213,6 @@ def make_folder(path: Path, parent: Path, key: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{parent}: nothing can be kept there ({error}). Name a folder that can be "
-            f"written with {key}"
+            f"{parent}: nothing can be kept there ({error}). Set {key} to a "
+            f"writable folder"
         ) from error

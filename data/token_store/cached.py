@@ -1,4 +1,4 @@
-"""The token stores of text that is encoded on first use, kept in a cache."""
+"""Cached token stores of text that is encoded on first use."""
 
 import contextlib
 import glob
@@ -32,7 +32,7 @@ def cached_store(
 ) -> Store:
     """Open the store of a config, and build it first if it does not exist.
 
-    The folder's name contains a hash of the inputs, so a changed source makes another
+    The folder's name contains a hash of the inputs, so changed inputs make another
     store. The store is built in a temporary folder, which is then renamed: any number
     of processes may build it at once, and a process that dies leaves no store. `beat`
     is called for each encoded piece of text. Raises DataError if the text or the
@@ -49,20 +49,20 @@ def cached_store(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = cache_dir(config) / f"{name}-{digest}"
     if not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)  # without a manifest it is no store
+        shutil.rmtree(path, ignore_errors=True)  # an incomplete store
         _log.info("preparing %s from %s", path, corpus.root)
-        started = time.monotonic()
+        start_s = time.monotonic()
         _remove_abandoned(path)
         if settings.skip_bad and config.source is Source.text:
             corpus = corpus.without_bad_files(beat)
-        with created_atomically(path) as building:
-            parts = building / "parts"
+        with created_atomically(path) as partial:
+            parts = partial / "parts"
             make_folder(parts, path.parent, "data.cache_dir")
             build_store(
-                KeyValueStore(building), corpus, settings, encoding, parts, beat=beat
+                KeyValueStore(partial), corpus, settings, encoding, parts, beat=beat
             )
             shutil.rmtree(parts)
-        _log.info("prepared %s in %.1f s", path, time.monotonic() - started)
+        _log.info("prepared %s in %.1f s", path, time.monotonic() - start_s)
     store = open_store(path, encoding)
     _warn_of_skipped(store)
     return store
@@ -88,8 +88,8 @@ def cache_dir(config: DataConfig) -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary folders of processes that died while building this store."""
-    for building in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
+    """Remove the temporary folders of processes that died while building `path`."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
         with contextlib.suppress(OSError):
-            if time.time() - building.stat().st_mtime > _ABANDONED_AFTER_S:
-                shutil.rmtree(building)
+            if time.time() - partial.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(partial)

@@ -1,7 +1,7 @@
 """Encode the units of an input into parts, in any number of processes.
 
-A part depends on its task alone, and appears complete or not at all. Therefore tasks
-may run in any order and be killed, and existing parts are not encoded again.
+A part depends on its task and the settings alone, and appears complete or not at all.
+Therefore tasks may run in any order and be killed, and existing parts are kept.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from data.errors import DataError
 from data.storage import created_atomically
 from data.text.documents import read_documents
 from data.text.files import Format, Unit
-from data.text.records import Bad, Record
+from data.text.records import BadRecord, Record
 from data.text.streams import line_number
 from data.token_store.parts import EncodingSettings, SegmentBuilder
 
@@ -58,9 +58,9 @@ def make_tasks(units: list[Unit]) -> list[Task]:
 
 
 def encoded_part_path(folder: Path, task: Task, settings: EncodingSettings) -> Path:
-    """Return the path of a task's part, named by a hash of all that decides it.
+    """Return the path of a task's part, named by a hash of all that determines it.
 
-    `skip_bad` is not hashed: if bad records may not be skipped, a part holds none.
+    `skip_bad` is not hashed: `build_store` refuses a part with skipped records itself.
     """
     settings = replace(settings, skip_bad=False)
     identity = [FORMAT, asdict(settings), [asdict(unit) for unit in task.units]]
@@ -83,41 +83,41 @@ def encode_tasks(
     encoded by this call. Raises DataError if a file cannot be read, or, unless
     bad records are skipped, for the first bad record, naming its file and line.
     """
-    pending, done = [], 0
+    pending_tasks, earlier_bytes = [], 0
     for task in tasks:
         if encoded_part_path(folder, task, settings).exists():
-            done += task.size
+            earlier_bytes += task.size
         else:
-            pending.append(task)
-    if num_done := len(tasks) - len(pending):
+            pending_tasks.append(task)
+    if num_done := len(tasks) - len(pending_tasks):
         log.info("%d of %d parts were encoded before", num_done, len(tasks))
     context = multiprocessing.get_context("spawn")
     counters = context.Value("q", 0), context.Value("q", 0)
-    if workers == 1 or len(pending) <= 1:
+    if workers == 1 or len(pending_tasks) <= 1:
         encoder = _Encoder(folder, settings, encoding, counters)
-        for task in pending:
+        for task in pending_tasks:
             encoder.encode(task)
-            report(done + counters[0].value, counters[1].value)
+            report(earlier_bytes + counters[0].value, counters[1].value)
         return
     other_children = {*multiprocessing.active_children()}
     arguments = folder, settings, encoding, counters
     pool = ProcessPoolExecutor(
-        min(workers, len(pending)), context, _start_worker, arguments
+        min(workers, len(pending_tasks)), context, _start_worker, arguments
     )
     try:
-        waiting = {pool.submit(_work, task) for task in pending}
-        while waiting:
-            ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
-            for future in ended:
+        futures = {pool.submit(_encode_in_worker, task) for task in pending_tasks}
+        while futures:
+            completed, futures = wait(futures, 0.5, FIRST_COMPLETED)
+            for future in completed:
                 future.result()
-            report(done + counters[0].value, counters[1].value)
+            report(earlier_bytes + counters[0].value, counters[1].value)
     except BaseException as error:
         for worker in {*multiprocessing.active_children()} - other_children:
-            worker.kill()  # it may be in the middle of a large file
+            worker.kill()  # a large file would keep the worker busy
         if not isinstance(error, BrokenProcessPool):
             raise
         raise DataError(
-            f"{folder}: a worker process died, perhaps for want of memory. The same "
+            f"{folder}: a worker process died, perhaps for lack of memory. The same "
             f"command continues; try fewer workers"
         ) from error
     finally:
@@ -125,7 +125,7 @@ def encode_tasks(
 
 
 class _Encoder:
-    """Encodes tasks; `counters` are the bytes and tokens done by all processes."""
+    """Encodes tasks; `counters` hold the bytes and tokens of all processes."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _Encoder:
         """Add a unit's records to a segment, which is written whenever it is full."""
         is_text = unit.file.format is Format.text
         is_first = not is_text or unit.start == unit.low
-        # The last record of a unit may end after it, but over a file the sums agree.
+        # A unit's last record may end in the next unit; the sum over the file is exact.
         remaining_bytes = unit.num_bytes
 
         def progress(num_bytes: int) -> None:
@@ -165,8 +165,8 @@ class _Encoder:
             _add_to(self._num_bytes, num_bytes)
 
         for record in read_documents(unit, self._settings.reading, progress):
-            if isinstance(record, Bad) and not self._settings.skip_bad:
-                raise _bad_record(record)
+            if isinstance(record, BadRecord) and not self._settings.skip_bad:
+                raise _bad_record_error(record)
             _add_to(self._num_tokens, segment.add(record, unit, is_first))
             if is_text and isinstance(record, Record) and record.text:
                 is_first = False
@@ -202,20 +202,20 @@ def _start_worker(
     _encoder = _Encoder(folder, settings, encoding, counters)
 
 
-def _work(task: Task) -> None:
+def _encode_in_worker(task: Task) -> None:
     assert _encoder is not None
     _encoder.encode(task)
 
 
-def _bad_record(bad: Bad) -> DataError:
+def _bad_record_error(bad: BadRecord) -> DataError:
     """Return the error for a record that may not be skipped, with file and line."""
-    unit, _, number = bad.place.partition(" ")
-    place, field = bad.place, ", or read another field (text_field=...)"
+    unit, _, number = bad.location.partition(" ")
+    location, field_hint = bad.location, ", or read another field (text_field=...)"
     if unit == "byte":
-        place = f"line {line_number(bad.file, int(number))} ({place})"
+        location = f"line {line_number(bad.file, int(number))} ({location})"
     if bad.file.format is Format.text:
-        field = ""
+        field_hint = ""
     return DataError(
-        f"{bad.file.path}, {place}: {bad.reason}. Repair it, or leave it out with "
-        f"on_error=skip (data.on_error in training){field}"
+        f"{bad.file.path}, {location}: {bad.reason}. Repair it, or leave it out with "
+        f"on_error=skip (data.on_error in training){field_hint}"
     )

@@ -6,8 +6,8 @@ first read of a chunk reads all of it and checks its checksum; later reads take 
 requested stretch.
 
 The files are not mapped into memory. `pread` of a bad sector, or of a file that was cut
-off, raises an error, whereas access to a mapping ends the process by SIGBUS. Besides,
-cached pages of a mapping count as memory of this process.
+off, raises an error, whereas access to a mapping ends the process by SIGBUS. Cached
+pages of a mapping would also count as memory of this process.
 
 Source: zarr v3, codecs sharding-indexed and crc32c, version 1.0.
 """
@@ -27,7 +27,7 @@ _MAX_OPEN = 256  # shards of all arrays; processes are often limited to 1,024 fi
 _CHECKSUM_BYTES = 4
 _CRC_OF_CHECKED = 0x48674BC7  # the CRC-32C of any bytes followed by their own CRC-32C
 _SPANS_AT_ONCE = 64  # spans that are read together; each may keep a file open
-_Stretch = tuple[int, int, int]  # chunk, first value in it, end in it
+_Stretch = tuple[int, int, int]  # chunk, start and stop within the chunk
 
 
 class LocalShards:
@@ -36,7 +36,7 @@ class LocalShards:
     def __init__(
         self, folder: Path, dtype: np.dtype, length: int, checksums: np.ndarray | None
     ):
-        """`checksums` holds the CRC-32C of each chunk, if known."""
+        """Open no file yet; `checksums` are the CRC-32C of all chunks, if known."""
         self.folder, self._dtype, self._checksums = folder, dtype, checksums
         self._chunk_bytes = CHUNK_LENGTH * dtype.itemsize + _CHECKSUM_BYTES
         self._checked = bytearray(-(-length // CHUNK_LENGTH))
@@ -47,8 +47,8 @@ class LocalShards:
         Raises OSError if a file cannot be read, ValueError if it is damaged.
         """
         values = []
-        for first in range(0, len(spans), _SPANS_AT_ONCE):
-            batch = spans[first : first + _SPANS_AT_ONCE]
+        for start in range(0, len(spans), _SPANS_AT_ONCE):
+            batch = spans[start : start + _SPANS_AT_ONCE]
             locations = [
                 [self._locate(*s) for s in _stretches(*span)] for span in batch
             ]
@@ -63,31 +63,31 @@ class LocalShards:
         return values
 
     def _locate(
-        self, chunk: int, low: int, high: int
+        self, chunk: int, start: int, stop: int
     ) -> tuple["_Shard", int, int, _Stretch | None]:
-        """Return shard, offset, size and, if its chunk is unchecked, the stretch."""
-        shard_number, nth = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
-        shard, width = _open_shard(self, shard_number), self._dtype.itemsize
-        offset, size = shard.index[2 * nth], shard.index[2 * nth + 1]
+        """Return shard, offset, size and, for an unchecked chunk, the stretch."""
+        shard_number, slot = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
+        shard, itemsize = _open_shard(self, shard_number), self._dtype.itemsize
+        offset, size = shard.index[2 * slot], shard.index[2 * slot + 1]
         if size != self._chunk_bytes:
-            raise ValueError(f"{shard.path}: chunk {nth} is not there")
+            raise ValueError(f"{shard.path}: chunk {slot} is not there")
         if self._checked[chunk]:
-            return shard, offset + low * width, (high - low) * width, None
-        return shard, offset, size, (chunk, low, high)
+            return shard, offset + start * itemsize, (stop - start) * itemsize, None
+        return shard, offset, size, (chunk, start, stop)
 
     def _read(
         self, shard: "_Shard", offset: int, size: int, unchecked: _Stretch | None
     ) -> np.ndarray:
         if unchecked is None:
             return np.frombuffer(shard.read(offset, size), self._dtype)
-        chunk, low, high = unchecked
+        chunk, start, stop = unchecked
         content = shard.read_checked(offset, size)
         checksum = int.from_bytes(content[-_CHECKSUM_BYTES:], "little")
         if self._checksums is not None and checksum != self._checksums[chunk]:
             raise ValueError(f"{shard.path}: chunk {chunk} is one of another store")
         self._checked[chunk] = True
         # A copy, so that the next chunk can be read into the same memory.
-        return np.frombuffer(content, self._dtype, CHUNK_LENGTH)[low:high].copy()
+        return np.frombuffer(content, self._dtype, CHUNK_LENGTH)[start:stop].copy()
 
 
 def _stretches(start: int, stop: int) -> list[_Stretch]:

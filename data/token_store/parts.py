@@ -1,7 +1,7 @@
 """Parts: files of encoded text from which a store is assembled.
 
-A part is a sequence of segments, each a few MB of text. A segment holds for each split
-the tokens, the ends of documents and the documents' ids, and then the bad records. A
+A part is a sequence of segments, each a few MB of text. A segment holds the tokens,
+document ends and document ids of each split, and then counts and the bad records. A
 part appears complete or not at all, and depends on its input and the settings alone.
 """
 
@@ -16,12 +16,12 @@ import tiktoken
 
 from data.encoding import encode
 from data.text.files import SPLITS, Split, Unit, hash_fraction
-from data.text.records import Bad, Reading, Record
+from data.text.records import BadRecord, Reading, Record
 
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """All settings that decide the tokens of a text. A store's hash contains them."""
+    """All settings that determine the tokens of a text. A store's hash holds them."""
 
     tokenizer: str
     tokenizer_sha256: str | None
@@ -31,12 +31,12 @@ class EncodingSettings:
 
 
 class SegmentSplit(NamedTuple):
-    """One split's share of a segment."""
+    """The tokens and documents of one split in a segment."""
 
     tokens: np.ndarray  # in the store's dtype
     ends: np.ndarray  # int64: the index after each document's last token
     ids: np.ndarray  # uint8: the documents' ids in UTF-8, end to end
-    id_ends: np.ndarray  # int64
+    id_ends: np.ndarray  # int64: the end of each id in `ids`
 
 
 class Segment(NamedTuple):
@@ -57,19 +57,20 @@ class SegmentBuilder:
 
     def _clear(self) -> None:
         self._tokens = {s: [np.zeros(0, self._dtype)] for s in SPLITS}
-        self._counts = dict.fromkeys(SPLITS, 0)
+        self._num_tokens = dict.fromkeys(SPLITS, 0)
         self._ends: dict[Split, list[int]] = {split: [] for split in SPLITS}
         self._ids: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
         self._notes = {"bytes": dict.fromkeys(SPLITS, 0), "empty": 0, "bad": []}
         self.size = 0
 
-    def add(self, record: Record | Bad, unit: Unit, is_first: bool) -> int:
+    def add(self, record: Record | BadRecord, unit: Unit, is_first: bool) -> int:
         """Add a record, and return the number of its tokens.
 
         `is_first` says that no earlier record belongs to the same document.
         """
-        if isinstance(record, Bad):
-            self._notes["bad"].append([record.file.path, record.place, record.reason])
+        if isinstance(record, BadRecord):
+            note = [record.file.path, record.location, record.reason]
+            self._notes["bad"].append(note)
             return 0
         if is_first and record.ends and not record.text:
             self._notes["empty"] += 1
@@ -79,9 +80,9 @@ class SegmentBuilder:
         if record.ends and unit.marks_end:
             tokens = np.append(tokens, self._dtype.type(self._encoding.eot_token))
         self._tokens[split].append(tokens)
-        self._counts[split] += len(tokens)
+        self._num_tokens[split] += len(tokens)
         if record.ends:
-            self._ends[split].append(self._counts[split])
+            self._ends[split].append(self._num_tokens[split])
             self._ids[split].append(record.id.encode())
         self._notes["bytes"][split] += len(record.text)
         self.size += len(record.text) + 64

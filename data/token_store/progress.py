@@ -28,7 +28,7 @@ class Meter(Progress):
         self._task = self._tasks[self.add_task("", total=total)]
 
     def __enter__(self) -> "Meter":
-        return self  # `show` starts the display
+        return self  # `show` starts the display, after a delay
 
     def show(self, size: int, tokens: int) -> None:
         """Show the bytes done in all attempts, and the tokens encoded in this one."""

@@ -1,11 +1,11 @@
-"""One split of a token store, read at random: from memory when it is small.
+"""Read one split of a token store at random, from memory if the split is small.
 
 TensorStore reads the arrays, but random stretches of a store on a local disk are read
-from its files directly, several times as fast (token_store/local_shards.py). If this
-fails, TensorStore reads the stretch again, and succeeds or names the damage. Chunks are
-compared with the manifest's checksums, and an array that is read whole with its hash. A
-missing chunk is an error and is not read as zeros. An open split takes an int64, a
-checksum and a byte of memory for each chunk.
+directly from its files, several times as fast (token_store/local_shards.py). If such a
+read fails, TensorStore reads the stretch again, and succeeds or names the damage. A
+chunk is compared with its checksum in the manifest, and an array that is read whole
+with its hash. A missing chunk is an error and is not read as zeros. An open split takes
+an int64, a checksum and a byte of memory for each chunk.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from data.batch import group_members
+from data.batch import expand_groups
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.token_store.local_shards import LocalShards
@@ -49,33 +49,33 @@ class TokenArray:
         self,
         storage: KeyValueStore,
         split: str,
-        documents: int,
-        tokens: int,
+        num_documents: int,
+        num_tokens: int,
         digests: Mapping[str, str] = MappingProxyType({}),
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
         """Open a split of a store with the counts, SHA-256 and CRC-32C of its manifest.
 
-        `keep`: whether small arrays are read into memory.
+        `keep`: whether to read small arrays into memory and keep them there.
         """
         self._storage, self._split = storage, split
         self._digests, self._checksums = digests, checksums
-        self._num_tokens, self.num_documents = tokens, documents
+        self._num_tokens, self.num_documents = num_tokens, num_documents
         lengths = {
-            "tokens": tokens,
-            "offsets": documents + 1,
-            "id_offsets": documents + 1,
-            "index": -(-tokens // CHUNK_LENGTH) + 1,
+            "tokens": num_tokens,
+            "offsets": num_documents + 1,
+            "id_offsets": num_documents + 1,
+            "index": -(-num_tokens // CHUNK_LENGTH) + 1,
         }
-        self._arrays: dict[str, Any] = {name: self._open(name) for name in ARRAYS}
+        self._arrays: dict[str, Any] = {name: self._open_array(name) for name in ARRAYS}
         for name, length in lengths.items():
             if (actual := self._arrays[name].shape[0]) != length:
-                raise self._damaged(name, 0, 0, f"its length is {actual}")
-        size = tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
-        self.in_memory = keep and size <= MEMORY_LIMIT_BYTES
+                raise self._damage_error(name, 0, 0, f"its length is {actual}")
+        num_bytes = num_tokens * self._arrays["tokens"].dtype.numpy_dtype.itemsize
+        self.in_memory = keep and num_bytes <= MEMORY_LIMIT_BYTES
         self._offsets_in_memory = keep and (
-            self.in_memory or documents <= OFFSETS_LIMIT
+            self.in_memory or num_documents <= OFFSETS_LIMIT
         )
         if self.in_memory:
             self._arrays["tokens"] = self._read_whole("tokens")
@@ -116,7 +116,7 @@ class TokenArray:
         """Read tokens [start, stop), in the store's dtype."""
         return self.array("tokens", start, stop)
 
-    def stretches(self, name: str) -> Iterator[np.ndarray]:
+    def iterate_shards(self, name: str) -> Iterator[np.ndarray]:
         """Yield an array shard by shard; errors name the damaged chunk."""
         length = self._arrays[name].shape[0]
         for start in range(0, length, SHARD_LENGTH):
@@ -131,39 +131,39 @@ class TokenArray:
     def gather(self, starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
         """Read `lengths` tokens from each of `starts` on, in the store's dtype."""
         spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-        return self._read("tokens", list(spans))
+        return self._read_spans("tokens", list(spans))
 
     def starts_within(
         self, lows: np.ndarray, highs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the document starts in each stretch (low, high]; the split's end is one.
+        """Find the document starts in each range (low, high]; the split's end is one.
 
-        Returns the number of the stretch and the start itself, for each; both int64.
+        Returns int64 [starts], the range of each start, and int64 [starts], the starts.
         """
         if self._offsets_in_memory:
             first = np.searchsorted(self.offsets, lows, "right")
-            last = np.searchsorted(self.offsets, highs, "right")
-            row, nth = group_members(last - first)
-            return row, self.offsets[first[row] + nth]
-        blocks = len(self._index) - 1
-        firsts = self._index[np.minimum(lows // CHUNK_LENGTH, blocks)]
-        lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, blocks)]
+            stop = np.searchsorted(self.offsets, highs, "right")
+            ranges, index = expand_groups(stop - first)
+            return ranges, self.offsets[first[ranges] + index]
+        num_chunks = len(self._index) - 1
+        firsts = self._index[np.minimum(lows // CHUNK_LENGTH, num_chunks)]
+        lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, num_chunks)]
         stops = np.minimum(lasts, self.num_documents) + 1
         spans = list(zip(firsts.tolist(), stops.tolist(), strict=True))
-        rows, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for row, offsets in enumerate(self._read("offsets", spans)):
-            row_starts = offsets[(offsets > lows[row]) & (offsets <= highs[row])]
-            rows.append(np.full(len(row_starts), row))
-            starts.append(row_starts)
-        return np.concatenate(rows), np.concatenate(starts)
+        ranges, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for number, offsets in enumerate(self._read_spans("offsets", spans)):
+            is_inside = (offsets > lows[number]) & (offsets <= highs[number])
+            starts.append(offsets[is_inside])
+            ranges.append(np.full(len(starts[-1]), number))
+        return np.concatenate(ranges), np.concatenate(starts)
 
     def document_at(self, token: int) -> tuple[int, int, int]:
-        """Return the document that a token belongs to: its number, start and end."""
-        block = token // CHUNK_LENGTH
-        first = max(0, int(self._index[block]) - 1)
-        offsets = self.array("offsets", first, int(self._index[block + 1]) + 1)
-        nth = int(np.searchsorted(offsets, token, "right")) - 1
-        return first + nth, int(offsets[nth]), int(offsets[nth + 1])
+        """Return number, start and end of the document that a token belongs to."""
+        chunk = token // CHUNK_LENGTH
+        first = max(0, int(self._index[chunk]) - 1)
+        offsets = self.array("offsets", first, int(self._index[chunk + 1]) + 1)
+        index = int(np.searchsorted(offsets, token, "right")) - 1
+        return first + index, int(offsets[index]), int(offsets[index + 1])
 
     def document_id(self, number: int) -> str:
         """Read a document's id."""
@@ -171,16 +171,16 @@ class TokenArray:
         return self.array("ids", start, stop).tobytes().decode()
 
     def _read_whole(self, name: str) -> np.ndarray:
-        """Read all of an array, and compare its hash with the manifest's."""
+        """Read a whole array, and compare its hash with the hash in the manifest."""
         values = self.array(name)
         digest = hashlib.sha256(values.data).hexdigest()
         if self._digests.get(name, digest) != digest:
             reason = "its values are not those of the manifest"
-            raise self._damaged(name, 0, len(values), reason)
+            raise self._damage_error(name, 0, len(values), reason)
         return values
 
-    def _read(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Read stretches [start, stop), directly from local files if possible."""
+    def _read_spans(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Read spans [start, stop), directly from local files if possible."""
         if (shards := self._local.get(name)) is not None:
             try:
                 return shards.read(spans)
@@ -189,31 +189,31 @@ class TokenArray:
         return self._read_array(name, spans)
 
     def _read_array(self, name: str, spans: list[tuple[int, int]]) -> list[np.ndarray]:
-        """Read stretches from memory, or through TensorStore."""
+        """Read spans from memory or through TensorStore."""
         array = self._arrays[name]
         if isinstance(array, np.ndarray):
             return [array[start:stop] for start, stop in spans]
-        # TensorStore reads whole chunks in any case, and only these have checksums.
+        # TensorStore reads whole chunks in any case, and only chunks have checksums.
         # All reads are in flight before the first one is awaited.
-        firsts = [start // CHUNK_LENGTH for start, _ in spans]
-        lasts = [-(-stop // CHUNK_LENGTH) for _, stop in spans]
+        first_chunks = [start // CHUNK_LENGTH for start, _ in spans]
+        stop_chunks = [-(-stop // CHUNK_LENGTH) for _, stop in spans]
         reads = deque(
             array[a * CHUNK_LENGTH : min(b * CHUNK_LENGTH, array.shape[0])].read()
-            for a, b in zip(firsts, lasts, strict=True)
+            for a, b in zip(first_chunks, stop_chunks, strict=True)
         )
         values = []
-        for (start, stop), chunk in zip(spans, firsts, strict=True):
+        for (start, stop), first_chunk in zip(spans, first_chunks, strict=True):
             try:
                 chunks = reads.popleft().result()
-                self._compare(name, chunk, chunks)
+                self._check_chunks(name, first_chunk, chunks)
             except (ValueError, OSError) as error:
-                raise self._damaged(name, start, stop, str(error)) from error
-            offset = chunk * CHUNK_LENGTH
-            stretch = chunks[start - offset : stop - offset]
-            values.append(stretch if stretch.size == chunks.size else stretch.copy())
+                raise self._damage_error(name, start, stop, str(error)) from error
+            offset = first_chunk * CHUNK_LENGTH
+            span = chunks[start - offset : stop - offset]
+            values.append(span if span.size == chunks.size else span.copy())
         return values
 
-    def _compare(self, name: str, first: int, chunks: np.ndarray) -> None:
+    def _check_chunks(self, name: str, first: int, chunks: np.ndarray) -> None:
         """Compare chunks from number `first` on with the checksums of the manifest."""
         if name not in self._checksums:
             return
@@ -222,7 +222,7 @@ class TokenArray:
         if len(mismatches := np.flatnonzero(actual != expected)):
             raise ValueError(f"chunk {first + mismatches[0]} is one of another store")
 
-    def _open(self, name: str) -> ts.TensorStore:
+    def _open_array(self, name: str) -> ts.TensorStore:
         spec = {
             "driver": "zarr3",
             "kvstore": self._storage.spec(f"{self._split}/{name}"),
@@ -236,16 +236,16 @@ class TokenArray:
         try:
             return ts.open(spec, read=True, open=True).result()
         except (ValueError, OSError) as error:
-            raise self._damaged(name, 0, 0, str(error)) from error
+            raise self._damage_error(name, 0, 0, str(error)) from error
 
-    def _damaged(self, name: str, start: int, stop: int, error: str) -> DataError:
-        place = f"{self._storage}/{self._split}/{name}"
+    def _damage_error(self, name: str, start: int, stop: int, error: str) -> DataError:
+        location = f"{self._storage}/{self._split}/{name}"
         state = "is"
         if stop > start:
             shards = range(start // SHARD_LENGTH, (stop - 1) // SHARD_LENGTH + 1)
-            place += "/" + ", ".join(f"c/{shard}" for shard in shards)
+            location += "/" + ", ".join(f"c/{shard}" for shard in shards)
             state = f"values {start} to {stop - 1} are"
         return DataError(
-            f"{place}: {state} missing or damaged ({error}). Delete {self._storage} "
+            f"{location}: {state} missing or damaged ({error}). Delete {self._storage} "
             f"and build it again, or bring back that file from a copy"
         )

@@ -39,7 +39,7 @@ class Store:
     storage: KeyValueStore
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
-    # The checksums of chunks, by the names of their files. Older stores have none.
+    # The chunks' checksums by file name. Older stores have no checksums.
     checksums: Mapping[str, np.ndarray]
     _splits: dict[str, TokenArray] = field(default_factory=dict)
 
@@ -54,7 +54,7 @@ class Store:
         return self.manifest["fingerprint"]
 
     def num_tokens(self, split: Split) -> int:
-        """Count a split's tokens, the documents' ends among them."""
+        """Count a split's tokens, including the end-of-text tokens."""
         return self.manifest["splits"][split]["tokens"]
 
     def num_bytes(self, split: Split) -> int:
@@ -72,8 +72,8 @@ class Store:
         return TokenArray(
             self.storage,
             split,
-            documents=counts["documents"],
-            tokens=counts["tokens"],
+            num_documents=counts["documents"],
+            num_tokens=counts["tokens"],
             digests=self.manifest["digests"][split],
             checksums={
                 name: self.checksums[file]
@@ -84,19 +84,19 @@ class Store:
         )
 
     def text(self, split: Split, limit: int | None = None) -> bytes:
-        """Decode a split, or its first `limit` bytes, without the documents' ends."""
-        tokens, parts, size = self.split(split), [], 0
+        """Decode a split, or its first `limit` bytes, without end-of-text tokens."""
+        tokens, texts, size = self.split(split), [], 0
         for start in range(0, len(tokens), 2**20):
             if limit is not None and size >= limit:
                 break
             ids = tokens.read(start, min(start + 2**20, len(tokens)))
             ids = ids[ids != self.encoding.eot_token]
-            parts.append(decode_bytes(self.encoding, ids))
-            size += len(parts[-1])
-        return b"".join(parts)[:limit]
+            texts.append(decode_bytes(self.encoding, ids))
+            size += len(texts[-1])
+        return b"".join(texts)[:limit]
 
     def verify(self) -> Iterator[str]:
-        """Read everything; yield a message for each contradiction of the manifest."""
+        """Read all arrays; yield a message for each difference from the manifest."""
         for split in SPLITS:
             try:
                 array = self._open(split, keep=False)
@@ -106,7 +106,7 @@ class Store:
             for name, digest in self.manifest["digests"][split].items():
                 content = hashlib.sha256()
                 try:
-                    for values in array.stretches(name):
+                    for values in array.iterate_shards(name):
                         content.update(values.data)
                 except DataError as error:
                     yield str(error)
@@ -117,7 +117,7 @@ class Store:
 
 
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
-    """Open the store at a path or URL; by default with its own tokenizer.
+    """Open the store at a path or URL; by default with the tokenizer in the store.
 
     Raises DataError if there is no complete store, one of its small files is damaged,
     or it was made with another tokenizer.
@@ -132,14 +132,14 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
     except FileNotFoundError as error:
         raise DataError(
-            f"{error}: is not there, so {storage} is no whole token store. Is it "
-            f"text? Then data=text. {remedy}"
+            f"{error}: is not there, so {storage} is no complete token store. "
+            f"For a folder of text, use data=text. {remedy}"
         ) from error
 
     def check(name: str, content: bytes, digest: str) -> None:
         if hashlib.sha256(content).hexdigest() != digest:
             raise DataError(
-                f"{storage}/{name}: is damaged: its SHA-256 is another one. {remedy}"
+                f"{storage}/{name}: is damaged: its SHA-256 is different. {remedy}"
             )
 
     check(MANIFEST, content, digest.decode(errors="replace").strip())
@@ -163,8 +163,8 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         encoding = load_tokenizer(manifest["tokenizer"])
     if fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
         raise DataError(
-            f"{file}: its tokens were made with another tokenizer of the name "
-            f"{manifest['tokenizer']}. Name that one, or delete the store and build it"
+            f"{file}: its tokens were made with another tokenizer named "
+            f"{manifest['tokenizer']}. Use that one, or delete and rebuild the store"
         )
     return Store(storage, manifest, encoding, checksums)
 

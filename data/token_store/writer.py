@@ -1,4 +1,4 @@
-"""Write the encoded parts as a token store.
+"""Write encoded segments as a token store.
 
     <store>/<split>/tokens      uint16 or uint32, one flat array
     <store>/<split>/offsets     int64, the start of each document, then the end
@@ -59,12 +59,12 @@ def write_store(
     splits: dict[Split, _SplitWriter] = {
         split: _SplitWriter(storage, split, dtype) for split in SPLITS
     }
-    num_bytes, empty, skipped = collections.Counter(), 0, []
+    num_bytes, num_empty, skipped = collections.Counter(), 0, []
     for segment in segments:
         for split, writer in splits.items():
             writer.append(segment.splits[split])
         num_bytes.update(segment.notes["bytes"])
-        empty += segment.notes["empty"]
+        num_empty += segment.notes["empty"]
         skipped += segment.notes["bad"]
     counts = {s: w.close() | {"bytes": num_bytes[s]} for s, w in splits.items()}
     digests = {
@@ -83,14 +83,14 @@ def write_store(
         storage.write(name, content)
     small_files = [f"{split}/{name}/zarr.json" for split in SPLITS for name in ARRAYS]
     small_files += files
-    fingerprinted = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
+    content_digests = [digests[split][name] for split in SPLITS for name in ARRAYS[:2]]
     manifest = {
         "schema": SCHEMA,
         **entries,
         "splits": counts,
-        "empty_documents": empty,
+        "empty_documents": num_empty,
         "skipped_records": len(skipped),
-        "fingerprint": hashlib.sha256(" ".join(fingerprinted).encode()).hexdigest(),
+        "fingerprint": hashlib.sha256(" ".join(content_digests).encode()).hexdigest(),
         "digests": digests,
         "files": {
             name: hashlib.sha256(storage.read(name)).hexdigest() for name in small_files
@@ -107,7 +107,7 @@ def checksum_file(split: str, array: str) -> str:
 
 
 def chunk_checksums(values: np.ndarray) -> np.ndarray:
-    """Return the CRC-32C of each chunk of values, which begin at a chunk's start."""
+    """Return the CRC-32C of each chunk; the values begin at the start of a chunk."""
     size = CHUNK_LENGTH * values.itemsize
     starts = range(0, len(values), CHUNK_LENGTH)
     chunks = (values[start : start + CHUNK_LENGTH].tobytes() for start in starts)
@@ -116,7 +116,7 @@ def chunk_checksums(values: np.ndarray) -> np.ndarray:
 
 
 class _SplitWriter:
-    """The five arrays of a split."""
+    """Writes the five arrays of a split."""
 
     def __init__(self, storage: KeyValueStore, split: str, dtype: np.dtype):
         dtypes = (dtype, np.int64, np.int64, np.uint8, np.int64)
@@ -124,35 +124,37 @@ class _SplitWriter:
             name: _ArrayWriter(storage.spec(f"{split}/{name}"), np.dtype(dtype))
             for name, dtype in zip(ARRAYS, dtypes, strict=True)
         }
-        self._documents = self._tokens = self._id_bytes = 0
-        self._next_start = self._next_block = 0  # document start; index entry
+        self._num_documents = self._num_tokens = self._num_id_bytes = 0
+        self._next_start = self._next_chunk = 0  # of a document; of the index
         for name in ("offsets", "id_offsets"):
             self.arrays[name].append(np.zeros(1))
 
-    def append(self, part: SegmentSplit) -> None:
-        ends = self._tokens + part.ends
+    def append(self, segment: SegmentSplit) -> None:
+        ends = self._num_tokens + segment.ends
         if len(ends):
             starts = np.concatenate([[self._next_start], ends[:-1]])
-            blocks = np.arange(self._next_block, starts[-1] // CHUNK_LENGTH + 1)
-            num_documents = np.searchsorted(starts, blocks * CHUNK_LENGTH)
-            self.arrays["index"].append(self._documents + num_documents)
+            chunks = np.arange(self._next_chunk, starts[-1] // CHUNK_LENGTH + 1)
+            num_documents = np.searchsorted(starts, chunks * CHUNK_LENGTH)
+            self.arrays["index"].append(self._num_documents + num_documents)
             self._next_start = ends[-1]
-            self._next_block += len(blocks)
-        self.arrays["tokens"].append(part.tokens)
+            self._next_chunk += len(chunks)
+        self.arrays["tokens"].append(segment.tokens)
         self.arrays["offsets"].append(ends)
-        self.arrays["ids"].append(part.ids)
-        self.arrays["id_offsets"].append(self._id_bytes + part.id_ends)
-        self._documents += len(ends)
-        self._tokens += len(part.tokens)
-        self._id_bytes += len(part.ids)
+        self.arrays["ids"].append(segment.ids)
+        self.arrays["id_offsets"].append(self._num_id_bytes + segment.id_ends)
+        self._num_documents += len(ends)
+        self._num_tokens += len(segment.tokens)
+        self._num_id_bytes += len(segment.ids)
 
     def close(self) -> dict[str, int]:
-        assert self._next_start == self._tokens, "the last document has an end"
-        blocks = -(-self._tokens // CHUNK_LENGTH) + 1
-        self.arrays["index"].append(np.full(blocks - self._next_block, self._documents))
+        assert self._next_start == self._num_tokens, "the last document has no end"
+        num_entries = -(-self._num_tokens // CHUNK_LENGTH) + 1
+        self.arrays["index"].append(
+            np.full(num_entries - self._next_chunk, self._num_documents)
+        )
         for array in self.arrays.values():
             array.close()
-        return {"documents": self._documents, "tokens": self._tokens}
+        return {"documents": self._num_documents, "tokens": self._num_tokens}
 
 
 class _ArrayWriter:

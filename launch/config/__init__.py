@@ -1,6 +1,6 @@
 """The keys of `python -m launch`: training keys, launcher keys and cluster keys.
 
-Each kind of cluster has a dataclass of keys, which the other kinds do not know.
+Each kind of cluster has its own dataclass of keys.
 """
 
 import dataclasses
@@ -71,14 +71,14 @@ def kind_in(arguments: Sequence[str]) -> str:
 
 
 def kind_of(cluster: ClusterConfig) -> str:
-    """Return the name of the kind that has these keys."""
-    return next(kind for kind, keys in KINDS.items() if keys is type(cluster))
+    """Return the name of a cluster's kind."""
+    return next(kind for kind, schema in KINDS.items() if schema is type(cluster))
 
 
 def schema_of(kind: str) -> type:
     """Return the dataclass of all keys of `python -m launch` for a kind of cluster."""
     default: Any = field(default_factory=KINDS[kind])
-    cluster = ("cluster", KINDS[kind], default)
+    cluster_field = ("cluster", KINDS[kind], default)
     return dataclasses.make_dataclass(
-        "LaunchConfig", [cluster], bases=(LaunchConfig,), frozen=True
+        "LaunchConfig", [cluster_field], bases=(LaunchConfig,), frozen=True
     )

@@ -9,7 +9,7 @@ from typing_extensions import Doc
 from launch.config.clusters import (
     ClusterConfig,
     Code,
-    CodeThere,
+    CodeDelivery,
     Detach,
     GpuKind,
     Nodes,
@@ -151,7 +151,7 @@ class TpuVmCluster(ClusterConfig):
             "cluster.secrets={WANDB_API_KEY: wandb-key}."
         ),
     ] = field(default_factory=dict)
-    code: CodeThere = Code.archive
+    code: CodeDelivery = Code.archive
     keep: Annotated[
         bool, Doc("Keep the machines after the run. Otherwise they are deleted.")
     ] = False
@@ -186,4 +186,4 @@ class SkypilotCluster(ClusterConfig):
     merge: Annotated[dict[str, Any], Doc("A table to merge into the task.")] = field(
         default_factory=dict
     )
-    code: CodeThere = Code.archive
+    code: CodeDelivery = Code.archive

@@ -33,7 +33,7 @@ Setup = Annotated[list[str], Doc("Lines of shell to run first.")]
 Workdir = Annotated[
     str | None, Doc("The working folder there. null: the same path as here.")
 ]
-CodeThere = Annotated[Code, Doc("How the code gets there.")]
+CodeDelivery = Annotated[Code, Doc("How the code gets there.")]
 Spot = Annotated[bool, Doc("Use spot machines.")]
 Detach = Annotated[bool, Doc("Return at once; the run continues in the background.")]
 
@@ -95,7 +95,7 @@ class SshCluster(ClusterConfig):
     python: Annotated[
         str | None, Doc("The Python there. null: the same path as here.")
     ] = None
-    code: CodeThere = Code.shared
+    code: CodeDelivery = Code.shared
     workdir: Workdir = None
     poll_s: Annotated[
         float, Gt(0), Doc("The interval at which the machines are asked, in seconds.")
@@ -158,5 +158,5 @@ class SlurmCluster(ClusterConfig):
             "The Python there. null: the same path as here, or python3 in a container."
         ),
     ] = None
-    code: CodeThere = Code.shared
+    code: CodeDelivery = Code.shared
     workdir: Workdir = None

@@ -46,7 +46,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
         pods=cluster.nodes,
         command=job.command("python", cluster.code, prefix),
         environment={
-            **gpu.values(job.environment),
+            **gpu.job_variables(job.environment),
             **job.cache_variables(),
             "MASTER_ADDR": host_of(job, NODE),
             "MASTER_PORT": str(port_of(job.name)),
@@ -54,8 +54,8 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
             "NODE_RANK" if many_processes else "RANK": index,
         },
         resource=("nvidia.com/gpu", cluster.gpus_per_node),
-        user={"runAsNonRoot": True},
+        security_context={"runAsNonRoot": True},
         processes=cluster.processes_per_node,
-        memory_volume=True,  # NCCL connects processes of a node there
+        memory_volume=True,  # NCCL connects the processes of a node through /dev/shm
     )
     return jobset.render_jobset(job, cluster, pods)

@@ -1,9 +1,9 @@
 """`cluster=gke_tpu`: TPU slices of Google Kubernetes Engine, one Job of a JobSet each.
 
-GKE sets the variables by which the processes of a slice find each other, and this
-module sets those by which slices do; JAX's cluster detection reads both. The container
-runs as root but without capabilities: from GKE 1.28 on root needs no privileges to use
-the chips. Not tested on a TPU yet.
+GKE sets the variables that connect the processes of a slice, and this module sets the
+variables that connect slices; JAX's cluster detection reads both. The container runs as
+root but without capabilities: from GKE 1.28 on root needs no privileges to use the
+chips. Not tested on a TPU yet.
 """
 
 from typing import Any
@@ -29,7 +29,8 @@ ACCELERATORS = {
     "tpu7x": "tpu7x",
 }
 _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-_NODES_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+_IN_ONE_POOL = {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}
+_HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 
 def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
@@ -58,11 +59,11 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
     """Return the JobSet's manifest, and the command that creates it."""
     assert cluster.target is not None  # checked by `mistakes`
     target = parse_target(cluster.target)
-    hosts = target.num_hosts // target.slices
+    hosts_per_slice = target.num_hosts // target.slices
     pods = Pods(
         name=SLICE,
         jobs=target.slices,
-        pods=hosts,
+        pods=hosts_per_slice,
         command=job.command("python", cluster.code),
         environment={**job.cache_variables(), **_environment(job, target)},
         resource=("google.com/tpu", target.chips_per_host),
@@ -70,18 +71,18 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
             "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[target.family],
             "cloud.google.com/gke-tpu-topology": "x".join(map(str, target.topology)),
         },
-        # A slice is one node pool, so all its pods must be placed there.
-        annotations={_EXCLUSIVE: "cloud.google.com/gke-nodepool"} if hosts > 1 else {},
+        # A slice is one node pool, so all pods of a slice must be placed in one pool.
+        annotations=_IN_ONE_POOL if hosts_per_slice > 1 else {},
         # Device files belong to root, unless containerd is configured otherwise.
         # Source: kubernetes/kubernetes#92211.
-        user={"runAsUser": 0},
-        network=_NODES_NETWORK if cluster.host_network else {},
+        security_context={"runAsUser": 0},
+        network=_HOST_NETWORK if cluster.host_network else {},
     )
     return jobset.render_jobset(job, cluster, pods)
 
 
 def _environment(job: Job, target: Target) -> dict[str, Any]:
-    """Return the variables by which processes find each other and that GKE omits.
+    """Return the variables that connect processes and that GKE does not set.
 
     A single host also gets variables, because its Indexed Job looks like one of several
     hosts. GKE adds missing MEGASCALE_* variables to the pods of a JobSet (xpk and

@@ -13,7 +13,7 @@ from launch.config import kind_of
 from launch.config.cloud_clusters import KubernetesCluster
 from launch.config.clusters import Code
 from launch.job import Job, Rendered
-from launch.kubernetes.pod import CONTAINER, Pods, pod
+from launch.kubernetes.pod import CONTAINER, Pods, pod_spec
 from launch.manifest import merge_values, to_yaml
 from launch.plan_check import object_store_mistakes
 from launch.policy import AGAIN, NEVER_AGAIN
@@ -45,7 +45,7 @@ def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
             rule = "must be secret/key, a Secret's name and a key in it: "
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
             errors.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
-    mounts = [path.rstrip("/") + "/" for path in _mounts(cluster.merge)]
+    mounts = [path.rstrip("/") + "/" for path in _mount_paths(cluster.merge)]
     if not any(f"{run_dir}/".startswith(mount) for mount in mounts):
         errors += object_store_mistakes(run_dir, kind_of(cluster))
     return errors
@@ -54,12 +54,12 @@ def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
 def render_jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> Rendered:
     """Return the manifest, and the command that creates the JobSet."""
     document = merge_values(_jobset(job, cluster, pods), cluster.merge)
-    command = [*kubectl(cluster), "create", "-f", FILE]
+    command = [*kubectl_prefix(cluster), "create", "-f", FILE]
     return Rendered({FILE: to_yaml(document)}, command)
 
 
-def kubectl(cluster: KubernetesCluster) -> list[str]:
-    """Return the words of a kubectl command before its verb."""
+def kubectl_prefix(cluster: KubernetesCluster) -> list[str]:
+    """Return the words of a kubectl command that precede the verb."""
     context = ["--context", cluster.context] if cluster.context else []
     return ["kubectl", *context, "--namespace", cluster.namespace]
 
@@ -78,10 +78,10 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
         "completionMode": "Indexed",
         "backoffLimit": 0,  # the failure of one pod fails the Job
         "podFailurePolicy": {"rules": _pod_rules()},
-        "template": {"spec": pod(job, cluster, pods)},
+        "template": {"spec": pod_spec(job, cluster, pods)},
     }
-    replicated = {"name": pods.name, "replicas": pods.jobs}
-    replicated["template"] = {"spec": template}
+    replicated_job = {"name": pods.name, "replicas": pods.jobs}
+    replicated_job["template"] = {"spec": template}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -93,53 +93,53 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
                 "rules": _job_rules(),
             },
             "ttlSecondsAfterFinished": cluster.ttl_s,
-            "replicatedJobs": [replicated],
+            "replicatedJobs": [replicated_job],
         },
     }
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    """Return the rules by which a failed pod fails its Job for PodFailurePolicy.
+    """Return the rules that fail a Job with the reason PodFailurePolicy.
 
     Other failures have the reason BackoffLimitExceeded. Preemptions, evictions and lost
     nodes leave the condition DisruptionTarget on the pod.
     """
     in_container = {"containerName": CONTAINER, "operator": "In"}
-    disrupted = {"type": "DisruptionTarget", "status": "True"}
+    disruption = {"type": "DisruptionTarget", "status": "True"}
     conditions = [
         {"onExitCodes": {**in_container, "values": sorted(NEVER_AGAIN)}},
         {"onExitCodes": {**in_container, "values": sorted(AGAIN)}},
-        {"onPodConditions": [disrupted]},
+        {"onPodConditions": [disruption]},
     ]
     return [{"action": "FailJob", **condition} for condition in conditions]
 
 
 def _job_rules() -> list[dict[str, Any]]:
-    """Return the rules for failed Jobs; other failures are counted restarts.
+    """Return the rules for failed Jobs; a failure that matches none counts as a crash.
 
     Source of the message pattern: kubernetes, pkg/controller/job/pod_failure_policy.go,
     "... failed with exit code %v matching %v rule at index %d".
     """
     codes = "|".join(str(code) for code in sorted(NEVER_AGAIN))
-    policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
     patterns = [f"failed with exit code ({codes}) "]
-    again = {"name": "not_counted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
+    restart = {"name": "not_counted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     return [
         {
             "name": "never_again",
             "action": "FailJobSet",
-            **policy,
+            **reasons,
             "onJobFailureMessagePatterns": patterns,
         },
-        {**again, **policy},
+        {**restart, **reasons},
     ]
 
 
-def _mounts(node: Any) -> list[str]:
-    """List the paths at which a part of `cluster.merge` mounts volumes."""
+def _mount_paths(node: Any) -> list[str]:
+    """List the paths at which `cluster.merge`, or a node of it, mounts volumes."""
     if isinstance(node, Mapping):
         paths = [node["mountPath"]] if isinstance(node.get("mountPath"), str) else []
-        return paths + [path for child in node.values() for path in _mounts(child)]
+        return paths + [path for child in node.values() for path in _mount_paths(child)]
     if isinstance(node, Sequence) and not isinstance(node, str):
-        return [path for child in node for path in _mounts(child)]
+        return [path for child in node for path in _mount_paths(child)]
     return []

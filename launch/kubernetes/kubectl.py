@@ -1,6 +1,6 @@
 """The actions of `python -m launch` on a rendered JobSet, through kubectl.
 
-A finished JobSet stays in the cluster, with its pods and their output, until it is
+A finished JobSet stays in the cluster, with its pods and their output, until the run is
 submitted again.
 """
 
@@ -17,7 +17,7 @@ from launch.config import ClusterConfig
 from launch.config.cloud_clusters import KubernetesCluster
 from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered
-from launch.kubernetes.jobset import FILE, kubectl
+from launch.kubernetes.jobset import FILE, kubectl_prefix
 from launch.kubernetes.pending import describe_pods, describe_queue
 from launch.kubernetes.pod import CONTAINER
 from launch.submissions import Submission
@@ -27,7 +27,7 @@ from train.errors import FINISHED
 log = logging.getLogger(__name__)
 
 _POLL_S = 2.0
-_MARGIN_S = 120  # the time to delete the rest after the last pod
+_MARGIN_S = 120  # the time to delete other objects after the last pod has ended
 _SPOT_NOTICE_S = 15  # the notice that user pods get. Source: GKE, "Spot VMs"
 _OVER = ("Completed", "Failed")
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name="
@@ -37,13 +37,13 @@ _RANK_0 = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-in
 def submit(
     job: Job, cluster: KubernetesCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Create the JobSet; a finished one with the same name is deleted first."""
+    """Create the JobSet, after deleting a finished JobSet of the same name."""
     if cluster.backoff_s != ClusterConfig().backoff_s:
         log.warning("cluster.backoff_s has no effect: JobSet restarts at once")
     if cluster.spot:
         warn_of_short_notice(job, _SPOT_NOTICE_S, "cluster.spot: GKE leaves pods")
     submission = submission.with_handle(
-        kubectl=kubectl(cluster), grace_period_s=cluster.grace_period_s
+        kubectl=kubectl_prefix(cluster), grace_period_s=cluster.grace_period_s
     )
     if (jobset := _jobset(submission)) and _is_over(jobset):
         stop(submission)
@@ -76,12 +76,12 @@ def status(submission: Submission) -> list[str]:
         lines.append(describe_queue(queue, workloads))
     pods = _list(submission, "pods", "--selector", _JOBSET_LABEL + submission.name)
 
-    def events(pod: str) -> list[dict[str, Any]]:
-        selector = f"involvedObject.kind=Pod,involvedObject.name={pod}"
+    def list_events(pod_name: str) -> list[dict[str, Any]]:
+        selector = f"involvedObject.kind=Pod,involvedObject.name={pod_name}"
         order = "--sort-by=.metadata.creationTimestamp"
         return _list(submission, "events", "--field-selector", selector, order)
 
-    return lines + describe_pods(pods, events)
+    return lines + describe_pods(pods, list_events)
 
 
 def logs(submission: Submission, follow: bool) -> int:
@@ -107,9 +107,9 @@ def logs(submission: Submission, follow: bool) -> int:
 
 def stop(submission: Submission) -> int:
     """Delete the JobSet, and wait until its pods have saved and ended."""
-    patience_s = submission.handle["grace_period_s"] + _MARGIN_S
+    timeout_s = submission.handle["grace_period_s"] + _MARGIN_S
     words = ["delete", "jobset", submission.name, "--ignore-not-found"]
-    words += ["--cascade=foreground", "--wait", f"--timeout={patience_s}s"]
+    words += ["--cascade=foreground", "--wait", f"--timeout={timeout_s}s"]
     _ask(submission, words)
     return FINISHED
 
@@ -121,7 +121,7 @@ def _jobset(submission: Submission) -> dict[str, Any] | None:
 
 
 def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, Any]]:
-    """Return objects; none if the cluster forbids it or does not know the kind."""
+    """Return objects; none if the cluster forbids listing or does not know the kind."""
     result = _run(submission, ["get", kind, *arguments, "-ojson"])
     return json.loads(result.stdout)["items"] if result.returncode == 0 else []
 
@@ -141,18 +141,21 @@ def _is_over(jobset: dict[str, Any]) -> bool:
 
 def _describe_jobset(jobset: dict[str, Any], over: bool) -> str:
     state = jobset.get("status", {})
-    active = [c for c in state.get("conditions", []) if c["status"] == "True"]
+    true_conditions = [c for c in state.get("conditions", []) if c["status"] == "True"]
     if over:
-        final = state["terminalState"]
-        why = [c.get("message", "") for c in active if c["type"] == final]
-        return ": ".join([final.lower(), *filter(None, why)])
+        final_state = state["terminalState"]
+        why = [
+            c.get("message", "") for c in true_conditions if c["type"] == final_state
+        ]
+        return ": ".join([final_state.lower(), *filter(None, why)])
     if jobset["spec"].get("suspend"):
         return "suspended: it waits for Kueue, or until it is resumed"
-    return "restarting" if "Restarting" in {c["type"] for c in active} else "submitted"
+    is_restarting = "Restarting" in {c["type"] for c in true_conditions}
+    return "restarting" if is_restarting else "submitted"
 
 
 def _ask(submission: Submission, words: Sequence[str], **options: Any) -> str:
-    """Run kubectl, which must succeed; return its output."""
+    """Run kubectl; return its output, or raise Exit if it fails."""
     return ask_tool([*submission.handle["kubectl"], *words], **options)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from train.errors import meaning
 
 Object = Mapping[str, Any]
-_MAX_FAILURES = 8  # lines about pods that have failed
+_MAX_FAILURES = 8  # the maximum number of lines about failed pods
 
 
 def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
-    """Describe the state of a JobSet in its queue of Kueue."""
+    """Describe the state of a JobSet in its Kueue queue."""
     if not workloads:
         return f"queue {queue}: Kueue has not taken it up (is there such a queue?)"
     condition_list = workloads[-1].get("status", {}).get("conditions", [])
@@ -23,11 +23,11 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
 
 
 def describe_pods(
-    pods: Sequence[Object], events: Callable[[str], Sequence[Object]]
+    pods: Sequence[Object], list_events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
     """Return lines: the pods by phase, why the first pending one waits, and failures.
 
-    `events` returns the events of a pod by its name, the newest last.
+    `list_events` returns the events of a pod by its name, the newest last.
     """
     if not pods:
         return ["no pods"]
@@ -39,12 +39,12 @@ def describe_pods(
         pod, why = waiting[0]
         name = pod["metadata"]["name"]
         lines.append(f"{name} waits: {why}")
-        newest = events(name)[-1:]
-        lines += [f"  {event['reason']}: {event['message']}" for event in newest]
-    failures = [line for pod in pods for line in _failures(pod)]
+        newest_event = list_events(name)[-1:]
+        lines += [f"  {e['reason']}: {e['message']}" for e in newest_event]
+    failures = [line for pod in pods for line in _failure_lines(pod)]
     num_hidden = len(failures) - _MAX_FAILURES
-    more = [f"... and {num_hidden} more"] if num_hidden > 0 else []
-    return lines + failures[:_MAX_FAILURES] + more
+    remainder = [f"... and {num_hidden} more"] if num_hidden > 0 else []
+    return lines + failures[:_MAX_FAILURES] + remainder
 
 
 def _waiting_reason(pod: Object) -> str | None:
@@ -61,12 +61,12 @@ def _waiting_reason(pod: Object) -> str | None:
     return "for its node"
 
 
-def _failures(pod: Object) -> list[str]:
+def _failure_lines(pod: Object) -> list[str]:
     name, lines = pod["metadata"]["name"], []
     for container in pod["status"].get("containerStatuses", []):
-        ended = container.get("state", {}).get("terminated")
-        if ended and ended["exitCode"]:
-            code, reason = ended["exitCode"], ended.get("reason", "Error")
+        terminated = container.get("state", {}).get("terminated")
+        if terminated and terminated["exitCode"]:
+            code, reason = terminated["exitCode"], terminated.get("reason", "Error")
             why = meaning(code) if reason == "Error" else reason
             lines.append(f"{name} ended with {code}: {why}")
     return lines

@@ -1,7 +1,7 @@
 """Render a pod of a run: one container, started without a shell.
 
-The pod has no capabilities, no account unless one is configured, and references to
-secrets instead of their values.
+The pod has no capabilities, no service account unless one is configured, and references
+to secrets instead of values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from launch.job import Job
 
 CONTAINER = "train"
 _SPOT = "cloud.google.com/gke-spot"
+_SECCOMP = {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,14 @@ class Pods:
     """The settings of pods that differ between kinds of accelerator.
 
     name: the name of the replicated job.
-    jobs: the number of its replicas.
-    pods: the number of pods in each replica.
-    environment: the values of variables, as texts or mappings made by `from_pod`.
-    resource: the name of the device resource, and the number for each pod.
+    jobs: the number of Jobs, which are the replicas.
+    pods: the number of pods in each Job.
+    environment: variables, each with a text or a mapping made by `from_pod`.
+    resource: the name of the device resource, and the number of devices of a pod.
     selector: labels that the nodes must have.
     annotations: annotations of the JobSet.
-    user, network: parts of the pod's security context and of its specification.
+    security_context: settings of the pod's security context.
+    network: settings of the pod's specification.
     memory_volume: whether /dev/shm is as large as the node's memory allows.
     """
 
@@ -39,7 +41,7 @@ class Pods:
     resource: tuple[str, int]
     selector: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
-    user: Mapping[str, Any] = field(default_factory=dict)
+    security_context: Mapping[str, Any] = field(default_factory=dict)
     network: Mapping[str, Any] = field(default_factory=dict)
     memory_volume: bool = False
     processes: int = 1
@@ -51,21 +53,22 @@ def host_of(job: Job, pods: str) -> str:
 
 
 def from_pod(kind: str, name: str) -> dict[str, Any]:
-    """Return a variable's value that is taken from a label or annotation of its pod."""
+    """Return a variable's value that refers to a label or annotation of the pod."""
     return {"valueFrom": {"fieldRef": {"fieldPath": f"metadata.{kind}['{name}']"}}}
 
 
-def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
+def pod_spec(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
     """Return the specification of a pod."""
     selector = {**pods.selector, **({_SPOT: "true"} if cluster.spot else {})}
     selector |= cluster.node_selector
-    spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    toleration = {"key": _SPOT, "operator": "Equal", "value": "true"}
+    toleration["effect"] = "NoSchedule"
+    shm_volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     optional = {
         "priorityClassName": cluster.priority_class,
         "serviceAccountName": cluster.service_account,
         "nodeSelector": selector,
-        "volumes": [shm] * pods.memory_volume,
+        "volumes": [shm_volume] * pods.memory_volume,
     }
     return {
         "restartPolicy": "Never",
@@ -73,12 +76,12 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
         # Only a pod with a configured account may call Kubernetes or the cloud.
         "automountServiceAccountToken": cluster.service_account is not None,
         "enableServiceLinks": False,
-        # PID 1 cannot abort and so end with 134: training must not be PID 1.
+        # PID 1 cannot abort (exit code 134), so training must not be PID 1.
         "shareProcessNamespace": True,
-        "securityContext": {**pods.user, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": {**pods.security_context, **_SECCOMP},
         "tolerations": [
             {"key": pods.resource[0], "operator": "Exists", "effect": "NoSchedule"},
-            *[spot] * cluster.spot,
+            *[toleration] * cluster.spot,
         ],
         **pods.network,
         **{key: value for key, value in optional.items() if value},
@@ -87,15 +90,16 @@ def pod(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
 
 
 def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
-    values = {**pods.environment, **job.variables(cluster.code)}
+    variables = {**pods.environment, **job.variables(cluster.code)}
     for variable, secret in cluster.secrets.items():
         name, _, key = secret.partition("/")
-        values[variable] = {"valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+        reference = {"secretKeyRef": {"name": name, "key": key}}
+        variables[variable] = {"valueFrom": reference}
     environment = [
         {"name": name, **({"value": escape(v)} if isinstance(v, str) else v)}
-        for name, v in values.items()
+        for name, v in variables.items()
     ]
-    shm = {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
+    shm_mount = {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
     return {
         "name": CONTAINER,
         "image": cluster.image,
@@ -106,12 +110,12 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         },
-        **(shm if pods.memory_volume else {}),
+        **(shm_mount if pods.memory_volume else {}),
     }
 
 
 def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
-    """Return a pod's resources; memory and cores are no limits that could kill it."""
+    """Return a pod's resources; memory and cores are requested without limits."""
     resource, count = pods.resource
     cpus, memory = cluster.cpus, cluster.memory
     if job.staged_bytes is not None:
@@ -124,7 +128,7 @@ def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
 
 
 def escape(word: str) -> str:
-    """Escape a word so that the kubelet's expansion of `$(NAME)` restores it.
+    """Escape a word, so that it survives the kubelet's expansion of `$(NAME)`.
 
     The expansion turns every `$$` into `$`. Source: kubernetes,
     third_party/forked/golang/expansion/expand.go.

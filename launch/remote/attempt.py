@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launch.policy import AGAIN, NEVER_AGAIN, OTHERS_S
+from launch.policy import AGAIN, LAST_SAVE_S, NEVER_AGAIN
 from launch.remote.hosts import Hosts
 from launch.remote.run_script import State
 from launch.supervisor import Wait
@@ -16,15 +16,15 @@ from train.errors import FINISHED
 log = logging.getLogger(__name__)
 
 LOST_S = 600.0  # a host that does not answer for this time is lost
-SILENT_S = 120.0  # the same, after other processes have ended
-_LINES = 200  # the maximum number of lines shown of crashed processes
+SILENT_S = 120.0  # the same limit after another process has ended
+_MAX_LINES = 200  # lines to show of the output of crashed processes
 
 
 class RemoteAttempt:
     """One start of all processes (the supervisor's `Attempt`).
 
     file: the local file for the output of process 0.
-    begin: starts the processes, or finds them running. It returns False if a signal
+    begin: starts the processes, or finds them running; returns False if a signal
         came first.
     show: whether the output of process 0 is also printed on stderr.
     """
@@ -33,22 +33,23 @@ class RemoteAttempt:
         self, hosts: Hosts, file: Path, begin: Callable[[Wait], bool], show: bool = True
     ):
         self._hosts, self._file, self._begin, self._show = hosts, file, begin, show
-        self._wait, self._num_read = Wait(), 0
+        self._wait, self._num_bytes_read = Wait(), 0
         self._codes: dict[str, int | None] = {}
-        self._heard_at: dict[str, float] = {}
+        self._answered_at: dict[str, float] = {}
 
     def stop(self, number: int) -> None:
         """Record a signal; `wait` passes it on when the machines answer."""
-        self._wait.ask(number)
+        self._wait.record(number)
 
     def wait(self) -> Sequence[int | None]:
         """Start all processes, wait for them, and return their exit codes."""
         if not self._begin(self._wait):
             return [self._wait.exit_code] * self._hosts.processes
-        began = self._others_since = time.monotonic()
+        began = self._grace_began = time.monotonic()
         num_delivered, num_signals = 0, 0
         while True:
-            if (num_signals := self._wait.count) > num_delivered and self._signal():
+            num_signals = self._wait.count
+            if num_signals > num_delivered and self._pass_on_signal():
                 num_delivered = num_signals
             states = self._hosts.ask("poll")
             self._record_states(states)
@@ -58,14 +59,14 @@ class RemoteAttempt:
             if len(states) < self._hosts.processes and self._hosts.gone():
                 log.warning("the machines are gone")
                 break
-            self._end_the_rest()
+            self._kill_stragglers()
             self._wait(self._hosts.poll_s, handled=num_signals)
         self._log_crashes()
         missing = self._hosts.processes - len(self._codes)
         return [*self._codes.values(), *([None] * missing)]
 
-    def _signal(self) -> bool:
-        """Send the signal; return whether a process has it, which is enough for all."""
+    def _pass_on_signal(self) -> bool:
+        """Signal the processes; return whether one received it, which is enough."""
         number = self._wait.last_signal or signal.SIGTERM
         name = signal.Signals(number).name.removeprefix("SIG")
         if any(s.word == "told" for s in self._hosts.ask("signal", name).values()):
@@ -74,18 +75,18 @@ class RemoteAttempt:
         log.warning("no process has received the signal to stop yet")
         return False
 
-    def _end_the_rest(self) -> None:
-        """Kill processes that continue for long after others have ended."""
+    def _kill_stragglers(self) -> None:
+        """Kill processes that run for LAST_SAVE_S after another has ended."""
         if not self._codes:
-            self._others_since = time.monotonic()
-        elif time.monotonic() > self._others_since + OTHERS_S:
+            self._grace_began = time.monotonic()
+        elif time.monotonic() > self._grace_began + LAST_SAVE_S:
             log.warning("some processes do not end, so they are killed")
             self._hosts.ask("signal", "KILL")
-            self._others_since = time.monotonic()
+            self._grace_began = time.monotonic()
 
     def _record_states(self, states: Mapping[str, State]) -> None:
         for name, state in states.items():
-            self._heard_at[name] = time.monotonic()
+            self._answered_at[name] = time.monotonic()
             if state.word in ("ended", "lost"):
                 self._codes[name] = state.code
             else:
@@ -94,18 +95,18 @@ class RemoteAttempt:
     def _all_ended(self, began: float) -> bool:
         """Return whether all processes have ended, or are lost."""
         cutoff = time.monotonic() - (SILENT_S if self._codes else LOST_S)
-        for name, heard_at in self._heard_at.items():
-            if heard_at < cutoff and name not in self._codes:
+        for name, answered_at in self._answered_at.items():
+            if answered_at < cutoff and name not in self._codes:
                 log.warning("%s does not answer: lost", name)
                 self._codes[name] = None
-        num_silent = self._hosts.processes - len(self._heard_at)
+        num_silent = self._hosts.processes - len(self._answered_at)
         num_lost = 0 if began > cutoff else num_silent
         return len(self._codes) + num_lost >= self._hosts.processes
 
     def _copy_output(self) -> None:
         """Append new output of process 0 to the file, and show it."""
-        output = self._hosts.output(self._num_read)
-        self._num_read += len(output)
+        output = self._hosts.output(self._num_bytes_read)
+        self._num_bytes_read += len(output)
         with self._file.open("ab") as file:
             file.write(output)
         if self._show and output:
@@ -116,5 +117,5 @@ class RemoteAttempt:
         """Log the last lines of crashed processes, whose output is not shown."""
         crashes = {code for code in self._codes.values() if code is not None}
         for code in sorted(crashes - {FINISHED, *AGAIN, *NEVER_AGAIN}):
-            lines = self._hosts.tail(code).splitlines()[:_LINES]
+            lines = self._hosts.tail(code).splitlines()[:_MAX_LINES]
             log.error("ended with %d:\n%s", code, "\n".join(lines))

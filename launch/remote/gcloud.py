@@ -7,19 +7,19 @@ import re
 from collections.abc import Sequence
 
 from launch.config import TpuVmCluster
-from launch.job import options
-from launch.subprocesses import LONGEST_S, run_captured
+from launch.job import long_options
+from launch.subprocesses import COMMAND_TIMEOUT_S, run_captured
 from train.hardware.targets import parse_target
 
-_MAX_MESSAGE = 2000  # characters of an error that are kept
-# Permanent errors by code. Source: googleapis/googleapis, google/rpc/code.proto.
-_HOPELESS = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 7: "PERMISSION_DENIED"}
-_HOPELESS |= {16: "UNAUTHENTICATED"}
+_MAX_MESSAGE = 2000  # characters to keep of an error message
+# Permanent errors, by status code. Source: googleapis, google/rpc/code.proto.
+_PERMANENT_ERRORS = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 7: "PERMISSION_DENIED"}
+_PERMANENT_ERRORS |= {16: "UNAUTHENTICATED"}
 _ACCOUNT_ERRORS = ("active account", "gcloud auth login", "Reauthentication")
 _USAGE = 2  # the exit code of gcloud's parser
 
 # Accelerator type and software version by family. Sources:
-# docs.cloud.google.com/tpu/docs/v5e and its sister pages, .../tpu/docs/runtimes.
+# docs.cloud.google.com/tpu/docs/v5e, .../v5p and so on, and .../tpu/docs/runtimes.
 TYPES = {
     "v4": ("v4", "tpu-ubuntu2204-base"),
     "v5e": ("v5litepod", "v2-alpha-tpuv5-lite"),
@@ -28,7 +28,7 @@ TYPES = {
 }
 
 
-def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
+def resource_commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
     """Return the commands that create, describe and delete a queued resource."""
     target = parse_target(cluster.target or "")
     kind, runtime = TYPES[target.family]
@@ -48,7 +48,7 @@ def commands(name: str, cluster: TpuVmCluster) -> dict[str, list[str]]:
         "service-account": cluster.service_account,
         "labels": ",".join(f"{key}={value}" for key, value in labels.items()),
     }
-    create = [*options(flags), *cluster.options]
+    create = [*long_options(flags), *cluster.options]
     return {
         "create": gcloud_command("create", [name], cluster, *create),
         "describe": gcloud_command("describe", [name], cluster, "--format=json"),
@@ -62,7 +62,7 @@ def gcloud_command(
     """Return a command of `gcloud compute tpus queued-resources`."""
     location = {"zone": cluster.zone, "project": cluster.project, "quiet": True}
     group = ["gcloud", "compute", "tpus", "queued-resources"]
-    return [*group, verb, *names, *options(location), *arguments]
+    return [*group, verb, *names, *long_options(location), *arguments]
 
 
 class GcloudError(Exception):
@@ -77,25 +77,25 @@ class GcloudError(Exception):
         return re.search(rf"\b{name}\b", str(self)) is not None
 
     @property
-    def hopeless(self) -> bool:
-        """Whether the same call would fail again."""
+    def is_permanent(self) -> bool:
+        """Whether the same call would fail again, so that retries are useless."""
         text = str(self)
-        is_refused = any(self.is_status(name) for name in _HOPELESS.values())
+        is_refused = any(self.is_status(name) for name in _PERMANENT_ERRORS.values())
         no_account = any(phrase in text for phrase in _ACCOUNT_ERRORS)
         return is_refused or no_account or self.code == _USAGE or is_quota_error(text)
 
 
 def is_quota_error(message: str) -> bool:
-    """Return whether a request failed for lack of quota, not of machines."""
+    """Return whether a request failed because the quota, not the capacity, is short."""
     return "quota" in message.lower()
 
 
-def hopeless_status(code: int | None, message: str) -> bool:
+def is_permanent(code: int | None, message: str) -> bool:
     """Return whether a request that failed with this status would fail again."""
-    return code in _HOPELESS or is_quota_error(message)
+    return code in _PERMANENT_ERRORS or is_quota_error(message)
 
 
-def call(command: Sequence[str], timeout_s: float = LONGEST_S) -> str:
+def call(command: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Run a command; return its output, or raise GcloudError if it fails."""
     code, out, err = run_captured(command, timeout_s)
     if code:

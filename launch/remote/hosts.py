@@ -1,4 +1,4 @@
-"""The base class of a run's machines that are reached over ssh.
+"""The base class for the machines of a run that are reached over ssh.
 
 Each machine has a `run.sh` (remote/run_script.py) in a local folder.
 """
@@ -17,9 +17,9 @@ from launch.supervisor import Wait
 
 log = logging.getLogger(__name__)
 
-# Options of ssh that close the connection after a minute without an answer.
+# These options of ssh close a connection after a minute without an answer.
 KEEP_ALIVE = ("ServerAliveInterval=15", "ServerAliveCountMax=4")
-_AGAIN_S = 15.0  # the pause before another try if some hosts could not be reached
+_RETRY_S = 15.0  # the pause before another try if some hosts could not be reached
 
 
 def files_of(cluster: SshCluster | TpuVmCluster) -> list[str]:
@@ -34,29 +34,29 @@ class Hosts(ABC):
         self._submission, self._name = submission, submission.name
         self.processes, self.poll_s = processes, poll_s
 
-    def begin(self, wait: Wait, take_up: bool) -> bool:
-        """Start all processes or, with `take_up`, watch any that already run.
+    def begin(self, wait: Wait, watch_running: bool) -> bool:
+        """Start all processes or, with `watch_running`, watch any that already run.
 
         Returns False if a signal came first.
         """
-        while not self._stopped(wait) and self._await_machines(wait):
-            if take_up and (count := self._count_running()):
+        while not self._stop_requested(wait) and self._await_machines(wait):
+            if watch_running and (count := self._count_running()):
                 log.info("%d processes already run there: watching them", count)
                 return True
             if self._start():
-                self._stopped(wait)  # records a stop for the attempt to pass on
+                self._stop_requested(wait)  # records a stop for the attempt to pass on
                 return True
-            wait(_AGAIN_S)
+            wait(_RETRY_S)
         return False
 
-    def _stopped(self, wait: Wait) -> bool:
-        """Return whether a signal came. `action=stop` on any machine counts as one."""
+    def _stop_requested(self, wait: Wait) -> bool:
+        """Return whether a signal came, or `action=stop` was typed on any machine."""
         if asked_to_stop(self._submission.folder):
-            wait.ask(signal.SIGINT)
+            wait.record(signal.SIGINT)
         return wait(0)
 
     def ask(self, verb: str, *words: str | int) -> dict[str, State]:
-        """Run a verb of run.sh for all processes; return the states of those found."""
+        """Run a verb of run.sh for all processes; return the states that it reports."""
         return read_states(self._run(verb, *words))
 
     def output(self, skip: int) -> bytes:
@@ -68,15 +68,15 @@ class Hosts(ABC):
         return self._run("tail", code)
 
     def gone(self) -> bool:
-        """Return whether the machines are known to be gone."""
+        """Return whether the machines are known to exist no longer."""
         return False
 
     def may_run(self) -> bool:
-        """Return whether processes may be running there."""
+        """Return whether processes may be running on the machines."""
         return self._count_running() > 0
 
     def release(self) -> None:  # noqa: B027
-        """Give up the machines after the end of the run, if the run requested them."""
+        """Give back machines that the run requested, after the end of the run."""
 
     def _count_running(self) -> int:
         return [state.word for state in self.ask("poll").values()].count("running")

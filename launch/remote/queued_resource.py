@@ -2,7 +2,7 @@
 
 Source of the states: docs.cloud.google.com/tpu/docs/queued-resources, and
 QueuedResourceState of the v2 API. Spot machines that were taken away do not come back.
-The old request still holds quota, so it is deleted and made again.
+The old request still holds quota, so it is deleted before a new request is made.
 """
 
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.config import TpuVmCluster
-from launch.remote.gcloud import GcloudError, call, commands, hopeless_status
-from launch.subprocesses import ASK_S
+from launch.remote.gcloud import GcloudError, call, is_permanent, resource_commands
+from launch.subprocesses import QUERY_TIMEOUT_S
 from launch.supervisor import Wait
 from train.errors import CRASHED, WRONG_CONFIG, Exit
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 ACTIVE = "ACTIVE"
 _PENDING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
-_MAX_FAILURES = 5  # temporary failures in a row
-_PAUSE_S, _LONGEST_S = 10.0, 300.0
+_MAX_FAILURES = 5  # the run ends after this number of temporary failures in a row
+_PAUSE_S, _MAX_PAUSE_S = 10.0, 300.0
 _ASK_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True)
 class ResourceState:
-    """The state of a request (None: there is no request), and the cloud's reason."""
+    """The state of a request (None: there is no request), and the reason for it."""
 
     state: str | None
     why: str = ""
@@ -46,18 +46,18 @@ class QueuedResource:
 
     def __init__(self, name: str, cluster: TpuVmCluster, diary: Path):
         self.name, self._cluster, self._diary = name, cluster, diary
-        self._commands = commands(name, cluster)
+        self._commands = resource_commands(name, cluster)
         self._last_state = ""  # empty until gcloud has answered
         self._failures = 0
 
-    def look(self) -> ResourceState:
-        """Return the state of the request.
+    def query(self) -> ResourceState:
+        """Return the state of the request, as gcloud describes it.
 
         Raises:
-            GcloudError: gcloud could not read it.
+            GcloudError: gcloud could not read the state.
         """
         try:
-            answer = json.loads(call(self._commands["describe"], ASK_S))
+            answer = json.loads(call(self._commands["describe"], QUERY_TIMEOUT_S))
         except GcloudError as error:
             if not error.is_status("NOT_FOUND"):
                 raise
@@ -69,10 +69,10 @@ class QueuedResource:
             why = why or f"by the {state['stateInitiator'].lower()}"
         return ResourceState(state.get("state"), why, error.get("code"))
 
-    def ensure(self, wait: Wait, poll_s: float, stopped: Callable[[], bool]) -> bool:
-        """Wait until the resource is active, and request it again as often as needed.
+    def ensure(self, wait: Wait, poll_s: float, is_stopped: Callable[[], bool]) -> bool:
+        """Wait until the resource is active; request it if it does not exist or failed.
 
-        Returns False if a signal came, or if `stopped` returns True.
+        Returns False if a signal came, or if `is_stopped` returns True.
 
         Raises:
             Exit: the resource cannot become active. The message says why.
@@ -80,26 +80,26 @@ class QueuedResource:
         pause_s = 0.0
         while not wait(pause_s):
             try:
-                current = self.look()
+                current = self.query()
             except GcloudError as error:
-                if error.hopeless and not self._last_state:
-                    raise Exit(WRONG_CONFIG, self._give_up(str(error))) from None
+                if error.is_permanent and not self._last_state:
+                    raise Exit(WRONG_CONFIG, self._record_failure(str(error))) from None
                 log.warning("%s\nasking again in %.0f s", error, _ASK_AGAIN_S)
                 pause_s = _ASK_AGAIN_S
                 continue
             self._log_change(current)
-            if stopped():  # `action=stop` deletes the resource
+            if is_stopped():  # `action=stop` deletes the resource
                 return False
             if current.state == ACTIVE:
                 self._failures = 0
                 return True
             try:
-                pause_s = self._act(current, poll_s)
+                pause_s = self._create_or_delete(current, poll_s)
             except GcloudError as error:
                 pause_s = self._pause_after(error)
         return False
 
-    def _act(self, current: ResourceState, poll_s: float) -> float:
+    def _create_or_delete(self, current: ResourceState, poll_s: float) -> float:
         """Create or delete the resource by its state; return the seconds to wait."""
         if current.state is None:
             log.info("%s: asking for %s", self.name, self._cluster.target)
@@ -107,32 +107,34 @@ class QueuedResource:
             return 0.0
         if current.state == "FAILED":
             expired = bool(self._cluster.valid_until) and "valid" in current.why.lower()
-            if hopeless_status(current.code, current.why) or expired:
+            if is_permanent(current.code, current.why) or expired:
                 exit_code = CRASHED if expired else WRONG_CONFIG
-                raise Exit(exit_code, self._give_up(current.why))
+                raise Exit(exit_code, self._record_failure(current.why))
             self._count_failure(current.why)
         elif current.state != "SUSPENDED":
-            return poll_s  # it is being created or deleted
+            return poll_s  # the resource is being created or deleted
         call(self._commands["delete"])
-        return min(poll_s * 2**self._failures, _LONGEST_S) if self._failures else 0.0
+        return min(poll_s * 2**self._failures, _MAX_PAUSE_S) if self._failures else 0.0
 
     def _count_failure(self, why: str) -> None:
         self._failures += 1
         if self._failures >= _MAX_FAILURES:
-            raise Exit(CRASHED, self._give_up(f"{why} ({_MAX_FAILURES} times)"))
+            raise Exit(CRASHED, self._record_failure(f"{why} ({_MAX_FAILURES} times)"))
 
     def _pause_after(self, error: GcloudError) -> float:
+        """Return the seconds to wait; raise Exit if another try would fail too."""
         if error.is_status("ALREADY_EXISTS"):
             return 1.0
-        if error.hopeless:
-            raise Exit(WRONG_CONFIG, self._give_up(str(error)))
+        if error.is_permanent:
+            raise Exit(WRONG_CONFIG, self._record_failure(str(error)))
         self._count_failure(str(error))
-        pause_s = min(_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_S)
+        pause_s = min(_PAUSE_S * 2 ** (self._failures - 1), _MAX_PAUSE_S)
         log.warning("%s\nagain in %.0f s", error, pause_s)
         return pause_s
 
-    def _give_up(self, why: str) -> str:
-        self._write("given up", why)
+    def _record_failure(self, why: str) -> str:
+        """Write the failure to the diary; return the message for the user."""
+        self._write_diary("given up", why)
         return f"{self.name}: no {self._cluster.target} was available: {why}"
 
     def _log_change(self, current: ResourceState) -> None:
@@ -140,10 +142,10 @@ class QueuedResource:
         state = current.state or "not there"
         if state != self._last_state:
             log.info("%s: %s", self.name, current)
-            self._write(state, current.why)
+            self._write_diary(state, current.why)
         self._last_state = state
 
-    def _write(self, state: str, why: str) -> None:
+    def _write_diary(self, state: str, why: str) -> None:
         line = {"time": time.time(), "state": state, "why": why}
         with self._diary.open("a") as diary:
             diary.write(json.dumps(line) + "\n")
@@ -152,7 +154,7 @@ class QueuedResource:
         """Delete the resource with its machines; log an error if that fails."""
         for remaining_tries in reversed(range(tries)):
             try:
-                if self.look().state is not None:
+                if self.query().state is not None:
                     call(self._commands["delete"])
                     log.info("%s: deleted", self.name)
                 return
@@ -161,7 +163,8 @@ class QueuedResource:
                 time.sleep(_PAUSE_S if remaining_tries else 0)
         log.error(
             "%s COULD NOT BE DELETED, and may continue to cost money. Run: %s",
-            *(self.name, " ".join(self._commands["delete"])),
+            self.name,
+            " ".join(self._commands["delete"]),
         )
 
 

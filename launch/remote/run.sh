@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One run on this host. FIRST and COUNT: its processes here, by number.
+# Control one run on this host: its COUNT processes here, numbered from FIRST.
 #   run.sh start FIRST COUNT [WORLD_SIZE ADDRESS PORT]   kills old processes first
 #   run.sh poll FIRST COUNT
 #   run.sh signal FIRST COUNT NAME

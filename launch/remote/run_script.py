@@ -7,8 +7,9 @@ The script is in a local folder of the host, with files about each process:
     process-<n>/code    the exit code, as a shell reports it, once the process has ended
     process-<n>/log     the output of the last start
 
-`setsid --fork` gives each process its session; with `&` a shell would make its children
-ignore SIGINT. All verbs exit with 0: only their output counts.
+`setsid --fork` gives each process a session of its own; a child that a shell starts
+with `&` would ignore SIGINT. All verbs exit with 0: only their output tells what
+happened.
 """
 
 import re
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.job import exports, shell
+from launch.job import export_lines, shell
 
 RUN = "run.sh"
 
@@ -25,7 +26,7 @@ RUN = "run.sh"
 class State(NamedTuple):
     """The state of a process: `running`, `ended` with a code, or `lost` without one.
 
-    The verb `signal` gives `told` if the process received the signal.
+    The verb `signal` reports `told` for a process that received the signal.
     """
 
     word: str
@@ -43,20 +44,20 @@ def run_script(
     secrets: Sequence[str] = (),
     setup: Sequence[str] = (),
     workdir: str | None = None,
-    last: Sequence[str] = (),
+    last_lines: Sequence[str] = (),
 ) -> str:
     """Return the text of run.sh.
 
     Args:
-        command: the words that train.
+        command: the words of the training command.
         environment: variables to export.
         secrets: lines of shell that export secret variables, or fail.
-        setup: lines of shell, in the same shell as the command.
+        setup: lines of shell, which run in the same shell as the command.
         workdir: the working directory, None for the folder of run.sh.
-        last: lines of shell right before the command.
+        last_lines: lines of shell right before the command.
     """
     change_folder = [] if workdir is None else [f"cd -- {shlex.quote(workdir)}"]
-    body = [*exports(environment), *secrets, *setup, *change_folder, *last]
+    body = [*export_lines(environment), *secrets, *setup, *change_folder, *last_lines]
     body.append(f"exec {shell(command)}")
     template = Path(__file__).with_name(RUN).read_text()
     return template.replace("@BODY@", "\n".join(body))

@@ -1,8 +1,9 @@
 """`cluster=ssh`: machines that ssh reaches, supervised by this machine.
 
-Training has its own session there (`remote/run_script.py`), so it survives a broken
-connection, and `action=resume` continues to supervise it. All machines and this one
-share the run's directory and, with cluster.code=shared, this program's folder.
+Training has a session of its own on each machine (`remote/run_script.py`), so it
+survives a broken connection, and `action=resume` continues to supervise it. All
+machines and this one share the run's directory and, with cluster.code=shared, this
+program's folder.
 """
 
 import re
@@ -15,7 +16,7 @@ from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
 from launch.remote import supervise
 from launch.remote.run_script import RUN, run_script
-from launch.remote.ssh_hosts import put_line, ssh_command, start_line
+from launch.remote.ssh_hosts import ssh_command, start_line, write_line
 from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
 from launch.submissions import Submission
 from train.errors import Mistake
@@ -33,10 +34,10 @@ def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
         errors.append(Mistake("cluster.hosts", [], rule))
     for host in [*cluster.hosts, *filter(None, [cluster.address])]:
         if not re.fullmatch(r"[A-Za-z0-9_][\w.@:%-]*", host, re.ASCII):
-            rule = "must be a host as ssh takes it, with user@ before it if need be"
+            rule = "must be a host name or an address, as host or user@host"
             errors.append(Mistake("cluster.hosts", host, rule))
     if len({*cluster.hosts}) < len(cluster.hosts):
-        rule = "must differ. cluster.processes_per_node starts several on each host"
+        rule = "must differ. Set cluster.processes_per_node to start several on each"
         errors.append(Mistake("cluster.hosts", cluster.hosts, rule))
     if cluster.code is Code.image:
         rule = "must be shared or archive: nothing starts containers here"
@@ -52,18 +53,18 @@ def machine(cluster: SshCluster) -> Machine:
 def render(job: Job, cluster: SshCluster) -> Rendered:
     """Return run.sh, and a script that starts it on each host."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
-    shared = job.workdir if cluster.code is Code.shared else None
+    shared_workdir = job.workdir if cluster.code is Code.shared else None
     script = run_script(
         remote_job.command(cluster.python or sys.executable, cluster.code),
         job.variables(cluster.code),
         setup=cluster.setup,
-        workdir=cluster.workdir or shared,
+        workdir=cluster.workdir or shared_workdir,
     )
     lines = []
     for number, host in enumerate(cluster.hosts):
-        put = ssh_command(cluster, host, put_line(job.name, RUN))
+        copy = ssh_command(cluster, host, write_line(job.name, RUN))
         start = ssh_command(cluster, host, start_line(job.name, cluster, number))
-        lines += [f"{shell(put)} <{RUN}", shell(start)]
+        lines += [f"{shell(copy)} <{RUN}", shell(start)]
     command = ["bash", "ssh.sh"]
     return Rendered({RUN: script, "ssh.sh": "\n".join(lines) + "\n"}, command)
 
@@ -75,6 +76,6 @@ def status(submission: Submission) -> list[str]:
     lines = [
         f"{name}: {' '.join(map(str, filter(None, s)))}" for name, s in states.items()
     ]
-    silent = hosts.processes - len(states)
-    lines += [f"{silent} processes: no answer"] * bool(silent)
+    num_silent = hosts.processes - len(states)
+    lines += [f"{num_silent} processes: no answer"] * bool(num_silent)
     return [*supervise.status(submission), *lines]

@@ -1,7 +1,7 @@
 """Copy files to machines that ssh reaches, and run commands there.
 
 Files are sent over standard input, so that no command line shows their contents. If ssh
-exits with 255, the state of the process there is unknown.
+exits with 255, the state of the process on the host is unknown.
 """
 
 import logging
@@ -15,14 +15,14 @@ from launch.job import port_of
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.run_script import read_states, remote_folder, verb_line
 from launch.submissions import RECORD, Submission
-from launch.subprocesses import ASK_S, LONGEST_S, run_captured
+from launch.subprocesses import COMMAND_TIMEOUT_S, QUERY_TIMEOUT_S, run_captured
 from train.errors import WRONG_CONFIG, Exit
 
 log = logging.getLogger(__name__)
 
-# Never ask questions on a terminal, and give up soon on a host that is off.
+# ssh must not ask questions on a terminal, or wait long for a host that is off.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", *KEEP_ALIVE)
-_HOPELESS = ("Permission denied", "Could not resolve", "Host key verification failed")
+_FATAL = ("Permission denied", "Could not resolve", "Host key verification failed")
 _MAX_CONNECTIONS = 32
 Answers = dict[str, tuple[int, bytes, str]]  # host -> exit code, output, errors
 
@@ -33,7 +33,7 @@ def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
     return ["ssh", *options, *cluster.options, "--", host, line]
 
 
-def put_line(name: str, file: str) -> str:
+def write_line(name: str, file: str) -> str:
     """Return the line of shell that writes its standard input to a file atomically."""
     path = f"{remote_folder(name)}/{file}"
     # The file is replaced, so a shell that is running the old run.sh is not disturbed.
@@ -56,44 +56,45 @@ class SshHosts(Hosts):
     def __init__(self, submission: Submission, cluster: SshCluster):
         processes = cluster.processes_per_node * len(cluster.hosts)
         super().__init__(submission, processes, cluster.poll_s)
-        self._cluster, self._reached = cluster, False
+        self._cluster, self._reached_once = cluster, False
 
     def _start(self) -> bool:
         if not (self._copy_files() and self._all_see_run_dir()):
             return False
-        answers = self._on_all(lambda n: start_line(self._name, self._cluster, n))
+        answers = self._run_on_all(lambda n: start_line(self._name, self._cluster, n))
         return len(read_states(_joined_output(answers))) == self.processes
 
     def _copy_files(self) -> bool:
         """Copy the files to all hosts; return whether that succeeded.
 
         Raises:
-            Exit: ssh failed with an error that waiting does not cure.
+            Exit: ssh failed with a permanent error.
         """
         for file in files_of(self._cluster):
             content = (self._submission.folder / file).read_bytes()
-            answers = self._on_all(lambda _, f=file: put_line(self._name, f), content)
+            line = write_line(self._name, file)
+            answers = self._run_on_all(lambda _, line=line: line, content)
             failed = {host: err for host, (code, _, err) in answers.items() if code}
             for host, err in failed.items():
-                if not self._reached and any(words in err for words in _HOPELESS):
+                if not self._reached_once and any(words in err for words in _FATAL):
                     raise Exit(WRONG_CONFIG, f"{host}: {err.strip()}")
                 log.warning("%s: %s", host, err.strip())
             if failed:
                 return False
-        self._reached = True
+        self._reached_once = True
         return True
 
     def _all_see_run_dir(self) -> bool:
-        """Return True if all hosts see the run's folder, False if some do not answer.
+        """Return True if all hosts see the run's folder, False if one does not answer.
 
         Raises:
-            Exit: a host does not have the folder, and would start another run.
+            Exit: a host does not see the folder, so it would start another run.
         """
         if is_remote(self._submission.run_dir):
             return True
         record = shlex.quote(str(self._submission.folder / RECORD))
         line = f"test -e {record} && echo yes || echo no"
-        answers = self._on_all(lambda _: line, timeout_s=ASK_S)
+        answers = self._run_on_all(lambda _: line, timeout_s=QUERY_TIMEOUT_S)
         for host, (_, out, _) in answers.items():
             if out.strip() == b"no":
                 message = f"{host} does not see {self._submission.run_dir}: "
@@ -104,26 +105,26 @@ class SshHosts(Hosts):
     def _run(self, verb: str, *words: str | int) -> str:
         count = self._cluster.processes_per_node
 
-        def line(number: int) -> str:
+        def line_of_host(number: int) -> str:
             return verb_line(self._name, verb, [number * count, count, *words])
 
-        return _joined_output(self._on_all(line, timeout_s=ASK_S))
+        return _joined_output(self._run_on_all(line_of_host, timeout_s=QUERY_TIMEOUT_S))
 
     def _run_on_first(self, line: str) -> bytes:
         host = self._cluster.hosts[0]
-        return run_captured(ssh_command(self._cluster, host, line), ASK_S)[1]
+        return run_captured(ssh_command(self._cluster, host, line), QUERY_TIMEOUT_S)[1]
 
-    def _on_all(
+    def _run_on_all(
         self,
-        line: Callable[[int], str],
+        line_of_host: Callable[[int], str],
         stdin: bytes = b"",
-        timeout_s: float = LONGEST_S,
+        timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> Answers:
-        """Run `line(number)` on all hosts in parallel; return their answers."""
+        """Run a line of shell on each host, in parallel; return the answers by host."""
         hosts = self._cluster.hosts
 
         def run(number: int) -> tuple[int, bytes, str]:
-            command = ssh_command(self._cluster, hosts[number], line(number))
+            command = ssh_command(self._cluster, hosts[number], line_of_host(number))
             return run_captured(command, timeout_s, stdin=stdin)
 
         with ThreadPoolExecutor(min(len(hosts), _MAX_CONNECTIONS)) as pool:

@@ -1,7 +1,7 @@
-"""The actions that local, ssh and tpu_vm share: they use a supervisor on this machine.
+"""The actions of local, ssh and tpu_vm, which use a supervisor on this machine.
 
 The supervisor runs in the foreground or, with `cluster.detach`, in the background. If
-it died, `action=resume` starts another.
+the supervisor died, `action=resume` starts another.
 """
 
 import os
@@ -53,12 +53,12 @@ def supervise(
     submission.with_handle(**asdict(Process.current()), folder=str(folder))
     return Supervisor(
         start=lambda: start(folder, not cluster.detach),
-        step=partial(run_step, job),
+        read_step=partial(run_step, job),
         max_restarts=cluster.max_restarts,
         backoff_s=cluster.backoff_s,
         diary=folder / ATTEMPTS,
         on_end=on_end,
-        stopped=partial(asked_to_stop, submission.folder),
+        stop_requested=partial(asked_to_stop, submission.folder),
     ).run()
 
 
@@ -68,12 +68,12 @@ def submit(
     rendered: Rendered,
     submission: Submission,
 ) -> int:
-    """Supervise a run on other machines; the first attempt may take up processes."""
+    """Supervise a run on other machines; the first attempt may find it running."""
     submission = submission.with_handle(cluster=asdict(cluster))
-    hosts, take_up_flags = submitted_hosts(submission), iter([True])
+    hosts, watch_flags = submitted_hosts(submission), iter([True])
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
-        begin = partial(hosts.begin, take_up=next(take_up_flags, False))
+        begin = partial(hosts.begin, watch_running=next(watch_flags, False))
         return RemoteAttempt(hosts, folder / LOG, begin, show)
 
     return supervise(job, cluster, submission, start, hosts.release)
@@ -83,7 +83,7 @@ def detach_process(log: Path) -> bool:
     """Fork; return True in the child, which has no terminal and writes to a file."""
     sys.stdout.flush()
     if child := os.fork():
-        _, status = os.waitpid(child, 0)  # it exits after the second fork
+        _, status = os.waitpid(child, 0)  # the child exits after the second fork
         assert status == 0
         return False
     os.setsid()
@@ -97,13 +97,13 @@ def detach_process(log: Path) -> bool:
 
 
 def submitted_hosts(submission: Submission) -> Any:
-    """Return the machines of a submission; None if it runs on this machine."""
-    kinds = {"ssh": SshHosts, "tpu_vm": TpuHosts}
-    if submission.kind not in kinds:
+    """Return the `Hosts` of a submission; None if the run is on this machine."""
+    host_classes = {"ssh": SshHosts, "tpu_vm": TpuHosts}
+    if submission.kind not in host_classes:
         return None
     settings = dict(submission.handle["cluster"])
     cluster = KINDS[submission.kind](**{**settings, "code": Code(settings["code"])})
-    return kinds[submission.kind](submission, cluster)
+    return host_classes[submission.kind](submission, cluster)
 
 
 def alive(submission: Submission) -> bool:
@@ -142,7 +142,7 @@ def logs(submission: Submission, follow: bool) -> int:
 def stop(submission: Submission) -> int:
     """Stop the run after a save, wait for its end, and release its machines.
 
-    A file keeps supervisors on other machines from starting the run again.
+    A file `stop` keeps supervisors on other machines from starting the run again.
     """
     (submission.folder / STOP).write_text("")
     if alive(submission):

@@ -1,11 +1,12 @@
 """Copy files to the VMs of a queued resource, and run commands there.
 
 Source of the flags: the reference of gcloud compute tpus queued-resources ssh and scp
-(SDK 528). Their exit code is that of any one worker, so the output of run.sh counts.
+(SDK 528). Their exit code is that of an arbitrary worker, so run.sh reports states.
 """
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from launch.config import TpuVmCluster
@@ -15,16 +16,16 @@ from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.queued_resource import ACTIVE, QueuedResource
 from launch.remote.run_script import read_states, remote_folder, verb_line
 from launch.submissions import Submission
-from launch.subprocesses import ASK_S, LONGEST_S, run_captured
+from launch.subprocesses import COMMAND_TIMEOUT_S, QUERY_TIMEOUT_S, run_captured
 from launch.supervisor import Wait
 from train.hardware.targets import parse_target
 
 log = logging.getLogger(__name__)
 
-STATES = "states.jsonl"  # the observed states of the resource
+STATES = "states.jsonl"  # holds the observed states of the resource
 _ALL = ("--node=all", "--worker=all")
-_FIRST = ("--node=0", "--worker=0")  # JAX makes it process 0
-PROCESS = (0, 1)  # the number of the process on its VM, and the processes of a VM
+_FIRST = ("--node=0", "--worker=0")  # the VM of process 0
+FIRST_AND_COUNT = (0, 1)  # arguments of run.sh: each VM has one process, number 0
 
 
 def ssh_to_vms(
@@ -49,9 +50,9 @@ def make_folder_line(name: str) -> str:
 
 def start_line(name: str) -> str:
     """Return the line of shell that starts training from the copied files."""
-    # Files are replaced, so a shell that is running the old run.sh is undisturbed.
+    # Files are replaced, which does not disturb a shell that runs the old run.sh.
     folder = remote_folder(name)
-    start = verb_line(name, "start", PROCESS)
+    start = verb_line(name, "start", FIRST_AND_COUNT)
     return f"mv -f {folder}/incoming/* {folder}/ && {start}"
 
 
@@ -71,16 +72,17 @@ class TpuHosts(Hosts):
         self.resource = QueuedResource(submission.name, cluster, diary)
 
     def _await_machines(self, wait: Wait) -> bool:
-        return self.resource.ensure(wait, self.poll_s, lambda: self._stopped(wait))
+        is_stopped = partial(self._stop_requested, wait)
+        return self.resource.ensure(wait, self.poll_s, is_stopped)
 
     def _start(self) -> bool:
-        started = self._copy_and_start()
-        if started >= self.processes:
+        num_started = self._copy_and_start()
+        if num_started >= self.processes:
             self._unreached_since = None
             return True
         now = time.monotonic()
         self._unreached_since = self._unreached_since or now
-        log.warning("%d of %d VMs were reached", started, self.processes)
+        log.warning("%d of %d VMs were reached", num_started, self.processes)
         if now > self._unreached_since + LOST_S:
             log.warning("that has lasted too long: requesting other machines")
             self.resource.delete()
@@ -93,15 +95,15 @@ class TpuHosts(Hosts):
             ssh_to_vms(self._name, self._cluster, make_folder_line(self._name)),
             copy_to_vms(self._name, self._cluster),
         ):
-            code, _, err = run_captured(command, cwd=self._files())
+            code, _, err = run_captured(command, cwd=self._local_files())
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        output = self._run_line(start_line(self._name), timeout_s=LONGEST_S)
+        output = self._run_line(start_line(self._name), timeout_s=COMMAND_TIMEOUT_S)
         return len(read_states(output.decode(errors="replace")))
 
-    def _files(self) -> Path:
-        """Return a folder of this machine with the files to copy to the VMs."""
+    def _local_files(self) -> Path:
+        """Write the files to copy to the VMs into a local folder; return the folder."""
         folder = self._submission.local_folder()
         for file in files_of(self._cluster):
             if not (folder / file).exists():
@@ -110,14 +112,17 @@ class TpuHosts(Hosts):
         return folder
 
     def _run(self, verb: str, *words: str | int) -> str:
-        line = verb_line(self._name, verb, [*PROCESS, *words])
+        line = verb_line(self._name, verb, [*FIRST_AND_COUNT, *words])
         return self._run_line(line).decode(errors="replace")
 
     def _run_on_first(self, line: str) -> bytes:
         return self._run_line(line, _FIRST)
 
     def _run_line(
-        self, line: str, workers: tuple[str, ...] = _ALL, timeout_s: float = ASK_S
+        self,
+        line: str,
+        workers: tuple[str, ...] = _ALL,
+        timeout_s: float = QUERY_TIMEOUT_S,
     ) -> bytes:
         command = ssh_to_vms(self._name, self._cluster, line, workers)
         return run_captured(command, timeout_s)[1]
@@ -125,13 +130,13 @@ class TpuHosts(Hosts):
     def gone(self) -> bool:
         """Return whether the queued resource is no longer active."""
         try:
-            return self.resource.look().state != ACTIVE
+            return self.resource.query().state != ACTIVE
         except GcloudError as error:
             log.warning("%s", error)
             return False
 
     def may_run(self) -> bool:
-        """Return whether the VMs exist: they may be unreachable for a while."""
+        """Return whether the VMs exist: even unreachable VMs may run processes."""
         return not self.gone()
 
     def release(self) -> None:

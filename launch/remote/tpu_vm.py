@@ -9,15 +9,23 @@ from dataclasses import replace
 
 from launch.config import TpuVmCluster
 from launch.config.clusters import Code
-from launch.job import ARCHIVE, VARIABLE, VARIABLE_RULE, Job, Rendered, options, shell
+from launch.job import (
+    ARCHIVE,
+    VARIABLE,
+    VARIABLE_RULE,
+    Job,
+    Rendered,
+    long_options,
+    shell,
+)
 from launch.plan_check import Machine, object_store_mistakes, tpu_target
 from launch.remote import supervise
-from launch.remote.gcloud import TYPES, GcloudError, commands
+from launch.remote.gcloud import TYPES, GcloudError, resource_commands
 from launch.remote.queued_resource import describe_states
 from launch.remote.run_script import RUN, run_script, verb_line
 from launch.remote.supervise import alive, logs, stop, submit  # noqa: F401
 from launch.remote.tpu_hosts import (
-    PROCESS,
+    FIRST_AND_COUNT,
     STATES,
     copy_to_vms,
     make_folder_line,
@@ -28,8 +36,8 @@ from launch.submissions import Submission
 from train.errors import Mistake
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
-# The Python of the VMs is 3.10, so each start installs a newer one next to it. The
-# package versions are fixed by the archive, so no restart changes them.
+# The Python of the VMs is 3.10, so each start installs a newer Python. The archive
+# fixes the versions of packages, so a restart does not change them.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
     "python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv",
@@ -54,7 +62,7 @@ def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     for name in cluster.secrets:
         if not VARIABLE.fullmatch(name):
             errors.append(Mistake("cluster.secrets", name, VARIABLE_RULE))
-    # All VMs share a file system if code=shared.
+    # With code=shared, all VMs share a file system, so run.dir may be a path.
     shared = cluster.code is Code.shared
     return errors + ([] if shared else object_store_mistakes(run_dir, "tpu_vm"))
 
@@ -75,16 +83,16 @@ def machine(cluster: TpuVmCluster) -> Machine:
 
 
 def render(job: Job, cluster: TpuVmCluster) -> Rendered:
-    """Return run.sh, and the commands that can be typed instead of supervising."""
+    """Return run.sh, and a script of commands that users can type themselves."""
     remote_job = replace(job, folder=".")  # an archive is put next to run.sh
     python = "python" if cluster.code is Code.image else cluster.python
     command = remote_job.command(python, cluster.code)
     variables = {**job.cache_variables(), **job.variables(cluster.code)}
-    last: list[str] = []
+    last_lines: list[str] = []
     if cluster.image is not None:
         names = [*variables, *cluster.secrets]
-        command = _in_docker(cluster.image, job.name, names, command)
-        last = [f"sudo docker rm --force {job.name} >/dev/null 2>&1 || true"]
+        command = _docker_command(cluster.image, job.name, names, command)
+        last_lines = [f"sudo docker rm --force {job.name} >/dev/null 2>&1 || true"]
     setup = _SETUP if cluster.code is Code.archive else ()
     script = run_script(
         command,
@@ -92,18 +100,18 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
         secrets=_secrets(cluster),
         setup=setup if cluster.setup is None else cluster.setup,
         workdir=job.workdir if cluster.code is Code.shared else None,
-        last=last,
+        last_lines=last_lines,
     )
     files = {RUN: script, "tpu_vm.sh": _typed_commands(job.name, cluster)}
-    return Rendered(files, commands(job.name, cluster)["create"])
+    return Rendered(files, resource_commands(job.name, cluster)["create"])
 
 
 def _typed_commands(name: str, cluster: TpuVmCluster) -> str:
-    """Return the commands of the supervisor, for users who type them instead."""
-    gcloud = commands(name, cluster)
-    poll = verb_line(name, "poll", PROCESS)
-    interrupt = verb_line(name, "signal", [*PROCESS, "INT"])
-    steps = {
+    """Return the supervisor's commands, for users who type the commands themselves."""
+    gcloud = resource_commands(name, cluster)
+    poll = verb_line(name, "poll", FIRST_AND_COUNT)
+    interrupt = verb_line(name, "signal", [*FIRST_AND_COUNT, "INT"])
+    command_of = {
         "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
         "Are they?": gcloud["describe"],
         "Make room for the files": ssh_to_vms(name, cluster, make_folder_line(name)),
@@ -113,7 +121,8 @@ def _typed_commands(name: str, cluster: TpuVmCluster) -> str:
         "Let it save and stop": ssh_to_vms(name, cluster, interrupt),
         "Delete the machines": gcloud["delete"],
     }
-    return "".join(f"# {title}\n{shell(words)}\n" for title, words in steps.items())
+    pairs = command_of.items()
+    return "".join(f"# {title}\n{shell(words)}\n" for title, words in pairs)
 
 
 def _secrets(cluster: TpuVmCluster) -> list[str]:
@@ -121,19 +130,19 @@ def _secrets(cluster: TpuVmCluster) -> list[str]:
     ask = ["gcloud", "secrets", "versions", "access", "latest"]
     lines = []
     for variable, name in cluster.secrets.items():
-        words = [*ask, *options({"secret": name, "project": cluster.project})]
+        words = [*ask, *long_options({"secret": name, "project": cluster.project})]
         lines += [f'{variable}="$({shell(words)})"', f"export {variable}"]
     return lines
 
 
-def _in_docker(
+def _docker_command(
     image: str, name: str, variables: list[str], command: list[str]
 ) -> list[str]:
     """Return the words that run a command in a container with all chips of the VM.
 
     Source: docs.cloud.google.com/tpu/docs/run-in-container.
     """
-    sudo = ["sudo", *options({"preserve-env": ",".join(variables) or None})]
+    sudo = ["sudo", *long_options({"preserve-env": ",".join(variables) or None})]
     flags = [f"--name={name}", "--privileged", "--net=host", "--user=root"]
     flags += [f"--env={variable}" for variable in variables]
     return [*sudo, "docker", "run", "--rm", *flags, image, *command]
@@ -142,7 +151,7 @@ def _in_docker(
 def status(submission: Submission) -> list[str]:
     """Describe the queued resource, its supervisor, and its past states."""
     try:
-        current = supervise.submitted_hosts(submission).resource.look()
+        current = supervise.submitted_hosts(submission).resource.query()
         state = str(current) if current.state else "none: it is over, or not requested"
     except GcloudError as error:
         state = f"unknown, as gcloud failed: {error}"

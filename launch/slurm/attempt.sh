@@ -11,13 +11,13 @@ diary_line() { # verdict, whether it is the last attempt, the step
 	printf '"verdict": "%s", "over": %s, "step": %s}\n' "$1" "$2" "${3:-null}"
 }
 
-finish() { # verdict, exit code, what to say, the step
+finish() { # verdict, exit code, message, step
 	diary_line "$1" true "${4:-null}" >>"$diary"
 	say "$3"
 	exit "$2"
 }
 
-# Puts this job back into the queue, to start after $1 seconds if that is given.
+# Puts this job back into the queue. With $1, it starts after that number of seconds.
 requeue() {
 	local avoid changed=
 	avoid=$(nodes_to_avoid) && changed=yes
@@ -32,7 +32,7 @@ requeue() {
 
 # Prints the state of this job: running; put_back (requeued by Slurm or by this script);
 # cut_off (ended by a time limit, or by a preemption that cancels jobs (PreemptMode), so
-# and this script must requeue it); or cancelled.
+# this script must requeue it); or cancelled.
 fate() {
 	local job
 	job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
@@ -52,7 +52,7 @@ fate() {
 # included. So the script requeues the job at once and goes on waiting: otherwise a long
 # save would end the run.
 put_back_in_time() {
-	trap '' TERM # another one would end scontrol
+	trap '' TERM # another SIGTERM would end scontrol
 	if [[ ! -e $stop && $(fate) == cut_off ]] && scontrol requeue "$SLURM_JOB_ID"; then
 		say "Slurm is about to end this job: it is in the queue again; saves, if it can"
 	fi
@@ -89,9 +89,9 @@ crashes() { grep '"verdict": "crashed"' "$diary" 2>/dev/null; }
 
 is_crash() { [[ " 0 ${never_again[*]} ${again[*]} " != *" $1 "* ]]; }
 
-# Prints the nodes that the next attempt excludes: the user's, and the only node on which
-# processes crashed, if there is just one. Fails if nothing changes, or if the partition
-# has no spare node, because the job would wait for ever.
+# Prints the nodes that the next attempt excludes: those that the user excludes, and the
+# node on which processes crashed, if it is the only one. Fails if nothing changes, or if
+# the partition has no spare node, because the job would wait for ever.
 nodes_to_avoid() {
 	local file code node spare
 	local -A crashed=()
@@ -117,8 +117,8 @@ nodes_to_avoid() {
 	echo "${exclude:+$exclude,}$node"
 }
 
-# Sets exit_codes. A process without a file of its code was killed together with its
-# shell; the exit code of srun stands for it.
+# Sets exit_codes. If a process left no file with its code, it was killed together with
+# its shell, and the exit code of srun is used instead.
 attempt() {
 	rm -rf "$folder/codes" "$folder/nodes"
 	mkdir -p "$folder/codes" "$folder/nodes"
@@ -142,7 +142,7 @@ attempt() {
 	((${#exit_codes[@]} == tasks)) || exit_codes+=("$srun_code")
 }
 
-trap : TERM INT HUP USR1 USR2 CONT # the processes get them too: wait until they end
+trap : TERM INT HUP USR1 USR2 CONT # the processes get these too: wait for their end
 if [[ -e $stop ]]; then
 	say "asked to stop: does not start"
 	exit "$stopped"

@@ -1,7 +1,7 @@
 """`cluster=slurm`: one sbatch job that requeues itself.
 
-Slurm's own commands submit, query and stop it, on a machine that has them and sees the
-run's folder under the same path as the nodes.
+Slurm's own commands submit, query and stop the job. The machine that runs the commands
+must see the run's folder under the same path as the nodes.
 """
 
 import logging
@@ -14,7 +14,7 @@ from launch.host_resources import warn_of_short_notice
 from launch.job import Job, Rendered, shell
 from launch.plan_check import Machine
 from launch.slurm.checks import mistakes as mistakes
-from launch.slurm.script import LOG, SCRIPT, STOP, script, script_folder
+from launch.slurm.script import LOG, SCRIPT, STOP, job_script, script_folder
 from launch.slurm.squeue import QueuedJob
 from launch.submissions import Submission
 from launch.subprocesses import ask_tool
@@ -27,7 +27,7 @@ SECRETS_REMEDY = (
     "set it in the environment that you type this command in: sbatch passes that on"
 )
 _POLL_S = 1.0
-_ASK_AGAIN_S = 60.0  # the first signal may have come before the processes
+_ASK_AGAIN_S = 60.0  # the first signal may have come before processes ran
 
 
 def machine(cluster: SlurmCluster) -> Machine:
@@ -43,14 +43,14 @@ def machine(cluster: SlurmCluster) -> Machine:
 
 
 def render(job: Job, cluster: SlurmCluster) -> Rendered:
-    """Return the job script, and the sbatch command, which holds the paths."""
+    """Return the job script, and the sbatch command that submits it."""
     folder = script_folder(job)
     output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
-    files = job.rendered_to or folder
-    command += [f"--output={output}", f"{files}/{SCRIPT}"]
-    mkdir = shell(["mkdir", "-p", folder])  # sbatch does not create it
-    return Rendered({SCRIPT: script(job, cluster)}, command, [mkdir])
+    source_folder = job.rendered_to or folder
+    command += [f"--output={output}", f"{source_folder}/{SCRIPT}"]
+    mkdir = shell(["mkdir", "-p", folder])  # sbatch does not create the folder
+    return Rendered({SCRIPT: job_script(job, cluster)}, command, [mkdir])
 
 
 def submit(
@@ -75,7 +75,7 @@ def alive(submission: Submission) -> bool:
 
 
 def status(submission: Submission) -> list[str]:
-    """Describe the job's state, why it waits, and how its attempts ended."""
+    """Describe the job's state, why the job waits, and how its attempts ended."""
     diary = Path(submission.handle["folder"]) / ATTEMPTS
     return [*QueuedJob(submission.handle).describe(), *describe_attempts(diary)]
 
@@ -100,8 +100,8 @@ def logs(submission: Submission, follow: bool) -> int:
 def stop(submission: Submission) -> int:
     """Stop the run after a save, or cancel it in the queue; wait until it has ended.
 
-    A file keeps the script from starting again. Slurm signals the processes directly.
-    They get SIGINT only once, because a second one would end them before the save.
+    A file `stop` keeps the script from starting again. Slurm signals the processes
+    directly, with SIGINT only once: a second SIGINT would end them before the save.
     """
     (Path(submission.handle["folder"]) / STOP).touch()
     job, asked_at = QueuedJob(submission.handle), None

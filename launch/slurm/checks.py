@@ -1,7 +1,7 @@
 """Check the values of `cluster.*` for Slurm.
 
 sbatch splits a directive at spaces, removes its quotes and ends it at a `#`. Values
-with such characters, or with others that no option needs, are refused.
+with these characters, or with others that no option needs, are refused.
 """
 
 import re
@@ -15,11 +15,11 @@ from launch.config.clusters import Code
 from train.errors import Mistake
 
 _VALUE = r"[A-Za-z0-9_.,:;/@%+=\[\]()*&|!~^-]+"
-_VALUE_RULE = "must be of letters, digits and _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"
+_VALUE_RULE = "may hold only letters, digits, _ . , : ; / @ % + = [ ] ( ) * & | ! ~ ^ -"
 _MEMORY_RULE = "must be a number, with K, M, G or T, say 500G"
 _TIME_RULE = "must be [days-]hours:minutes:seconds, say 1-12:00:00"
 _TIME = r"UNLIMITED|\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}"
-_KEYS = {  # option: the key of `cluster` that sets it
+_KEY_OF = {  # from an option to the key of `cluster` that sets the option
     "ntasks": "processes_per_node",
     "ntasks-per-node": "processes_per_node",
     "gpus-per-node": "gpus_per_node",
@@ -31,11 +31,11 @@ _KEYS = {  # option: the key of `cluster` that sets it
     "container-mounts": "container_mounts",
     "container-workdir": "workdir",
 }
-_KEYS |= {name: name for name in ("nodes", "time", "partition", "account", "qos")}
+_KEY_OF |= {name: name for name in ("nodes", "time", "partition", "account", "qos")}
 _FIXED = ("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "array")
 _FIXED += ("wrap", "parsable", "wait", "kill-on-bad-exit", "test-only", "container-env")
-# A process that sees only one GPU cannot reach the others of its node over NVLink.
-_HIDING_GPUS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
+# A process that sees only one GPU cannot reach other GPUs of its node over NVLink.
+_GPU_HIDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 
 def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
@@ -45,13 +45,13 @@ def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
     for key in ("cluster.options", "cluster.srun_options"):
         options = cluster.options if key == "cluster.options" else cluster.srun_options
         for name, value in options.items():
-            if rule := _rule_of_option(str(name), value):
+            if rule := _broken_rule(str(name), value):
                 errors.append(Mistake(f"{key}.{name}", value, rule))
     return errors
 
 
 def _text_mistakes(cluster: SlurmCluster) -> Iterator[Mistake]:
-    """List the mistakes in texts that become directives."""
+    """Yield the mistakes in texts that become directives."""
     for name, value, pattern, rule in (
         ("partition", cluster.partition, _VALUE, _VALUE_RULE),
         ("account", cluster.account, _VALUE, _VALUE_RULE),
@@ -63,21 +63,21 @@ def _text_mistakes(cluster: SlurmCluster) -> Iterator[Mistake]:
             yield Mistake(f"cluster.{name}", value, rule)
 
 
-def _rule_of_option(name: str, value: Any) -> str | None:
-    """Return the rule that an option breaks, if it breaks one."""
+def _broken_rule(name: str, value: Any) -> str | None:
+    """Return the rule that an option breaks, or None."""
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
         return "must be the long name of an option, without the leading --"
-    if name in _HIDING_GPUS:
+    if name in _GPU_HIDING_OPTIONS:
         rule = "hides the GPUs of a node from each other. For one GPU each, set "
         return rule + "cluster.processes_per_node to cluster.gpus_per_node"
-    if name in _KEYS:
-        return f"is set by cluster.{_KEYS[name]}"
+    if name in _KEY_OF:
+        return f"is set by cluster.{_KEY_OF[name]}"
     if name in _FIXED:
         return "is reserved for the launcher"
     if not isinstance(value, bool | int | float | str | None):
         return "must be text, a number, true, false or null"
-    malformed = isinstance(value, str) and not re.fullmatch(_VALUE, value)
-    return _VALUE_RULE if malformed else None
+    is_malformed = isinstance(value, str) and not re.fullmatch(_VALUE, value)
+    return _VALUE_RULE if is_malformed else None
 
 
 def _container_mistakes(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake]:
@@ -89,5 +89,5 @@ def _container_mistakes(cluster: SlurmCluster, run_dir: str) -> Iterator[Mistake
         rule = "needs cluster.container_image"
         yield Mistake("cluster.container_mounts", cluster.container_mounts, rule)
     if image is not None and not is_remote(run_dir) and re.search("[,:]", run_dir):
-        rule = "must hold no , and no : to be mounted into a container"
+        rule = "must hold neither , nor : because it is mounted into a container"
         yield Mistake("run.dir", run_dir, rule)

@@ -1,9 +1,10 @@
 """The job script of Slurm: it trains, and decides whether to requeue the job.
 
 The script reads the exit codes of all processes from files, because srun reports only
-the highest. It judges them as `launch/policy.py` does, requeues its own job if that may
-help, and logs why. Events that Slurm handles itself (a lost node, a preemption that
-requeues, scancel) are not counted. Slurm sends signals to the processes directly.
+the highest. It judges the codes as `launch/policy.py` does, requeues its own job if
+another start may help, and logs why. Events that Slurm handles itself (a lost node, a
+preemption that requeues, scancel) are not counted. Slurm sends signals to the processes
+directly.
 """
 
 import shlex
@@ -17,11 +18,11 @@ from launch import gpu_variables as gpu
 from launch.config import SlurmCluster
 from launch.config.clusters import Code
 from launch.host_resources import host_memory_gib, process_cores
-from launch.job import Job, exports, local_folder, options
+from launch.job import Job, export_lines, local_folder, long_options
 from launch.policy import (
     AGAIN,
+    LAST_SAVE_S,
     NEVER_AGAIN,
-    OTHERS_S,
     SAME_STEP,
     backoff,
 )
@@ -29,21 +30,21 @@ from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
-_PAUSES = 32  # the last one holds for all later crashes
+_MAX_PAUSES = 32  # the last pause is repeated after further crashes
 _NODE_OPTIONS = {"constraint", "nodelist", "nodefile", "reservation"}
 
 
-def script(job: Job, cluster: SlurmCluster) -> str:
-    """Return the job script."""
+def job_script(job: Job, cluster: SlurmCluster) -> str:
+    """Return the text of the job script."""
     sections = [
         ["#!/usr/bin/env bash", *directives(job, cluster)],
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
-        exports(_gpu_variables(job, cluster)),
+        export_lines(_gpu_variables(job, cluster)),
         cluster.setup,
         _COORDINATOR,
-        exports(job.variables(cluster.code)),
-        _arrays(job, cluster),
-        _policy(job, cluster),
+        export_lines(job.variables(cluster.code)),
+        _command_lines(job, cluster),
+        _policy_lines(job, cluster),
         [Path(__file__).with_name("attempt.sh").read_text()],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -71,7 +72,7 @@ def directives(job: Job, cluster: SlurmCluster) -> list[str]:
         "requeue": True,
         "open-mode": "append",
     }
-    return [f"#SBATCH {word}" for word in options({**defaults, **cluster.options})]
+    return [f"#SBATCH {word}" for word in long_options({**defaults, **cluster.options})]
 
 
 def _cpus_per_task(job: Job, cluster: SlurmCluster) -> int | None:
@@ -90,11 +91,11 @@ def _memory(job: Job, cluster: SlurmCluster) -> str | None:
 def _gpu_variables(job: Job, cluster: SlurmCluster) -> dict[str, str]:
     if cluster.gpus_per_node is None:
         return {}
-    values = {**job.cache_variables(), **gpu.values(job.environment)}
+    values = {**job.cache_variables(), **gpu.job_variables(job.environment)}
     return {name: v for name, v in values.items() if name not in job.environment}
 
 
-# JAX needs the name of the first node, where process 0 is, and a free port on it. The
+# JAX needs the name of the first node, which runs process 0, and a free port there. The
 # ids of jobs on one node differ by less than 12,000, so their ports differ. Linux
 # assigns ports to any program only from 32,768 on. At some sites only Slurm can resolve
 # the names of nodes.
@@ -109,8 +110,8 @@ export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
 """.strip().splitlines()
 
 
-def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Return the commands as bash arrays, with one word on each line."""
+def _command_lines(job: Job, cluster: SlurmCluster) -> list[str]:
+    """Return lines that set the commands as bash arrays, one word on each line."""
     default_python = "python3" if cluster.container_image else sys.executable
     python = cluster.python or default_python
     tasks = cluster.nodes * cluster.processes_per_node
@@ -119,27 +120,28 @@ def _arrays(job: Job, cluster: SlurmCluster) -> list[str]:
         "nodes": cluster.nodes,
         "ntasks": tasks,
         "ntasks-per-node": cluster.processes_per_node,
-        "cpus-per-task": _cpus_per_task(job, cluster),  # srun does not inherit it
+        # srun does not inherit this option from sbatch.
+        "cpus-per-task": _cpus_per_task(job, cluster),
         "kill-on-bad-exit": 0,
-        "wait": round(OTHERS_S),
+        "wait": round(LAST_SAVE_S),
         "export": "ALL",
     }
-    container = _container(job, cluster)
+    container = _srun_options(job, cluster)
     return [
         f"tasks={tasks}",
-        *_array("srun", ["srun", *options({**all_tasks, **container})]),
-        *_array("srun_one", ["srun", *options({**one_task, **container})]),
-        *_array("train", job.command(python, cluster.code)),
-        *_array("status", job.status_command(python, cluster.code)),
+        *_array_lines("srun", ["srun", *long_options({**all_tasks, **container})]),
+        *_array_lines("srun_one", ["srun", *long_options({**one_task, **container})]),
+        *_array_lines("train", job.command(python, cluster.code)),
+        *_array_lines("status", job.status_command(python, cluster.code)),
     ]
 
 
-def _array(name: str, words: Sequence[str]) -> list[str]:
+def _array_lines(name: str, words: Sequence[str]) -> list[str]:
     return [f"{name}=(", *(f"\t{shlex.quote(word)}" for word in words), ")"]
 
 
-def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
-    """Return srun's options; pyxis mounts each host path at the same path inside."""
+def _srun_options(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
+    """Return srun's options; each host path is mounted at the same path."""
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
@@ -160,10 +162,10 @@ def _container(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     }
 
 
-def _policy(job: Job, cluster: SlurmCluster) -> list[str]:
-    """Return the rules of `launch/policy.py` and the paths, as bash variables."""
-    folder, crashes = script_folder(job), min(cluster.max_restarts, _PAUSES)
-    pauses = [round(backoff(n + 1, cluster.backoff_s)) for n in range(crashes)]
+def _policy_lines(job: Job, cluster: SlurmCluster) -> list[str]:
+    """Return lines that set the rules of `launch/policy.py` and the paths in bash."""
+    folder, num_pauses = script_folder(job), min(cluster.max_restarts, _MAX_PAUSES)
+    pauses = [round(backoff(n + 1, cluster.backoff_s)) for n in range(num_pauses)]
     values = {
         "folder": shlex.quote(folder),
         "diary": shlex.quote(f"{folder}/{ATTEMPTS}"),

@@ -1,4 +1,4 @@
-"""Query the state of a Slurm job with Slurm's commands, and cancel or signal it."""
+"""Query, signal and cancel a Slurm job with Slurm's commands."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class QueuedJob:
         pairs = re.findall(
             r"(?:^| )([A-Za-z/]+)=(\S*)", query_slurm(words, "Invalid job id")
         )
-        return dict(reversed(pairs))  # the first value counts: free text follows
+        return dict(reversed(pairs))  # the first value counts: free text comes last
 
     def state(self) -> str | None:
         """Return the job's state, or None if it is over."""
@@ -41,7 +41,7 @@ class QueuedJob:
         query_slurm(["scancel", "--quiet", *self._clusters, *options, self.number], "")
 
     def describe(self) -> list[str]:
-        """Return lines: the job's state, why it waits, and the number of restarts."""
+        """Return lines: the job's state, why the job waits, and its restarts."""
         if self.number is None:
             return ["in no queue: sbatch did not take it"]
         job = self.fields()
@@ -61,15 +61,15 @@ class QueuedJob:
         return lines
 
 
-def query_slurm(command: Sequence[str], allowed: str) -> str:
+def query_slurm(command: Sequence[str], allowed_error: str) -> str:
     """Run one of Slurm's commands; return its output.
 
-    The output is empty if the command fails with a message that holds `allowed`.
+    The output is empty if the command fails with a message that holds `allowed_error`.
 
     Raises:
         Exit: the command failed with another message.
     """
     result = run_tool(command)
-    if result.returncode and allowed not in result.stderr:
+    if result.returncode and allowed_error not in result.stderr:
         raise Exit(CRASHED, f"{command[0]}: {result.stderr.strip()}")
     return "" if result.returncode else result.stdout

@@ -1,9 +1,9 @@
 """Attention over rows that devices share: each device holds T of S positions.
 
 - `ring` sends keys and values from device to device (model/attention/ring.py). Layers
-  with a window send only the keys that it reaches (model/attention/window.py).
-- `ulysses` exchanges positions for heads by all-to-alls. Each device then attends over
-  whole rows of some of the heads.
+  with a window send only the keys in the window (model/attention/window.py).
+- `ulysses` exchanges positions for heads by all-to-alls. Each device then attends to
+  whole rows for a part of the heads.
 - `all_gather` gathers all keys and values on each device. The mask then depends on the
   device, which only the `xla` kernel supports.
 
@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from model.attention import cudnn, cudnn_packed, splash, xla
 from model.attention.inputs import Inputs
-from model.attention.ring import Kernel, Travelling, ring
+from model.attention.ring import Kernel, KeyValueChunks, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 
@@ -45,7 +45,7 @@ def choose_context_attention(
     sequence_length: int,
     kv_heads: int,
 ) -> ContextAttention:
-    """Return the algorithm for shared rows; `auto` selects the first possible one.
+    """Return the algorithm for shared rows; `auto` selects the first that can run.
 
     Each row of `sequence_length` positions is divided among `devices` devices.
     `kv_heads` is the number of key and value heads on one device.
@@ -64,8 +64,8 @@ def choose_context_attention(
                 )
             case ContextAttention.ring if kernel is Attention.cudnn_packed:
                 return (
-                    "ring needs model.attention=cudnn, whose masks are of two chunks "
-                    "of rows"
+                    "ring needs model.attention=cudnn: cudnn_packed attends to whole "
+                    "rows only"
                 )
             case ContextAttention.ring:
                 multiple = 2 * devices * KERNELS[kernel].MULTIPLE
@@ -88,7 +88,7 @@ def choose_context_attention(
     raise ValueError("; ".join(map(str, reasons.values())))
 
 
-def attend_shared_rows(
+def make_attend_shared_rows(
     algorithm: ContextAttention,
     kernel: ModuleType,
     axes: tuple[str, ...],
@@ -96,7 +96,7 @@ def attend_shared_rows(
     window: int | None,
     soft_cap: float | None,
 ) -> Attend:
-    """Return attention for local rows, heads and positions.
+    """Return a function that attends on local rows, heads and positions.
 
     Devices share rows over the manual mesh axes `axes`. The algorithm is not `auto`,
     and the window is shorter than a row.
@@ -111,27 +111,30 @@ def attend_shared_rows(
                 forward=partial(kernel.forward, **options),
                 backward=partial(kernel.backward, **options),
             )
-            return partial(_ring, ring_kernel, axes)
+            return partial(_attend_in_ring, ring_kernel, axes)
         case ContextAttention.ulysses:
-            return partial(_ulysses, attend_rows, axes)
+            return partial(_exchange_and_attend, attend_rows, axes)
         case ContextAttention.all_gather:
             assert kernel is xla
-            return partial(_all_gather, axes, window, soft_cap)
+            return partial(_gather_and_attend, axes, window, soft_cap)
         case ContextAttention.auto:
             raise AssertionError("train/execution.py replaces `auto`")
         case _:
             assert_never(algorithm)
 
 
-def _ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Array:
+def _attend_in_ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Array:
     q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5
     q_BNTH, k_BKTH, v_BKTH = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
-    o_BNTH: Any = ring(kernel, axes, q_BNTH, Travelling(k_BKTH, v_BKTH, ids), sinks)
+    local = KeyValueChunks(k_BKTH, v_BKTH, ids)
+    o_BNTH: Any = ring(kernel, axes, q_BNTH, local, sinks)
     return o_BNTH.swapaxes(1, 2)
 
 
-def _ulysses(attend_rows: Attend, axes: tuple[str, ...], inputs: Inputs) -> Array:
+def _exchange_and_attend(
+    attend_rows: Attend, axes: tuple[str, ...], inputs: Inputs
+) -> Array:
     def exchange(x: Array, split_dim: int, joined_dim: int) -> Array:
         return jax.lax.all_to_all(x, axes, split_dim, joined_dim, tiled=True)
 
@@ -140,13 +143,13 @@ def _ulysses(attend_rows: Attend, axes: tuple[str, ...], inputs: Inputs) -> Arra
     if ids is not None:
         ids = _gather_rows(ids, axes)
     if sinks_N is not None:
-        heads = q.shape[2]
-        first_head = heads * jax.lax.axis_index(axes)
-        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first_head, heads)
+        num_heads = q.shape[2]
+        first_head = num_heads * jax.lax.axis_index(axes)
+        sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first_head, num_heads)
     return exchange(attend_rows(Inputs(q, k, v, ids, sinks_N)), 1, 2)
 
 
-def _all_gather(
+def _gather_and_attend(
     axes: tuple[str, ...], window: int | None, soft_cap: float | None, inputs: Inputs
 ) -> Array:
     q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, _ = inputs

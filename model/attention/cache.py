@@ -61,7 +61,7 @@ def cached_attention(
     positions_T = cache.length - T + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(S)[None]
     visible_TS = distance_TS >= 0
-    for num_keys in (trained_length, masks.reach(window, local, S)):
+    for num_keys in (trained_length, masks.layer_window(window, local, S)):
         if num_keys is not None:
             visible_TS &= distance_TS < num_keys
     visible_BTS = visible_TS[None]

@@ -19,8 +19,8 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Run NVIDIA's kernel on local rows and heads.
 
-    The kernel's causal mask assumes as many queries as keys. If there are fewer, zero
-    queries are prepended, and their outputs are dropped.
+    The kernel's causal mask assumes as many queries as keys. Missing queries are
+    prepended as zeros, and their outputs are dropped.
     """
     assert (inputs.sinks_N, soft_cap) == (None, None), "choose_kernel refuses these"
     q_BTNH, k_BSKH, v_BSKH, ids_BS, _ = inputs

@@ -47,12 +47,12 @@ def attend(
     assert (inputs.sinks_N, soft_cap) == (None, None), "choose_kernel refuses these"
     if q_BTNH.size >= 2**31:
         raise ValueError(
-            f"cudnn_packed attention reaches 2^31 elements of queries, not the "
-            f"{q_BTNH.size:,} of these {len(q_BTNH)} rows; take more microbatches "
+            f"cudnn_packed attention takes fewer than 2^31 elements of queries, but "
+            f"these {len(q_BTNH)} rows have {q_BTNH.size:,}; take more microbatches "
             f"(train.accumulation_steps) or model.attention=cudnn"
         )
-    is_new = ids_BT[:, 1:] != ids_BT[:, :-1]
-    indices_BT = jnp.cumsum(is_new, axis=1, dtype=jnp.int32)
+    starts_document = ids_BT[:, 1:] != ids_BT[:, :-1]
+    indices_BT = jnp.cumsum(starts_document, axis=1, dtype=jnp.int32)
     return _attend(
         inputs._replace(segment_ids_BS=jnp.pad(indices_BT, ((0, 0), (1, 0)))), window
     )
@@ -68,19 +68,19 @@ class Documents(NamedTuple):
     starts_BC: Int[Array, "B C"]
     lengths_BC: Int[Array, "B C"]
 
-    def operands(self, T: int, elements: tuple[int, int]) -> tuple[Array, ...]:
-        """Return cuDNN's lengths of queries and keys, and their offsets.
+    def operands(self, T: int, sizes: tuple[int, int]) -> tuple[Array, ...]:
+        """Return cuDNN's operands: lengths of queries and keys, and their offsets.
 
-        Offsets are the D starts in elements over all rows, and then the end of the last
+        Offsets count elements over all rows: the D starts, and then the end of the last
         row. Their shape is [B, C + 1], from which jax reads the number of documents.
-        `elements` holds the size of one position of the queries and of the keys.
+        `sizes` holds the elements of one position in the queries and in the keys.
         """
         B, C = self.starts_BC.shape
         starts = (self.starts_BC + T * jnp.arange(B, dtype=jnp.int32)[:, None]).ravel()
         starts = jnp.pad(starts, (0, B), constant_values=B * T).reshape(B, C + 1)
-        return self.lengths_BC, self.lengths_BC, *(starts * size for size in elements)
+        return self.lengths_BC, self.lengths_BC, *(starts * size for size in sizes)
 
-    def contain(self, T: int) -> Bool[Array, "B T"]:
+    def mask(self, T: int) -> Bool[Array, "B T"]:
         """Return the mask of the positions that belong to these documents."""
         start_B1, end_B1 = self.starts_BC[:, :1], self._ends_BC[:, -1:]
         position_1T = jnp.arange(T)[None]
@@ -98,7 +98,7 @@ class Documents(NamedTuple):
         return jnp.take_along_axis(x_BNCT, source_BT[:, None], axis=2)
 
     def to_documents(self, x_BNT: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
-        """Move values to positions in documents; past the ends they are arbitrary."""
+        """Move values to positions in documents; values past an end are arbitrary."""
         T = x_BNT.shape[2]
         source_BCT = self.starts_BC[..., None] + jnp.arange(T)[None, None]
         source_BCT = jnp.minimum(source_BCT, T - 1)
@@ -110,8 +110,8 @@ class Documents(NamedTuple):
         return self.starts_BC + self.lengths_BC
 
 
-def documents(indices_BT: Int[Array, "B T"], call: Array | int) -> Documents:
-    """Return the documents that the kernel takes in a call, inputs from 0.
+def documents_of_call(indices_BT: Int[Array, "B T"], call: Array | int) -> Documents:
+    """Return the documents that the kernel takes in a call; `call` counts from 0.
 
     indices_BT is the index of each position's document within its row.
     """
@@ -134,9 +134,9 @@ def _forward(inputs: Inputs, window: int | None):
     assert indices_BT is not None
 
     def call_kernel(call, outputs):
-        packed = documents(indices_BT, call)
-        o_BTNH, lse_DNT = _call(inputs, packed, window).forward()
-        mask_BT = packed.contain(T)
+        packed = documents_of_call(indices_BT, call)
+        o_BTNH, lse_DNT = _make_call(inputs, packed, window).forward()
+        mask_BT = packed.mask(T)
         return (
             jnp.where(mask_BT[..., None, None], o_BTNH, outputs[0]),
             jnp.where(mask_BT[:, None], packed.to_rows(lse_DNT), outputs[1]),
@@ -153,10 +153,11 @@ def _backward(window: int | None, residuals, do_BTNH):
     q, k, v, indices_BT, _ = inputs
 
     def call_kernel(call, grads):
-        packed = documents(indices_BT, call)
+        packed = documents_of_call(indices_BT, call)
         lse_DNT = packed.to_documents(lse_BNT)
-        new_grads = _call(inputs, packed, window).backward(lse_DNT, o_BTNH, do_BTNH)
-        mask = packed.contain(q.shape[1])[..., None, None]
+        kernel_call = _make_call(inputs, packed, window)
+        new_grads = kernel_call.backward(lse_DNT, o_BTNH, do_BTNH)
+        mask = packed.mask(q.shape[1])[..., None, None]
         return [
             jnp.where(mask, new, old) for new, old in zip(new_grads, grads, strict=True)
         ]
@@ -174,7 +175,7 @@ def _num_calls(indices_BT: Int[Array, "B T"]) -> Int[Array, ""]:
     return jnp.max(indices_BT) // _DOCUMENTS_PER_CALL + 1
 
 
-def _call(inputs: Inputs, packed: Documents, window: int | None) -> PackedCall:
-    """Return one call of the kernel. Results in other documents are arbitrary."""
+def _make_call(inputs: Inputs, packed: Documents, window: int | None) -> PackedCall:
+    """Return a call of the kernel, whose results in other documents are arbitrary."""
     (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
     return PackedCall(inputs, packed.operands(T, (N * H, K * H)), window)

@@ -1,8 +1,8 @@
 """The products and the softmax of attention, with a custom backward pass.
 
 As in flash kernels, the softmax gradient sums over the head dim of the output instead
-of over all keys. On XLA's CPU backend, this and products of four dims are five times
-as fast as products of five dims with JAX's own softmax gradient (docs/log).
+of over all keys. On XLA's CPU backend, this with products of four dims is five times as
+fast as JAX's own softmax gradient with products of five dims (docs/log).
 
 Shapes: B batch, S key time, K key/value heads, H head dim, M queries of all heads that
 share keys.
@@ -47,11 +47,11 @@ def attend_grouped(
 
 def _forward(x: Operands, compute: DTypeLike, soft_cap: float | None):
     scores_BKMS = scores(x, compute, soft_cap)
-    weights_BKMS, lse_BKM = softmax(masked(scores_BKMS, x))
+    weights_BKMS, lse_BKM = softmax(apply_mask(scores_BKMS, x))
     weights_BKMS = weights_BKMS.astype(compute)
     factored_BKMS = _scale(weights_BKMS, x.factors_BKMS)
     o_BKMH = einsum("bkms,bskh->bkmh", factored_BKMS, x.v_BSKH, compute, x.q_BKMH.dtype)
-    slope_BKMS = slope(scores_BKMS, soft_cap)
+    slope_BKMS = soft_cap_slope(scores_BKMS, soft_cap)
     o_BKMH, lse_BKM = saveable(o_BKMH, "attention"), saveable(lse_BKM, "attention")
     residuals = x._replace(mask_BMS=None), weights_BKMS, o_BKMH, slope_BKMS
     return (o_BKMH, lse_BKM), residuals
@@ -86,12 +86,12 @@ def scores(
     return soft_cap * jnp.tanh(scores_BKMS / soft_cap)
 
 
-def slope(capped_BKMS: Array, soft_cap: float | None) -> Array | None:
-    """Return the derivative of capped scores with respect to the uncapped ones."""
+def soft_cap_slope(capped_BKMS: Array, soft_cap: float | None) -> Array | None:
+    """Return the derivative of capped scores with respect to uncapped scores."""
     return None if soft_cap is None else 1 - jnp.square(capped_BKMS / soft_cap)
 
 
-def masked(scores_BKMS: Array, x: Operands) -> Array:
+def apply_mask(scores_BKMS: Array, x: Operands) -> Array:
     """Return the scores with a large negative value where the mask is false."""
     assert x.mask_BMS is not None
     return jnp.where(x.mask_BMS[:, None], scores_BKMS, _MASKED)
@@ -134,7 +134,7 @@ def gradients(
     dscores_BKMS = _scale(weights_BKMS.astype(jnp.float32) * dscores_BKMS, slope_BKMS)
     dq_BKMH = product("bkms,bskh->bkmh", dscores_BKMS, x.k_BSKH)
     # The narrow operand is transposed, because XLA's CPU backend passes products of
-    # this form to its library.
+    # this form to its matrix library.
     dk_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(x.q_BKMH, 2, 3), dscores_BKMS)
     factored_BKMS = _scale(weights_BKMS, x.factors_BKMS)
     dv_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(do_BKMH, 2, 3), factored_BKMS)

@@ -12,8 +12,8 @@ class Inputs(NamedTuple):
     """The operands of attention. The queries are the last T of S positions.
 
     segment_ids_BS: int32 document of each position. None means one document in a row.
-    sinks_N: the score of one additional key for each head. Its value is zero, so that
-        it only takes weight from the other keys.
+    sinks_N: the score of one additional key for each head. The value vector of this
+        key is zero, so that the key only takes weight from the others.
     """
 
     q_BTNH: Float[Array, "B T N H"]
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 class Chunks(NamedTuple):
     """The operands of one step of a ring, with heads before positions.
 
-    Queries are scaled. `documents` are the segment ids of queries and of keys.
+    Queries are scaled. `documents` holds the segment ids of queries and of keys.
     """
 
     q_BNTH: Float[Array, "B N T H"]

@@ -103,14 +103,15 @@ def attention(
     whether the window applies to this layer. A soft cap c turns scores into
     c tanh(score / c). `drop` applies dropout to the weights: only `xla` takes it, and
     only if no two devices share a row. `Inputs` explains segment ids and sinks.
-    None disables any of these.
+    None disables each of these features.
     """
     T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
     if window is not None and window >= T * jax.lax.psum(1, placement.sequence_axes):
         window = None
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
     if implementation is Attention.xla and not shares_rows:
-        mask_BTS = masks.causal(T, segment_ids_BT, masks.reach(window, local, T))
+        layer_window = masks.layer_window(window, local, T)
+        mask_BTS = masks.causal_mask(T, segment_ids_BT, layer_window)
         return xla.attend_masked(
             inputs, mask_BTS, compute, soft_cap=soft_cap, drop=drop, causal=True
         )
@@ -119,11 +120,11 @@ def attention(
     kv_axis = "kv_heads"
     if placement.spec("heads") != placement.spec("kv_heads"):
         # A device does not hold the key heads that its query heads need. Repeat each
-        # key head for every query head that shares it, and shard it like the queries.
+        # key head for every query head that shares it, and shard k and v like q.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
-    attend = partial(
-        _attend_on_shards,
+    make_attend = partial(
+        _make_attend_on_shards,
         KERNELS[implementation],
         placement=placement,
         context=context,
@@ -131,18 +132,19 @@ def attention(
         soft_cap=soft_cap,
     )
     if window is None or local is None:
-        attend_rows = attend(window=window)
+        attend_rows = make_attend(window=window)
     else:
         # A kernel's mask is fixed at compile time. Therefore layers with and without a
         # window take different branches.
-        times, total = local.times, local.total
-        with_window = in_branch(attend(window=window), times, total)
-        without_window = in_branch(attend(window=None), total - times, total)
+        num_local, num_layers = local.num_local, local.num_layers
+        with_window = in_branch(make_attend(window=window), num_local, num_layers)
+        num_global = num_layers - num_local
+        without_window = in_branch(make_attend(window=None), num_global, num_layers)
         attend_rows = partial(jax.lax.cond, local.flag, with_window, without_window)
     return attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
 
 
-def _attend_on_shards(
+def _make_attend_on_shards(
     kernel: ModuleType,
     *,
     window: int | None,
@@ -151,12 +153,12 @@ def _attend_on_shards(
     context: ContextAttention,
     kv_axis: str,
 ) -> Callable[[Inputs], Array]:
-    """Return attention mapped over shards, because XLA cannot partition a kernel.
+    """Return a function that attends on each shard: XLA cannot partition a kernel.
 
     `kv_axis` is the logical axis of the heads of keys and values.
     """
     if placement.sequence_axes:
-        attend = across.attend_shared_rows(
+        attend = across.make_attend_shared_rows(
             context, kernel, placement.sequence_axes, window=window, soft_cap=soft_cap
         )
     else:

@@ -12,24 +12,24 @@ from jaxtyping import Array, Bool, Int
 class Local(NamedTuple):
     """Whether the current layer of a scan attends in a window, decided at run time.
 
-    The flag is true in `times` of the scan's `total` layers.
+    The flag is true in `num_local` of the scan's `num_layers` layers.
     """
 
     flag: Bool[Array, ""]
-    times: int
-    total: int
+    num_local: int
+    num_layers: int
 
 
-def reach(
+def layer_window(
     window: int | None, local: Local | None, length: int
 ) -> Int[Array, ""] | int | None:
-    """Return how many keys a query of this layer sees; None means all of them."""
+    """Return the window of this layer in keys; None means that a query sees all."""
     if window is None or local is None:
         return window
     return jnp.where(local.flag, window, length)
 
 
-def causal(
+def causal_mask(
     T: int,
     segment_ids_BS: Int[Array, "B S"] | None,
     window: Int[Array, ""] | int | None = None,

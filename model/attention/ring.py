@@ -11,8 +11,8 @@ mask:
 
 The results of the steps are merged by their log-sum-exps. The backward pass goes around
 the ring again: each step is the kernel's own backward pass, with the merged result and
-log-sum-exp. The gradients of keys and values travel with them until they are back on
-their device. The keys and values of the next step are sent while the kernel runs.
+log-sum-exp. The gradients of keys and values travel with the keys and values until all
+are back on their device. While the kernel runs, the next keys and values are sent.
 
 Source: Ring Attention, arXiv:2310.01889; the order of chunks: Llama 3,
 arXiv:2407.21783, section 3.3.2.
@@ -44,14 +44,14 @@ class Kernel(NamedTuple):
 
     forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
     backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v that
-        these chunks contribute. The result is the merged one, over all keys.
+        these chunks contribute. The result is merged over all keys.
     """
 
     forward: Callable[..., Result]
     backward: Callable[..., Sequence[Array]]
 
 
-class Travelling(NamedTuple):
+class KeyValueChunks(NamedTuple):
     """Keys, values and their documents, which travel from device to device."""
 
     keys_BKTH: Array
@@ -59,38 +59,38 @@ class Travelling(NamedTuple):
     segment_ids_BT: Array | None
 
 
-def _half_result(result: Result, start: Start) -> Result:
+def _take_half_result(result: Result, start: Start) -> Result:
     """Return the result of half of the queries."""
-    return Result(_half(result.o_BNTH, start), _half(result.lse_BNT, start))
+    return Result(_take_half(result.o_BNTH, start), _take_half(result.lse_BNT, start))
 
 
 def _merge(result: Result, other: Result, start: Start) -> Result:
     """Merge `other`, one half's result over other keys, into that half of `result`."""
-    old = _half_result(result, start)
+    old = _take_half_result(result, start)
     lse_BNT = jnp.logaddexp(old.lse_BNT, other.lse_BNT)
     o_BNTH = _weigh(old, lse_BNT) + _weigh(other, lse_BNT)
     return Result(
-        _with_half(result.o_BNTH, o_BNTH, start),
-        _with_half(result.lse_BNT, lse_BNT, start),
+        _replace_half(result.o_BNTH, o_BNTH, start),
+        _replace_half(result.lse_BNT, lse_BNT, start),
     )
 
 
 def _weigh(result: Result, lse_BNT: Array) -> Array:
-    """Return what a result adds to a merged result with log-sum-exp `lse_BNT`."""
+    """Return a result's part of the merged result with log-sum-exp `lse_BNT`."""
     share_BNT = jnp.exp(result.lse_BNT - lse_BNT)
     return result.o_BNTH.astype(jnp.float32) * share_BNT[..., None]
 
 
-def _half(x: Array, start: Start, axis: int = 2) -> Array:
+def _take_half(x: Array, start: Start, axis: int = 2) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, x.shape[axis] // 2, axis)
 
 
-def _with_half(x: Array, half: Array, start: Start) -> Array:
+def _replace_half(x: Array, half: Array, start: Start) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, half, start, 2)
 
 
-def _add_half(x: Array, half: Array, start: Start) -> Array:
-    return _with_half(x, _half(x, start) + half.astype(x.dtype), start)
+def _add_to_half(x: Array, half: Array, start: Start) -> Array:
+    return _replace_half(x, _take_half(x, start) + half.astype(x.dtype), start)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -98,7 +98,7 @@ def ring(
     kernel: Kernel,
     axes: tuple[str, ...],
     q_BNTH: Float[Array, "B N T H"],
-    local: Travelling,
+    local: KeyValueChunks,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
@@ -110,24 +110,24 @@ def ring(
     return _forward(kernel, axes, q_BNTH, local, sinks_N)[0]
 
 
-def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: Travelling, sinks):
+def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: KeyValueChunks, sinks):
     c = jax.lax.psum(1, axes)
 
-    def attend_step(result: Result, travelling: Travelling, n: Array | int) -> Result:
-        for query_start, _, chunks in _pairs(n, q, local, travelling, axes):
+    def attend_step(result: Result, received: KeyValueChunks, n: Array | int) -> Result:
+        for query_start, _, chunks in _chunk_pairs(n, q, local, received, axes):
             result = _merge(result, kernel.forward(chunks, False), query_start)
         return result
 
     def step(carry, n):
-        result, travelling = carry
-        next_travelling = _send(travelling, axes)
-        return (attend_step(result, travelling, n), next_travelling), None
+        result, received = carry
+        next_received = _send(received, axes)
+        return (attend_step(result, received, n), next_received), None
 
     result = kernel.forward(_local_chunks(q, local), True)
     result = result._replace(o_BNTH=result.o_BNTH.astype(jnp.float32))
     initial = result, _send(local, axes)
-    (result, travelling), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
-    result = attend_step(result, travelling, c - 1)
+    (result, received), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
+    result = attend_step(result, received, c - 1)
     o, lse = result
     if sinks is not None:  # A sink is one more key that all queries see.
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
@@ -141,34 +141,35 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(
-        dq: Array, travelling: Travelling, kv_grads: list[Array], n: Array | int
+        dq: Array, received: KeyValueChunks, kv_grads: list[Array], n: Array | int
     ):
         dk, dv = _send(kv_grads, axes)
-        pairs = _pairs(n, q, local, travelling, axes)
+        pairs = _chunk_pairs(n, q, local, received, axes)
         for query_start, key_start, chunks in pairs:
-            chunk_dq, chunk_dk, chunk_dv = kernel.backward(
-                chunks, False, _half_result(result, query_start), _half(do, query_start)
-            )
-            dq = _add_half(dq, chunk_dq, query_start)
-            dk = _add_half(dk, chunk_dk, key_start)
-            dv = _add_half(dv, chunk_dv, key_start)
+            half_result = _take_half_result(result, query_start)
+            half_do = _take_half(do, query_start)
+            grads = kernel.backward(chunks, False, half_result, half_do)
+            chunk_dq, chunk_dk, chunk_dv = grads
+            dq = _add_to_half(dq, chunk_dq, query_start)
+            dk = _add_to_half(dk, chunk_dk, key_start)
+            dv = _add_to_half(dv, chunk_dv, key_start)
         return dq, [dk, dv]
 
     def step(carry, n):
-        dq, travelling, kv_grads = carry
-        next_travelling = _send(travelling, axes)
-        dq, kv_grads = differentiate_step(dq, travelling, kv_grads, n)
-        return (dq, next_travelling, kv_grads), None
+        dq, received, kv_grads = carry
+        next_received = _send(received, axes)
+        dq, kv_grads = differentiate_step(dq, received, kv_grads, n)
+        return (dq, next_received, kv_grads), None
 
     grads = kernel.backward(_local_chunks(q, local), True, result, do)
     dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
     initial = dq, _send(local, axes), kv_grads
-    (dq, travelling, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
-    dq, kv_grads = differentiate_step(dq, travelling, kv_grads, c - 1)
+    (dq, received, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
+    dq, kv_grads = differentiate_step(dq, received, kv_grads, c - 1)
     dk, dv = _send(kv_grads, axes)
     dk, dv = dk.astype(local.keys_BKTH.dtype), dv.astype(local.values_BKTH.dtype)
     dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
-    return dq.astype(q.dtype), Travelling(dk, dv, None), dsinks
+    return dq.astype(q.dtype), KeyValueChunks(dk, dv, None), dsinks
 
 
 def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
@@ -182,40 +183,40 @@ def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
 ring.defvjp(_forward, _backward)
 
 
-def _local_chunks(q: Array, local: Travelling) -> Chunks:
+def _local_chunks(q: Array, local: KeyValueChunks) -> Chunks:
     k, v, ids = local
     return Chunks(q, k, v, None if ids is None else (ids, ids))
 
 
-def _pairs(
+def _chunk_pairs(
     n: Array | int,
     q: Array,
-    local: Travelling,
-    travelling: Travelling,
+    local: KeyValueChunks,
+    received: KeyValueChunks,
     axes: tuple[str, ...],
 ) -> Iterator[tuple[Start, Start, Chunks]]:
     """Yield (query start, key start, chunks) for each pair of chunks of step n.
 
-    `travelling` holds the keys that the device has received for this step.
+    `received` holds the keys that the device has received for this step.
     """
     half, documents = q.shape[2] // 2, None
-    from_earlier_device = jax.lax.axis_index(axes) >= n
-    first_or_second = jnp.where(from_earlier_device, 0, half)
-    starts = (half, 0), (first_or_second, first_or_second)
+    is_from_earlier_device = jax.lax.axis_index(axes) >= n
+    common_start = jnp.where(is_from_earlier_device, 0, half)
+    starts = (half, 0), (common_start, common_start)
     for query_start, key_start in starts:
-        if local.segment_ids_BT is not None and travelling.segment_ids_BT is not None:
+        if local.segment_ids_BT is not None and received.segment_ids_BT is not None:
             documents = (
-                _half(local.segment_ids_BT, query_start, 1),
-                _half(travelling.segment_ids_BT, key_start, 1),
+                _take_half(local.segment_ids_BT, query_start, 1),
+                _take_half(received.segment_ids_BT, key_start, 1),
             )
-        k_chunk = _half(travelling.keys_BKTH, key_start)
-        v_chunk = _half(travelling.values_BKTH, key_start)
-        q_chunk = _half(q, query_start)
+        k_chunk = _take_half(received.keys_BKTH, key_start)
+        v_chunk = _take_half(received.values_BKTH, key_start)
+        q_chunk = _take_half(q, query_start)
         yield query_start, key_start, Chunks(q_chunk, k_chunk, v_chunk, documents)
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
-    """Send arrays to the next device of the ring and return the previous device's."""
+    """Send arrays to the next device of the ring; return those of the previous one."""
     c = jax.lax.psum(1, axes)
     to_next = [(i, (i + 1) % c) for i in range(c)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_next), arrays)

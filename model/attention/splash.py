@@ -41,7 +41,7 @@ def attend(
     mask = masks.CausalMask((T, S), S - T)
     if window is not None:
         mask = masks.LocalMask((T, S), (window - 1, 0), S - T)
-    kernel = _kernel(
+    kernel = _make_kernel(
         mask,
         N,
         residual_checkpoint_name="attention",
@@ -84,7 +84,7 @@ def forward(
     interpret: bool = False,
 ) -> Result:
     """Compute one step of a ring (model/attention/ring.py)."""
-    kernel = _step_kernel(chunks, causal, soft_cap, interpret)
+    kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
     with _step_scope(chunks, causal):
         return jax.vmap(partial(compat.splash_step_forward, kernel))(chunks)
 
@@ -98,18 +98,18 @@ def backward(
     interpret: bool = False,
 ) -> Sequence[Array]:
     """Compute one step of a ring's backward pass."""
-    kernel = _step_kernel(chunks, causal, soft_cap, interpret)
+    kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
     run = jax.vmap(partial(compat.splash_step_backward, kernel))
     with _step_scope(chunks, causal):
         return run(chunks, result, do_BNTH)
 
 
-def _step_kernel(
+def _make_step_kernel(
     chunks: Chunks, causal: bool, soft_cap: float | None, interpret: bool
 ) -> Any:
     _, masks = compat.splash_library()
     shape = chunks.q_BNTH.shape[2], chunks.k_BKSH.shape[2]
-    return _kernel(
+    return _make_kernel(
         masks.CausalMask(shape) if causal else masks.FullMask(shape),
         chunks.q_BNTH.shape[1],
         save_residuals=True,
@@ -119,16 +119,16 @@ def _step_kernel(
 
 
 def _step_scope(chunks: Chunks, causal: bool) -> AbstractContextManager:
-    """Return a scope that states that a step without a mask computes all blocks."""
+    """Return a scope which states that a ring step without a mask skips no blocks."""
     T, S = chunks.q_BNTH.shape[2], chunks.k_BKSH.shape[2]
-    blocks = T * S // _block(math.gcd(T, S)) ** 2
+    blocks = T * S // _block_size(math.gcd(T, S)) ** 2
     return nullcontext() if causal else computed_scope(blocks, blocks)
 
 
-def _kernel(mask: Any, num_heads: int, **options: Any) -> Any:
+def _make_kernel(mask: Any, num_heads: int, **options: Any) -> Any:
     """Return the kernel for a mask that all heads share."""
     splash, masks = compat.splash_library()
-    block = _block(math.gcd(mask.shape[0], mask.shape[1]))
+    block = _block_size(math.gcd(mask.shape[0], mask.shape[1]))
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * num_heads),
         head_shards=1,
@@ -140,7 +140,7 @@ def _kernel(mask: Any, num_heads: int, **options: Any) -> Any:
 
 def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
     """Return a scope that states how many blocks T queries of S keys compute."""
-    block = _block(math.gcd(T, S))
+    block = _block_size(math.gcd(T, S))
     starts = range(S - T, S, block)
     blocks = sum(
         start // block - max(0, start - window + 1) // block + 1 for start in starts
@@ -148,8 +148,8 @@ def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
     return computed_scope(blocks, len(starts) * (S // block))
 
 
-def _block(T: int) -> int:
+def _block_size(T: int) -> int:
     # Wide blocks amortise the grid; narrow blocks skip more above the diagonal. With
     # head dims up to 256, the vector memory of v5e, v5p and v6e holds blocks of 1024
-    # positions; 2048 exceed that of v5e and v5p (checked by compiling; not timed).
+    # positions; blocks of 2048 do not fit v5e and v5p (compiled, but not timed).
     return next(size for size in (512, 384, 256, 128) if T % size == 0)

@@ -1,15 +1,15 @@
-"""Attention in a window over rows that devices share, in the order of a ring.
+"""Attention in a window, for rows that devices share in the order of a ring.
 
 A device holds two chunks of each row (model/attention/ring.py). Its queries see their
 own chunk and earlier keys, which other devices hold. If the window is at most a chunk
 long, a query sees into the previous chunk only, and the end of that chunk is sent to
 the device that needs it: two permutes for each array. For a longer window, the keys and
-values of all devices are gathered, and each device takes the part before its chunks.
+values of all devices are gathered, and each device takes the keys before its chunks.
 All devices do the same amount of work. Kernels get their usual inputs, in which the
 queries are the last of the keys' positions.
 
-Shapes: B batch, T local positions, C = T/2 positions of a chunk, N query heads,
-K key/value heads, H head dim.
+Shapes: B batch, T local positions, C = T/2 positions of a chunk, F positions fetched
+for a chunk, N query heads, K key/value heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -30,20 +30,20 @@ def attend_in_window(
 ) -> Float[Array, "B T N H"]:
     """Attend from a device's two chunks to the keys in the window.
 
-    `attend` is the kernel; it takes numbers of positions that are divisible by
-    `multiple`, as a chunk is. The window is shorter than a row. Devices share rows over
-    the manual mesh axes `axes`. Segment ids are at least 0.
+    `attend` is the kernel. The numbers of positions that it takes must be divisible by
+    `multiple`, which divides a chunk. The window is shorter than a row. Devices share
+    rows over the manual mesh axes `axes`. Segment ids are at least 0.
     """
     q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N = inputs
     B, T = q_BTNH.shape[:2]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros((B, T), jnp.int32)
-    reach = _reach(window - 1, T // 2, multiple)
-    fetch = _fetch_from_neighbours if reach <= T // 2 else _fetch_from_all
+    size = _fetch_size(window - 1, T // 2, multiple)
+    fetch = _fetch_from_neighbours if size <= T // 2 else _fetch_from_all
 
     def with_earlier_keys(x_BT: Array) -> Array:
         chunks = x_BT.reshape(B, 2, T // 2, *x_BT.shape[2:])
-        keys = jnp.concatenate([fetch(chunks, reach, axes), chunks], axis=2)
+        keys = jnp.concatenate([fetch(chunks, size, axes), chunks], axis=2)
         return keys.reshape(2 * B, *keys.shape[2:])
 
     # Positions before the start of a row are zeros, so no document may have id 0.
@@ -59,10 +59,10 @@ def attend_in_window(
     return output.reshape(q_BTNH.shape)
 
 
-def _reach(num_keys: int, chunk: int, multiple: int) -> int:
+def _fetch_size(num_keys: int, chunk: int, multiple: int) -> int:
     """Return how many keys before a chunk to fetch: a divisor or multiple of the chunk.
 
-    This keeps their greatest common divisor large, and with it a kernel's blocks.
+    The greatest common divisor of both sizes limits a kernel's blocks.
     """
     if num_keys > chunk:
         return -(-num_keys // chunk) * chunk
@@ -71,8 +71,8 @@ def _reach(num_keys: int, chunk: int, multiple: int) -> int:
 
 
 def _fetch_from_neighbours(
-    chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
-) -> Shaped[Array, "B 2 reach *rest"]:
+    chunks: Shaped[Array, "B 2 C *rest"], size: int, axes: tuple[str, ...]
+) -> Shaped[Array, "B 2 F *rest"]:
     """Fetch the end of the chunk before each of this device's chunks.
 
     Device i of c holds chunks i and 2c-1-i. The chunk before its first chunk is the
@@ -80,7 +80,7 @@ def _fetch_from_neighbours(
     on the last device it is the device's own first chunk.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
-    ends = chunks[:, :, chunks.shape[2] - reach :]
+    ends = chunks[:, :, chunks.shape[2] - size :]
     to_next = [(j, (j + 1) % c) for j in range(c)]
     to_previous = [(k, j) for j, k in to_next]
     before_first = jax.lax.ppermute(ends[:, 0], axes, to_next)
@@ -91,17 +91,17 @@ def _fetch_from_neighbours(
 
 
 def _fetch_from_all(
-    chunks: Shaped[Array, "B 2 C *rest"], reach: int, axes: tuple[str, ...]
-) -> Shaped[Array, "B 2 reach *rest"]:
+    chunks: Shaped[Array, "B 2 C *rest"], size: int, axes: tuple[str, ...]
+) -> Shaped[Array, "B 2 F *rest"]:
     """Gather whole rows and return the positions before each local chunk."""
     B, _, C = chunks.shape[:3]
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     gathered = jax.lax.all_gather(chunks[None], axes, tiled=True)  # [c, B, 2, C, ...]
     ordered = jnp.concatenate([gathered[:, :, 0], gathered[::-1, :, 1]])
-    row = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *chunks.shape[3:])
-    row = jnp.pad(row, ((0, 0), (reach, 0), *[(0, 0)] * (chunks.ndim - 3)))
+    rows = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *chunks.shape[3:])
+    rows = jnp.pad(rows, ((0, 0), (size, 0), *[(0, 0)] * (chunks.ndim - 3)))
     earlier = [
-        jax.lax.dynamic_slice_in_dim(row, chunk * C, reach, axis=1)
+        jax.lax.dynamic_slice_in_dim(rows, chunk * C, size, axis=1)
         for chunk in (i, 2 * c - 1 - i)
     ]
     return jnp.stack(earlier, axis=1)

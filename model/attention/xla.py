@@ -2,7 +2,7 @@
 
 The queries of the heads that share keys are rows of one product
 (model/attention/dense.py). Causal attention is computed in blocks of queries, and each
-block leaves out the keys after it (docs/log).
+block leaves out the keys after the block (docs/log).
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
 M = T N/K queries that share keys, head by head.
@@ -21,7 +21,7 @@ from model.attention.inputs import Chunks, Inputs, Result
 from model.linear import einsum
 
 MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
-_MIN_BLOCK, _MAX_BLOCKS = 128, 4
+_MIN_BLOCK_SIZE, _MAX_NUM_BLOCKS = 128, 4
 
 Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].
 
@@ -30,7 +30,7 @@ def attend(
     inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
 ) -> Float[Array, "B T N H"]:
     """Attend on local rows and heads, with the signature of the other kernels."""
-    mask_BTS = masks.causal(inputs.q_BTNH.shape[1], inputs.segment_ids_BS, window)
+    mask_BTS = masks.causal_mask(inputs.q_BTNH.shape[1], inputs.segment_ids_BS, window)
     compute = inputs.q_BTNH.dtype
     return attend_masked(inputs, mask_BTS, compute, soft_cap=soft_cap, causal=True)
 
@@ -47,8 +47,8 @@ def attend_masked(
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
     Segment ids are not read. `drop` applies dropout to the weights. `causal` states
-    that the mask comes from `masks.causal`: each block of queries then leaves out the
-    keys after it.
+    that the mask comes from `causal_mask`: each block of queries then leaves out the
+    keys after the block.
     """
     B, T, N, H = inputs.q_BTNH.shape
     S, K = inputs.k_BSKH.shape[1:3]
@@ -80,14 +80,15 @@ def attend_masked(
     if inputs.sinks_N is None:
         return o_BTNH
     sinks_N = inputs.sinks_N.astype(jnp.float32)
+    # The sink takes the rest of the weight.
     share_BNT = jax.nn.sigmoid(lse_BNT - sinks_N[None, :, None])
     return o_BTNH * jnp.swapaxes(share_BNT, 1, 2)[..., None].astype(o_BTNH.dtype)
 
 
 def _num_blocks(T: int) -> int:
     """Return the number of equal blocks that T queries are divided into."""
-    candidates = range(1, _MAX_BLOCKS + 1)
-    valid = [n for n in candidates if T % n == 0 and n * _MIN_BLOCK <= T]
+    candidates = range(1, _MAX_NUM_BLOCKS + 1)
+    valid = [n for n in candidates if T % n == 0 and n * _MIN_BLOCK_SIZE <= T]
     return max(valid, default=1)
 
 
@@ -95,7 +96,7 @@ def forward(chunks: Chunks, causal: bool, soft_cap: float | None = None) -> Resu
     """Compute one step of a ring (model/attention/ring.py) in float32."""
     x, shape = _operands(chunks, causal), chunks.q_BNTH.shape
     scores_BKMS = dense.scores(x, chunks.q_BNTH.dtype, soft_cap)
-    weights_BKMS, lse_BKM = dense.softmax(dense.masked(scores_BKMS, x))
+    weights_BKMS, lse_BKM = dense.softmax(dense.apply_mask(scores_BKMS, x))
     o_BKMH = einsum(
         "bkms,bskh->bkmh", weights_BKMS, x.v_BSKH, x.v_BSKH.dtype, jnp.float32
     )
@@ -114,14 +115,14 @@ def backward(
     shape = x.q_BKMH.shape
     scores_BKMS = dense.scores(x, compute, soft_cap)
     lse_BKM1 = result.lse_BNT.reshape(*shape[:3], 1)
-    weights_BKMS = jnp.exp(dense.masked(scores_BKMS, x) - lse_BKM1)
+    weights_BKMS = jnp.exp(dense.apply_mask(scores_BKMS, x) - lse_BKM1)
     dq_BKMH, dk_BSKH, dv_BSKH = dense.gradients(
         x,
         weights_BKMS=weights_BKMS.astype(compute),
         o_BKMH=result.o_BNTH.reshape(shape),
         do_BKMH=do_BNTH.reshape(shape),
         compute=compute,
-        slope_BKMS=dense.slope(scores_BKMS, soft_cap),
+        slope_BKMS=dense.soft_cap_slope(scores_BKMS, soft_cap),
     )
     dk_BKSH, dv_BKSH = jnp.swapaxes(dk_BSKH, 1, 2), jnp.swapaxes(dv_BSKH, 1, 2)
     return dq_BKMH.reshape(do_BNTH.shape), dk_BKSH, dv_BKSH
@@ -144,7 +145,7 @@ def _operands(chunks: Chunks, causal: bool) -> Operands:
 
 
 def _repeat_for_heads(
-    mask_BTS: Bool[Array, "_ T S"], heads: int
+    mask_BTS: Bool[Array, "_ T S"], num_heads: int
 ) -> Bool[Array, "_ M S"]:
-    """Repeat a mask for each of the heads that share keys."""
-    return jnp.tile(mask_BTS, (1, heads, 1))
+    """Repeat a mask for each of the query heads that share keys."""
+    return jnp.tile(mask_BTS, (1, num_heads, 1))

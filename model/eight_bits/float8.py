@@ -1,7 +1,7 @@
 """Products in float8, forward and both gradients, for NVIDIA GPUs from Hopper on.
 
-Operands are e4m3, except the cotangent, which is e5m2. Products multiply the float8
-arrays themselves, and their results are scaled. XLA multiplies float8 only in this
+Operands are e4m3, except the cotangent, which is e5m2. A product multiplies the float8
+arrays themselves, and its result is scaled. XLA multiplies float8 only in this
 form: if an operand is scaled first, XLA silently multiplies in bfloat16 (docs/log).
 
 An array has one scale, a power of two. Scaling is then exact, and values in range are
@@ -25,8 +25,8 @@ from model.eight_bits.quantization import (
     ProductOptions,
     Quantized,
     contract,
-    largest,
-    transposed,
+    gradient_specs,
+    max_abs,
 )
 from model.gather import WeightPlacement
 
@@ -38,10 +38,10 @@ def float8_scale(
 ) -> jax.Array:
     """Return the smallest power of two s such that x / s is in the range of a dtype.
 
-    The scale is 1 if all values are zero or one is not finite. x may be sharded
+    The scale is 1 if all values are zero or any value is not finite. x may be sharded
     over the manual mesh axes `axes`.
     """
-    ratio = largest(x, None, axes) / float(jnp.finfo(dtype).max)
+    ratio = max_abs(x, None, axes) / float(jnp.finfo(dtype).max)
     mantissa, exponent = jnp.frexp(ratio)
     exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
     return jnp.ldexp(jnp.float32(1), jnp.clip(exponent, -126, 126))
@@ -93,7 +93,7 @@ def _float8_backward(options: ProductOptions, residuals, dy: jax.Array):
         b_8 = _gather_float8(b, scale_b, placement)
     a_8 = to_float8(a, FORWARD, scale_a)
     dy_8 = to_float8(dy, COTANGENT, float8_scale(dy, COTANGENT))
-    spec_da, spec_db = transposed(spec)
+    spec_da, spec_db = gradient_specs(spec)
     da = multiply(spec_da, dy_8, b_8, like_a.dtype, emulated)
     db = multiply(spec_db, a_8, dy_8, like_b.dtype, emulated)
     return da, placement.reduce_scatter(db)

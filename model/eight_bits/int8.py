@@ -24,13 +24,13 @@ from model.eight_bits.quantization import (
     ProductOptions,
     Quantized,
     contract,
-    largest,
-    transposed,
+    gradient_specs,
+    max_abs,
 )
 from model.gather import UNSHARDED, WeightPlacement
 
-_LARGEST = 127.0
-_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+_MAX_VALUE = 127.0
+_MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 def to_int8(
@@ -48,7 +48,8 @@ def to_int8(
     contracted_axes = tuple(
         axis for dim, axes in placement.sharded_dims if dim in dims for axis in axes
     )
-    scale = jnp.maximum(largest(x, tuple(dims), contracted_axes) / _LARGEST, _SMALLEST)
+    largest = max_abs(x, tuple(dims), contracted_axes)
+    scale = jnp.maximum(largest / _MAX_VALUE, _MIN_SCALE)
     x = x.astype(jnp.float32) / scale
     if keys_BT is None:
         x = jnp.round(x)
@@ -56,7 +57,7 @@ def to_int8(
         draw = partial(jax.random.uniform, shape=x.shape[2:], dtype=x.dtype)
         x = jnp.floor(x + jax.vmap(jax.vmap(draw))(keys_BT))
     # Values outside the range have no defined conversion to int8.
-    x = jnp.clip(x, -_LARGEST, _LARGEST)
+    x = jnp.clip(x, -_MAX_VALUE, _MAX_VALUE)
     scale_placement = placement.without_dims(dims)
     scale_placement = scale_placement._replace(automatic_spec=PartitionSpec())
     return Quantized(
@@ -81,14 +82,14 @@ def _multiply(
 ) -> jax.Array:
     operands, result = options.spec.split("->")
     a_dims, b_dims = operands.split(",")
-    a_8 = to_int8(a, contracted(a_dims, result), keys_BT=keys_BT)
-    b_8 = to_int8(b, contracted(b_dims, result), options.placement)
+    a_8 = to_int8(a, contracted_dims(a_dims, result), keys_BT=keys_BT)
+    b_8 = to_int8(b, contracted_dims(b_dims, result), options.placement)
     y = contract(options.spec, a_8, b_8, jnp.int32, options.emulated)
     scale = _expand(a_8.scale, a_dims, result) * _expand(b_8.scale, b_dims, result)
     return (y.astype(jnp.float32) * scale).astype(out)
 
 
-def contracted(dims: str, result: str) -> list[int]:
+def contracted_dims(dims: str, result: str) -> list[int]:
     """Return the dims of an operand that an einsum contracts."""
     return [i for i, dim in enumerate(dims) if dim not in result]
 
@@ -96,7 +97,7 @@ def contracted(dims: str, result: str) -> list[int]:
 def _expand(scale: jax.Array, dims: str, result: str) -> jax.Array:
     """Return an operand's scales in a shape that broadcasts to the result."""
     shared = [dim for dim in dims if dim in result]
-    scale = jnp.squeeze(scale, contracted(dims, result))
+    scale = jnp.squeeze(scale, contracted_dims(dims, result))
     scale = jnp.transpose(scale, [shared.index(dim) for dim in result if dim in shared])
     missing = [i for i, dim in enumerate(result) if dim not in shared]
     return jnp.expand_dims(scale, missing)
@@ -112,7 +113,7 @@ def _int8_forward(
 
 def _int8_backward(options: ProductOptions, residuals, dy: jax.Array):
     a, b, keys_BT, like_a = residuals
-    spec_da, spec_db = transposed(options.spec)
+    spec_da, spec_db = gradient_specs(options.spec)
     da = _multiply(options._replace(spec=spec_da), dy, b, like_a.dtype, keys_BT)
     dy = dy.astype(options.compute)
     db = jnp.einsum(spec_db, a, dy, preferred_element_type=b.dtype)

@@ -21,7 +21,7 @@ class Quantization(NamedTuple):
     """How linear layers multiply in eight bits.
 
     dtype: float8 or int8.
-    emulated: multiply the rounded values in float32, on hardware without eight bits.
+    emulated: whether float32 products of rounded values replace eight-bit products.
     """
 
     dtype: ComputeDtype
@@ -38,13 +38,13 @@ class ProductOptions(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """An eight-bit array that stands for values x scale."""
+    """An eight-bit array that represents values times scale."""
 
     values: jax.Array
     scale: jax.Array
 
 
-def largest(
+def max_abs(
     x: jax.Array, dims: tuple[int, ...] | None = None, axes: tuple[str, ...] = ()
 ) -> jax.Array:
     """Return the largest absolute value over `dims` in float32.
@@ -52,29 +52,29 @@ def largest(
     Reduced dims keep size 1; None reduces all dims to a scalar. `axes` are the manual
     mesh axes over which the reduced dims are sharded.
     """
-    largest_local = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None)
-    largest_local = largest_local.astype(jnp.float32)
-    return jax.lax.pmax(largest_local, axes) if axes else largest_local
+    local_max = jnp.max(jnp.abs(x), axis=dims, keepdims=dims is not None)
+    local_max = local_max.astype(jnp.float32)
+    return jax.lax.pmax(local_max, axes) if axes else local_max
 
 
 def largest_value(dtype: DTypeLike) -> float:
     """Return the largest value of an eight-bit dtype."""
-    integers = jnp.issubdtype(dtype, jnp.integer)
-    return float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
 
 
 def contract(
-    spec: str, a: Quantized, b: Quantized, sums: DTypeLike, emulated: bool
+    spec: str, a: Quantized, b: Quantized, sum_dtype: DTypeLike, emulated: bool
 ) -> jax.Array:
-    """Contract eight-bit values; sums have the dtype `sums`, or float32 if emulated."""
+    """Contract eight-bit values with sums in `sum_dtype`, or in float32 if emulated."""
     operands = a.values, b.values
     if emulated:
         operands = (values.astype(jnp.float32) for values in operands)
-        sums = jnp.float32
-    return jnp.einsum(spec, *operands, preferred_element_type=sums)
+        sum_dtype = jnp.float32
+    return jnp.einsum(spec, *operands, preferred_element_type=sum_dtype)
 
 
-def transposed(spec: str) -> tuple[str, str]:
+def gradient_specs(spec: str) -> tuple[str, str]:
     """Return the einsums of both gradients: (dy, b) -> da and (a, dy) -> db."""
     operands, result = spec.split("->")
     a, b = operands.split(",")

@@ -8,8 +8,8 @@ all_gather: devices gather the tokens of all devices, compute only the rows of t
     worst case, in which all tokens choose one device's experts. Therefore tokens are
     processed in chunks, each with at most as many rows as the local tokens have.
 ragged: a ragged all-to-all sends rows to their experts' devices, and another one
-    returns them. If a device would receive more than `ROOM` times its equal share, all
-    devices gather as above instead, so that no token is dropped.
+    returns them. If a device would receive more than `_CAPACITY_FACTOR` times its equal
+    share, all devices gather as above instead, so that no token is dropped.
 
 Shapes: B batch, T time, n tokens, k experts per token, R rows, D embed, F an expert's
 hidden dim, E experts per device, S devices.
@@ -25,19 +25,19 @@ from model.experts.local_experts import (
     LocalExperts,
     Output,
     Tokens,
-    mlps,
+    add_bias,
     run_local_experts,
-    sorted_rows,
-    with_bias,
+    run_mlps,
+    sort_rows,
 )
 from model.experts.rows import Route, from_rows, to_rows, travel
 from model.scopes import in_branch
 
 # The capacity of a device in rows, divided by its equal share of all rows.
-ROOM = 1.5
+_CAPACITY_FACTOR = 1.5
 
 
-def on_device(tokens: Tokens, experts: LocalExperts) -> Output:
+def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
     """Run a device's local tokens [B, T, ...] through the experts of all devices."""
     flat = Tokens._make(x.reshape(-1, x.shape[-1]) for x in tokens)
     match experts.execution.expert_exchange:
@@ -53,9 +53,9 @@ def on_device(tokens: Tokens, experts: LocalExperts) -> Output:
 
 def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
     """Gather the tokens of all devices, in chunks, and reduce-scatter the results."""
-    (n, k), E, axes = tokens.experts.shape, experts.number, experts.expert_axes
+    (n, k), E, axes = tokens.experts.shape, experts.num_local, experts.expert_axes
     worst_k = jax.lax.psum(1, axes) * min(k, E)  # the most rows per local token
-    chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
+    num_chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
 
     def run_chunk(chunk: Tokens) -> Output:
         if axes:
@@ -64,13 +64,13 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
         first_expert = E * jax.lax.axis_index(axes) if axes else 0
         chunk = chunk._replace(experts=chunk.experts - first_expert)
         output = experts.reduce(run_local_experts(chunk, experts))
-        y_nD = with_bias(output.y, chunk, experts.local_biases[-1:], experts.execution)
+        y_nD = add_bias(output.y, chunk, experts.local_biases[-1:], experts.execution)
         y_nD = jax.lax.psum_scatter(y_nD, axes, tiled=True) if axes else y_nD
         return output._replace(y=y_nD)
 
-    if chunks == 1:
+    if num_chunks == 1:
         return run_chunk(tokens)
-    chunked = [x.reshape(chunks, n // chunks, x.shape[-1]) for x in tokens]
+    chunked = [x.reshape(num_chunks, n // num_chunks, x.shape[-1]) for x in tokens]
     y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(chunked))
     counts = jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)
     return Output(y.reshape(tokens.x.shape), counts)
@@ -78,14 +78,14 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
 def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     """Send rows to experts and back; gather instead if a device lacks the capacity."""
-    (n, k), E, axes = tokens.experts.shape, experts.number, experts.expert_axes
+    (n, k), E, axes = tokens.experts.shape, experts.num_local, experts.expert_axes
     execution = experts.execution
-    devices = jax.lax.psum(1, axes)
-    row_nk, order, rows_E = sorted_rows(tokens.experts, devices * E)
+    S = jax.lax.psum(1, axes)
+    row_nk, order, rows_E = sort_rows(tokens.experts, S * E)
     rows_SE = jax.lax.all_gather(rows_E[None], axes, tiled=True)
-    worst_case = devices * n * min(k, E)
-    capacity = min(int(ROOM * n * k), worst_case)
-    emulated = execution.grouped is Grouped.scan  # the kernel for CPUs
+    worst_case = S * n * min(k, E)
+    capacity = min(int(_CAPACITY_FACTOR * n * k), worst_case)
+    emulated = execution.grouped is Grouped.scan  # the CPU kernel
 
     def send(tokens: Tokens) -> Output:
         route = Route.to_experts(rows_SE, axes)
@@ -97,12 +97,12 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
             jnp.asarray(travel(x, route, (n * k, capacity), axes, emulated))
             for x in (x_RD, weights_R1[:, 0])
         )
-        sizes_E = jnp.sum(route.out.received.reshape(devices, E), axis=0)
-        output = mlps(x_RD, weights_R[:, None], sizes_E, n * k, experts)
+        sizes_E = jnp.sum(route.out.received_sizes.reshape(S, E), axis=0)
+        output = run_mlps(x_RD, weights_R[:, None], sizes_E, n * k, experts)
         y_RD = travel(output.y, route.reverse(), (capacity, n * k), axes, emulated)
         output = output._replace(y=from_rows(y_RD, order // k, row_nk))
         output = experts.reduce(output)
-        y_nD = with_bias(output.y, tokens, experts.biases[-1:], execution)
+        y_nD = add_bias(output.y, tokens, experts.biases[-1:], execution)
         return output._replace(y=y_nD)
 
     def gather(tokens: Tokens) -> Output:
@@ -110,7 +110,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
 
     if capacity == worst_case:
         return send(tokens)
-    max_received = jnp.max(jnp.sum(rows_SE.reshape(devices, devices, E), axis=(0, 2)))
+    max_received = jnp.max(jnp.sum(rows_SE.reshape(S, S, E), axis=(0, 2)))
     # All devices must take the same branch.
     max_received = jax.lax.pmax(max_received, execution.placement.layer_batch_axes)
     send_branch = in_branch(send, times=1, total=1)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from model.axes import mesh_axes
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
-from model.experts.exchange import on_device
+from model.experts.exchange import run_on_device
 from model.experts.local_experts import LocalExperts, Output, Tokens
 from model.experts.router import Choice, Router, Routing
 from model.layers import MLP, stds
@@ -65,16 +65,16 @@ class Experts(nnx.Module):
         execution: Execution,
         call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing]:
-        """Return outputs and balance statistics; segment 0 is padding and left out."""
+        """Return outputs, and balance statistics without padding (segment 0)."""
         with part_scope("router"):
             choice, routing = self.router(x_BTD, segment_ids_BT, execution)
-        y_BTD = self._routed(x_BTD, choice, execution, call)
+        y_BTD = self._run_routed(x_BTD, choice, execution, call)
         if self.shared is not None:
             with part_scope("shared"):
                 y_BTD = y_BTD + self.shared(x_BTD, execution, call)
         return y_BTD, routing
 
-    def _routed(
+    def _run_routed(
         self,
         x_BTD: Float[Array, "B T D"],
         choice: Choice,
@@ -84,35 +84,35 @@ class Experts(nnx.Module):
         """Sum the outputs of a token's experts, weighted by the router.
 
         Matrices are gathered once for all chunks, except over the experts' dim. If
-        matrices or experts are sharded, the backward pass recomputes everything.
+        matrices or experts are sharded, the backward pass recomputes the whole layer.
         """
-        weights = [w for w in (self.up, self.gate, self.down) if w is not None]
-        biases = [self.up_bias, self.gate_bias, self.down_bias]
-        biases = [bias for bias in biases if bias is not None]
-        weight_placements = [execution.weight_placement(_axes(w)) for w in weights]
-        expert_axes = dict(weight_placements[0].sharded_dims).get(0, ())
-        weight_placements = [p.without_dims([0]) for p in weight_placements]
+        matrix_params = [p for p in (self.up, self.gate, self.down) if p is not None]
+        bias_params = [self.up_bias, self.gate_bias, self.down_bias]
+        bias_params = [p for p in bias_params if p is not None]
+        placements = [execution.weight_placement(_axes(p)) for p in matrix_params]
+        expert_axes = dict(placements[0].sharded_dims).get(0, ())
+        placements = [p.without_dims([0]) for p in placements]
         numerics, placement = execution.numerics, execution.placement
         float8 = None if call.high_precision else numerics.expert_quantization
         automatic = placement.automatic_axes
-        hidden_axes = placement.param_spec(("mlp",))[0] if automatic else None
+        hidden_entry = placement.param_spec(("mlp",))[0] if automatic else None
 
         def run_device(
             tokens: Tokens, matrices: list[jax.Array], biases: list[jax.Array]
         ) -> Output:
             experts = LocalExperts(matrices, biases, self.config, execution, call)
-            shared_axes = mesh_axes(hidden_axes)
-            experts = experts._replace(expert_axes=expert_axes, shared_axes=shared_axes)
-            return on_device(tokens, experts)
+            hidden_axes = mesh_axes(hidden_entry)
+            experts = experts._replace(expert_axes=expert_axes, hidden_axes=hidden_axes)
+            return run_on_device(tokens, experts)
 
         if automatic:  # XLA cannot partition a kernel.
             token_spec = placement.spec("batch", "seq", None)
             matrix_specs, bias_specs = (
                 [
-                    PartitionSpec(*(hidden_axes if a == "mlp" else None for a in axes))
+                    PartitionSpec(*(hidden_entry if a == "mlp" else None for a in axes))
                     for axes in map(_axes, params)
                 ]
-                for params in (weights, biases)
+                for params in (matrix_params, bias_params)
             )
             run_device = placement.map_shards(
                 run_device,
@@ -120,22 +120,23 @@ class Experts(nnx.Module):
                 out_specs=Output._make([token_spec, PartitionSpec()]),
             )
 
-        def run(x_BTD, weights_BTk, weights, biases) -> Output:
+        def run(x_BTD, weights_BTk, matrices, biases) -> Output:
             gathered: list[jax.Array] = [
-                gather_weight(weight, p, numerics.compute_dtype, float8)
-                for weight, p in zip(weights, weight_placements, strict=True)
+                gather_weight(matrix, p, numerics.compute_dtype, float8)
+                for matrix, p in zip(matrices, placements, strict=True)
             ]
             tokens = Tokens(x_BTD, choice.experts, weights_BTk)
             return run_device(tokens, gathered, biases)
 
-        if expert_axes or any(p.sharded_dims for p in weight_placements):
+        if expert_axes or any(p.sharded_dims for p in placements):
             run = jax.checkpoint(run)
-        matrices, vectors = ([p[...] for p in params] for params in (weights, biases))
-        y_BTD, counts = run(x_BTD, choice.weights, matrices, vectors)
+        matrices = [p[...] for p in matrix_params]
+        biases = [p[...] for p in bias_params]
+        y_BTD, counts = run(x_BTD, choice.weights, matrices, biases)
         if call.taps is not None and counts is not None:
             call.taps.note_rounding(counts)
         return y_BTD
 
 
-def _axes(weight: nnx.Param) -> tuple[str, ...]:
-    return weight.get_metadata("info").axes
+def _axes(param: nnx.Param) -> tuple[str, ...]:
+    return param.get_metadata("info").axes

@@ -7,10 +7,10 @@ has a kernel that multiplies each row once:
 scan: any platform; a loop over blocks of rows (model/experts/grouped_scan.py).
 megablox: TPU; jax's own Pallas kernels, without eight-bit products.
 triton: NVIDIA; a Pallas kernel that Triton compiles (model/experts/grouped_triton.py).
-ragged: XLA's `ragged_dot`, which plans trace and tests use as the reference.
+ragged: XLA's `ragged_dot`, which plans trace and which tests use as the reference.
 
-Operands and cotangents are rounded as `model.linear.product` rounds them. In float8 all
-of them are e4m3, because Triton multiplies operands of one type.
+Operands and cotangents are rounded as `model.linear.product` rounds them. In float8,
+operands and cotangents are e4m3, because Triton multiplies operands of one type.
 
 Shapes: M rows, D inputs, F outputs, E experts.
 """
@@ -29,8 +29,6 @@ from model.choices import Grouped
 from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
 from model.eight_bits.quantization import Quantization
 from model.experts import grouped_scan, grouped_triton
-
-_LANES = 128
 
 
 def choose_grouped(platform: str) -> Grouped:
@@ -65,8 +63,8 @@ class _Options(NamedTuple):
     kernel: Grouped
     float8: Quantization | None
 
-    def operands(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Round arrays; return each with its scale, or with None unless in float8."""
+    def round(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
+        """Round arrays; return each with its scale, or with None if not in float8."""
         if self.float8 is None:
             return [(x.astype(self.compute), None) for x in arrays]
         rounded = [to_float8(x, FORWARD, float8_scale(x, FORWARD)) for x in arrays]
@@ -82,7 +80,7 @@ def _product(options: _Options, x, w, sizes):
 def _forward(options: _Options, x, w, sizes):
     # The rounded x is saved, as in `product`; w stays in memory anyway.
     rounded = x.astype(options.compute)
-    (a, scale_a), (b, scale_b) = options.operands(rounded, w)
+    (a, scale_a), (b, scale_b) = options.round(rounded, w)
     dtype, kernel = x.dtype, options.kernel
     y = grouped_rows(a, b, sizes, transposed=False, dtype=dtype, kernel=kernel)
     return _scale(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
@@ -90,7 +88,7 @@ def _forward(options: _Options, x, w, sizes):
 
 def _backward(options: _Options, residuals, dy: jax.Array):
     x, w, sizes, like_x = residuals
-    (dy, scale_dy), (a, scale_a), (b, scale_b) = options.operands(dy, x, w)
+    (dy, scale_dy), (a, scale_a), (b, scale_b) = options.round(dy, x, w)
     dtype, kernel = like_x.dtype, options.kernel
     dx = grouped_rows(dy, b, sizes, transposed=True, dtype=dtype, kernel=kernel)
     dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel)
@@ -98,6 +96,7 @@ def _backward(options: _Options, residuals, dy: jax.Array):
 
 
 def _scale(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array:
+    """Multiply a product by the scales of its operands, if there are any."""
     return y if a is None or b is None else y * (a * b).astype(y.dtype)
 
 
@@ -123,14 +122,14 @@ def grouped_rows(
             y = ragged_dot_general(x, w, sizes, dims, preferred_element_type=dtype)
             return _zero_unused(y, sizes)
         case Grouped.scan:
-            return grouped_scan.by_rows(x, w, sizes, transposed, dtype)
+            return grouped_scan.multiply_rows(x, w, sizes, transposed, dtype)
         case Grouped.triton:
             return grouped_triton.triton_by_rows(x, w, sizes, transposed, dtype)
         case Grouped.megablox:
             gmm, tiling = _megablox().gmm, _tiling(x.shape[0])
             padded = _pad_rows(x, tiling[0])
             y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
-            # The kernel does not write tiles that have no expert's rows.
+            # The kernel leaves tiles without rows of an expert uninitialized.
             return _zero_unused(y[: x.shape[0]], sizes)
         case _:
             assert_never(kernel)
@@ -141,7 +140,7 @@ def _zero_unused(y: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _megablox() -> Any:
-    # A function of the package has the module's name and hides it.
+    # The package exports a function with the module's name, which hides the module.
     return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
@@ -155,7 +154,7 @@ def grouped_matrices(
             dims = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
             return ragged_dot_general(x, dy, sizes, dims, preferred_element_type=dtype)
         case Grouped.scan:
-            return grouped_scan.by_experts(x, dy, sizes, dtype)
+            return grouped_scan.multiply_by_expert(x, dy, sizes, dtype)
         case Grouped.triton:
             return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:

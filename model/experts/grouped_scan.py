@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-_BLOCKS = (512, 128, 32)  # rows
+_BLOCK_SIZES = (512, 128, 32)  # rows
 
 
-def by_rows(
+def multiply_rows(
     x_MK: jax.Array,
     w: jax.Array,
     sizes_E: jax.Array,
@@ -41,7 +41,7 @@ def by_rows(
     return jax.lax.fori_loop(0, sizes_E.size, run_expert, y_MN)
 
 
-def by_experts(
+def multiply_by_expert(
     x_MD: jax.Array, y_MF: jax.Array, sizes_E: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Return x^T y [E, D, F] over the rows of each expert in x [M, D], y [M, F]."""
@@ -68,7 +68,7 @@ def _run_blocks(
     expert_start = jnp.sum(jnp.where(jnp.arange(sizes_E.size) < e, sizes_E, 0))
     end = expert_start + sizes_E[e]
 
-    def run(size: int, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def run_next(size: int, state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         start, carry = state
         block_start = jnp.minimum(start, M - size)
         rows = block_start + jnp.arange(size)
@@ -76,12 +76,13 @@ def _run_blocks(
         return start + size, run_block(block_start, size, mask[:, None], carry)
 
     state = expert_start, carry
-    # One loop with a `switch` between sizes would make XLA:CPU copy the carry.
-    *large_sizes, smallest = [size for size in _BLOCKS if size <= M] or [M]
+    # In one loop over all sizes, a `switch` would make XLA:CPU copy the carry.
+    *large_sizes, smallest = [size for size in _BLOCK_SIZES if size <= M] or [M]
     for size in large_sizes:
         has_block = partial(lambda size, state: end - state[0] >= size, size)
-        state = jax.lax.while_loop(has_block, partial(run, size), state)
-    return jax.lax.while_loop(lambda s: s[0] < end, partial(run, smallest), state)[1]
+        state = jax.lax.while_loop(has_block, partial(run_next, size), state)
+    run_smallest = partial(run_next, smallest)
+    return jax.lax.while_loop(lambda state: state[0] < end, run_smallest, state)[1]
 
 
 def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:

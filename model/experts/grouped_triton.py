@@ -39,13 +39,13 @@ def triton_by_rows(
     block_ends, ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
     block = jnp.arange(M // _ROWS + E + 1)
     expert = jnp.sum(block[:, None] >= block_ends[None], axis=1)
-    group = jnp.minimum(expert, E)  # Group E is the unused rows.
+    group = jnp.minimum(expert, E)  # Group E holds the unused rows.
     start = jnp.where(
         expert > E,
         M,
         (ends - sizes)[group] + _ROWS * (block - (block_ends - blocks)[group]),
     )
-    run = _make_call(
+    call = _make_call(
         partial(_rows_kernel, E=E, K=K, N=N, transposed=transposed),
         out_shape=jax.ShapeDtypeStruct((M, N), dtype),
         grid=(block.size, pl.cdiv(N, _COLUMNS)),
@@ -53,7 +53,7 @@ def triton_by_rows(
         name="grouped_rows",
     )
     group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
-    return run(group, start, end, x_MK, w)
+    return call(group, start, end, x_MK, w)
 
 
 def _rows_kernel(
@@ -66,7 +66,7 @@ def _rows_kernel(
     in_rows = start + jnp.arange(_ROWS)[:, None] < end
     in_columns = column + jnp.arange(_COLUMNS) < N
 
-    def add(step, total):
+    def add_step(step, total):
         depth = pl.ds(step * _DEPTH, _DEPTH)
         in_depth = step * _DEPTH + jnp.arange(_DEPTH) < K
         x = _load(x_ref.at[rows, depth], in_rows & in_depth[None])
@@ -79,9 +79,9 @@ def _rows_kernel(
         return total + _dot(x, w, 1, 1 if transposed else 0)
 
     has_rows = (expert < E) & (start < end)
-    steps = has_rows.astype(jnp.int32) * pl.cdiv(K, _DEPTH)
+    num_steps = has_rows.astype(jnp.int32) * pl.cdiv(K, _DEPTH)
     zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
-    y = jax.lax.fori_loop(0, steps, add, zeros)
+    y = jax.lax.fori_loop(0, num_steps, add_step, zeros)
     mask = in_rows & in_columns[None]
     triton.store(y_ref.at[rows, columns], y.astype(y_ref.dtype), mask=mask)
 
@@ -96,7 +96,7 @@ def triton_by_experts(
     """Return x^T y [E, D, F] over the rows of each expert in x [M, D], y [M, F]."""
     E, D, F = sizes_E.size, x_MD.shape[1], y_MF.shape[1]
     ends = jnp.cumsum(sizes_E)
-    run = _make_call(
+    call = _make_call(
         partial(_experts_kernel, D=D, F=F),
         out_shape=jax.ShapeDtypeStruct((E, D, F), dtype),
         grid=(E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
@@ -104,7 +104,7 @@ def triton_by_experts(
         name="grouped_experts",
     )
     starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
-    return run(starts_E, ends_E, x_MD, y_MF)
+    return call(starts_E, ends_E, x_MD, y_MF)
 
 
 def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
@@ -115,7 +115,7 @@ def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
     in_inputs = input_start + jnp.arange(_ROWS) < D
     in_outputs = output_start + jnp.arange(_COLUMNS) < F
 
-    def add(step, total):
+    def add_step(step, total):
         row = start + step * _DEPTH
         rows, in_rows = pl.ds(row, _DEPTH), row + jnp.arange(_DEPTH)[:, None] < end
         x = _load(x_ref.at[rows, inputs], in_rows & in_inputs[None])
@@ -123,7 +123,7 @@ def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
         return total + _dot(x, y, 0, 0)
 
     zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
-    w = jax.lax.fori_loop(0, pl.cdiv(end - start, _DEPTH), add, zeros)
+    w = jax.lax.fori_loop(0, pl.cdiv(end - start, _DEPTH), add_step, zeros)
     mask = in_inputs[:, None] & in_outputs[None]
     triton.store(w_ref.at[expert, inputs, outputs], w.astype(w_ref.dtype), mask=mask)
 
@@ -138,7 +138,7 @@ def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
 
 
 def _make_call(kernel: Callable, **options: Any) -> Callable[..., jax.Array]:
-    """Return the call of a kernel that gets its operands as whole arrays."""
+    """Return a function that calls a kernel with whole arrays as operands."""
 
     def call(*operands: jax.Array) -> jax.Array:
         return pl.pallas_call(

@@ -44,10 +44,10 @@ class Output(NamedTuple):
 class LocalExperts(NamedTuple):
     """A device's local experts.
 
-    matrices: up, gate if there is one, and down of the local experts.
-    biases: the biases of all experts in the same order; empty without biases.
+    matrices: the up, gate (if there is one) and down matrices of the local experts.
+    biases: the biases of the experts of all devices in the same order, or empty.
     expert_axes: mesh axes over which both tokens and experts are sharded.
-    shared_axes: mesh axes over which each expert is sharded.
+    hidden_axes: mesh axes over which the hidden dim of each expert is sharded.
     """
 
     matrices: Sequence[jax.Array]
@@ -56,10 +56,10 @@ class LocalExperts(NamedTuple):
     execution: Execution
     call: CallContext
     expert_axes: tuple[str, ...] = ()
-    shared_axes: tuple[str, ...] = ()
+    hidden_axes: tuple[str, ...] = ()
 
     @property
-    def number(self) -> int:
+    def num_local(self) -> int:
         """The number of local experts."""
         return self.matrices[0].shape[0]
 
@@ -68,24 +68,25 @@ class LocalExperts(NamedTuple):
         """Biases of the local experts."""
         if not self.expert_axes:
             return self.biases
-        E, device = self.number, jax.lax.axis_index(self.expert_axes)
+        E, device = self.num_local, jax.lax.axis_index(self.expert_axes)
         return [jax.lax.dynamic_slice_in_dim(b, device * E, E) for b in self.biases]
 
     def reduce(self, output: Output) -> Output:
-        """Sum the output over `shared_axes`, and counts over `expert_axes` too."""
+        """Sum the output over `hidden_axes`, and counts over `expert_axes` too."""
         y, counts = output
-        y = jax.lax.psum(y, self.shared_axes) if self.shared_axes else y
-        axes = *self.expert_axes, *self.shared_axes
+        y = jax.lax.psum(y, self.hidden_axes) if self.hidden_axes else y
+        axes = *self.expert_axes, *self.hidden_axes
         return Output(y, None if counts is None else jax.lax.psum(counts, axes))
 
 
-def sorted_rows(
+def sort_rows(
     experts_nk: jax.Array, num_experts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sort tokens' choices by expert; the number `num_experts` means no expert.
 
     Returns:
-        The row of each choice [n, k], the choice of each row [n k], and sizes_E.
+        The row of each choice [n, k], the choice of each row [n k], and the
+        number of rows of each expert.
     """
     chosen = experts_nk.reshape(-1)
     order = jnp.argsort(chosen)
@@ -97,27 +98,25 @@ def sorted_rows(
 def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
     """Sum the outputs of the local experts, numbered 0 to E - 1, for each token.
 
-    The caller adds the last biases after it has summed over `shared_axes`.
+    The caller adds the last biases after it has summed over `hidden_axes`.
     """
-    (n, k), E = tokens.experts.shape, experts.number
+    (n, k), E = tokens.experts.shape, experts.num_local
     is_local = (tokens.experts >= 0) & (tokens.experts < E)
-    row_nk, order, sizes_E = sorted_rows(jnp.where(is_local, tokens.experts, E), E)
+    row_nk, order, sizes_E = sort_rows(jnp.where(is_local, tokens.experts, E), E)
     R = n * min(k, E)
-    assigned_R = order[:R]
-    x_RD = to_rows(tokens.x, assigned_R // k, row_nk)
-    weights_R1 = to_rows(
-        tokens.weights.reshape(-1, 1), assigned_R, row_nk.reshape(-1, 1)
-    )
-    usual_rows = n * k * E // experts.config.num_experts
-    output = mlps(x_RD, weights_R1, sizes_E, usual_rows, experts)
-    return output._replace(y=from_rows(output.y, assigned_R // k, row_nk))
+    choice_R = order[:R]
+    x_RD = to_rows(tokens.x, choice_R // k, row_nk)
+    weights_R1 = to_rows(tokens.weights.reshape(-1, 1), choice_R, row_nk.reshape(-1, 1))
+    expected_rows = n * k * E // experts.config.num_experts
+    output = run_mlps(x_RD, weights_R1, sizes_E, expected_rows, experts)
+    return output._replace(y=from_rows(output.y, choice_R // k, row_nk))
 
 
-def mlps(
+def run_mlps(
     x_RD: jax.Array,
     weights_R1: jax.Array,
     sizes_E: jax.Array,
-    usual_rows: int,
+    expected_rows: int,
     experts: LocalExperts,
 ) -> Output:
     """Return the weighted output of each row's expert, without the last bias.
@@ -126,7 +125,7 @@ def mlps(
         x_RD: rows, sorted by expert.
         weights_R1: the weight of each row.
         sizes_E: the number of rows of each expert.
-        usual_rows: the number of rows if all experts have the same load.
+        expected_rows: the number of rows if all experts have the same load.
         experts: the local experts.
     """
     (up, *gate, down), biases = experts.matrices, experts.local_biases[:-1]
@@ -136,7 +135,7 @@ def mlps(
     counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        with part_scope(name), expected_scope(usual_rows, x.shape[0]):
+        with part_scope(name), expected_scope(expected_rows, x.shape[0]):
             if is_monitored:
                 rounded = x.astype(numerics.compute_dtype)
                 x_8 = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
@@ -159,10 +158,10 @@ def mlps(
     return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if is_monitored else None)
 
 
-def with_bias(
+def add_bias(
     y_nD: jax.Array, tokens: Tokens, biases: Sequence[jax.Array], execution: Execution
 ) -> jax.Array:
-    """Add the weighted last biases of each token's experts 0 to E - 1, if given."""
+    """Add each token's weighted last biases, of experts 0 to E - 1, if given."""
     if not biases:
         return y_nD
     (bias_ED,) = biases

@@ -14,7 +14,7 @@ from model.choices import Scores
 from model.config import ModelConfig
 from model.execution import Execution
 from model.layers import stds
-from model.linear import leading, product
+from model.linear import expand_to, product
 from model.params import Kind, ParamInfo
 
 
@@ -40,7 +40,7 @@ class Router(nnx.Module):
     """Scores experts for each token, and chooses the best."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Draw the matrix; biases, if the config has any, start at zero."""
+        """Draw the matrix; any biases start at zero."""
         D, E = config.embed_dim, config.num_experts
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
@@ -48,9 +48,9 @@ class Router(nnx.Module):
         weight = std * jax.random.normal(rngs.params(), (D, E), dtype)
         self.weight = nnx.Param(weight, info=ParamInfo(self.axes, Kind.matrix, 1))
         info = ParamInfo(("experts",), Kind.vector)
-        balanced = config.router_bias_rate > 0
+        is_balanced = config.router_bias_rate > 0
         zeros = jnp.zeros((E,), jnp.float32)
-        self.balance = nnx.Param(zeros, info=info) if balanced else None
+        self.balance = nnx.Param(zeros, info=info) if is_balanced else None
         bias = zeros.astype(dtype)
         self.bias = nnx.Param(bias, info=info) if config.bias else None
 
@@ -60,7 +60,7 @@ class Router(nnx.Module):
         segment_ids_BT: Int[Array, "B T"] | None,
         execution: Execution,
     ) -> tuple[Choice, Routing]:
-        """Return the chosen experts and balance statistics, in float32 throughout.
+        """Return the chosen experts and balance statistics, computed in float32.
 
         Padding, the positions of segment 0, chooses experts too, but neither the load
         nor the loss counts it. Without segments every position counts.
@@ -81,7 +81,7 @@ class Router(nnx.Module):
                 placement=execution.weight_placement(self.axes),
             )
         if self.bias is not None:
-            logits_BTE = logits_BTE + leading(self.bias[...].astype(jnp.float32), 3)
+            logits_BTE = logits_BTE + expand_to(self.bias[...].astype(jnp.float32), 3)
         match config.router:
             case Scores.softmax:
                 scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
@@ -101,12 +101,12 @@ class Router(nnx.Module):
         )
         if config.router_normalized:
             weights_BTk = weights_BTk / jnp.sum(weights_BTk, axis=-1, keepdims=True)
-        routing = self._balance(
+        routing = self._balance_statistics(
             logits_BTE, scores_BTE, chosen_BTkE, segment_ids_BT, execution
         )
         return Choice(experts_BTk, weights_BTk), routing
 
-    def _balance(
+    def _balance_statistics(
         self,
         logits_BTE: Float[Array, "B T E"],
         scores_BTE: Float[Array, "B T E"],
@@ -117,21 +117,22 @@ class Router(nnx.Module):
         """Return each expert's number of tokens, and the sum of the balance losses."""
         config, E = self.config, self.config.num_experts
 
-        def masked(x: jax.Array) -> jax.Array:
+        def zero_padding(x: jax.Array) -> jax.Array:
             if segment_ids_BT is None:
                 return x
             is_text = jnp.expand_dims(segment_ids_BT > 0, range(2, x.ndim))
             return jnp.where(is_text, x, jnp.zeros((), x.dtype))
 
-        load_E = jnp.sum(masked(chosen_BTkE), axis=(0, 1, 2), dtype=jnp.float32)
+        load_E = jnp.sum(zero_padding(chosen_BTkE), axis=(0, 1, 2), dtype=jnp.float32)
         load_E = jax.lax.psum(load_E, execution.placement.layer_batch_axes)
         loss = jnp.zeros((), jnp.float32)
         if config.router_aux_weight:
             shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
             relative_load_E = load_E * (E / jnp.maximum(1, jnp.sum(load_E)))
-            aux = jnp.sum(masked(shares_BTE) * relative_load_E[None, None])
+            aux = jnp.sum(zero_padding(shares_BTE) * relative_load_E[None, None])
             loss = loss + config.router_aux_weight * aux
         if config.router_z_weight:
             z_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
-            loss = loss + config.router_z_weight * jnp.sum(masked(jnp.square(z_BT1)))
+            z_loss = jnp.sum(zero_padding(jnp.square(z_BT1)))
+            loss = loss + config.router_z_weight * z_loss
         return Routing(load_E, loss)

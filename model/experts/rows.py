@@ -5,7 +5,7 @@ adds rows up, and `travel` sends rows to their experts' devices or back. The gra
 each is another of these operations, so that no gradient is a scatter.
 
 Shapes: n tokens, k rows of each, R rows, D embed, E experts of all devices, P = E
-pieces of rows (one for each pair of device and expert), S devices.
+pieces of rows that a device sends (one for each expert), S devices.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def from_rows(y_RD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Arr
     return jnp.sum(y_nkD, axis=1, dtype=jnp.float32).astype(y_RD.dtype)
 
 
-def _with_indices(function: Callable) -> Callable:
+def _make_forward(function: Callable) -> Callable:
     return lambda x, token_R, row_nk: (function(x, token_R, row_nk), (token_R, row_nk))
 
 
@@ -50,22 +50,22 @@ def _from_rows_backward(indices: tuple[jax.Array, jax.Array], dy_nD: jax.Array):
     return to_rows(dy_nD, token_R, row_nk), None, None
 
 
-to_rows.defvjp(_with_indices(to_rows), _to_rows_backward)
-from_rows.defvjp(_with_indices(from_rows), _from_rows_backward)
+to_rows.defvjp(_make_forward(to_rows), _to_rows_backward)
+from_rows.defvjp(_make_forward(from_rows), _from_rows_backward)
 
 
 class Pieces(NamedTuple):
-    """The pieces of rows that a device sends, and their places on the receivers.
+    """The pieces of rows that a device sends, and where its receivers put them.
 
     starts, sizes: the first row and the size of each piece, sorted by receiver.
-    to: the start of each piece on its receiver.
-    received: the sizes of the pieces that the device receives, sorted by sender.
+    receiver_starts: the first row of each piece on its receiver.
+    received_sizes: the sizes of the pieces that the device receives, sorted by sender.
     """
 
     starts: Int[Array, "P"]
     sizes: Int[Array, "P"]
-    to: Int[Array, "P"]
-    received: Int[Array, "P"]
+    receiver_starts: Int[Array, "P"]
+    received_sizes: Int[Array, "P"]
 
 
 class Route(NamedTuple):
@@ -90,22 +90,24 @@ class Route(NamedTuple):
             axes: mesh axes that shard the experts, in order.
         """
         S, E = rows_SE.shape
-        local = jax.lax.axis_index(axes)
-        sent_SE = jnp.cumsum(rows_SE, axis=1) - rows_SE
+        device = jax.lax.axis_index(axes)
+        starts_SE = jnp.cumsum(rows_SE, axis=1) - rows_SE
 
-        def by_receiver(x_SE: jax.Array) -> jax.Array:  # [S, S, experts of a device]
+        def by_receiver(x_SE: jax.Array) -> jax.Array:  # [S, S, E / S]
             return x_SE.reshape(S, S, E // S)
 
         received_SES = by_receiver(rows_SE).transpose(1, 2, 0)
         flat = received_SES.reshape(S, E)
-        starts = (jnp.cumsum(flat, axis=1) - flat).reshape(received_SES.shape)
-        starts = starts.transpose(2, 0, 1)
-        received = by_receiver(rows_SE)[:, local].reshape(-1)
-        return_starts = by_receiver(sent_SE)[:, local].reshape(-1)
-        sent = rows_SE[local]
+        receiver_starts = (jnp.cumsum(flat, axis=1) - flat).reshape(received_SES.shape)
+        receiver_starts = receiver_starts.transpose(2, 0, 1)
+        sent_sizes = rows_SE[device]
+        received_sizes = by_receiver(rows_SE)[:, device].reshape(-1)
+        return_starts = by_receiver(starts_SE)[:, device].reshape(-1)
+        remote_starts = receiver_starts[device].reshape(-1)
+        local_starts = receiver_starts[:, device].reshape(-1)
         return cls(
-            Pieces(sent_SE[local], sent, starts[local].reshape(-1), received),
-            Pieces(starts[:, local].reshape(-1), received, return_starts, sent),
+            out=Pieces(starts_SE[device], sent_sizes, remote_starts, received_sizes),
+            back=Pieces(local_starts, received_sizes, return_starts, sent_sizes),
         )
 
 
@@ -113,52 +115,52 @@ class Route(NamedTuple):
 def travel(
     x: jax.Array,
     route: Route,
-    lengths: tuple[int, int],
+    capacities: tuple[int, int],
     axes: tuple[str, ...],
     emulated: bool,
 ) -> jax.Array:
-    """Return the rows received from other devices, with zeros for unsent rows.
+    """Return the rows that a device receives, and zeros in the rest of its capacity.
 
     The gradient travels along the reverse route.
 
     Args:
         x: rows, with any further dims.
         route: the pieces to send.
-        lengths: the capacity in rows of the sender and of the receiver.
+        capacities: the capacity in rows of the sender and of the receiver.
         axes: mesh axes along which devices exchange rows.
         emulated: gather all rows instead, because XLA:CPU has no ragged all-to-all.
     """
-    out, length = route.out, lengths[1]
+    out, capacity = route.out, capacities[1]
     if not emulated:
         return jax.lax.ragged_all_to_all(
             x,
-            jnp.zeros((length, *x.shape[1:]), x.dtype),
+            jnp.zeros((capacity, *x.shape[1:]), x.dtype),
             input_offsets=out.starts,
             send_sizes=out.sizes,
-            output_offsets=out.to,
-            recv_sizes=out.received,
+            output_offsets=out.receiver_starts,
+            recv_sizes=out.received_sizes,
             axis_name=axes,
         )
     swap = partial(
         jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
     )
-    starts, to = swap(out.starts), swap(out.to)
-    places = jnp.arange(length)[:, None]
-    in_piece = (places >= to) & (places < to + out.received)
+    sender_starts, starts = swap(out.starts), swap(out.receiver_starts)
+    rows = jnp.arange(capacity)[:, None]
+    in_piece = (rows >= starts) & (rows < starts + out.received_sizes)
     piece = jnp.argmax(in_piece, axis=1)
-    sender = piece // (to.size // jax.lax.psum(1, axes))
-    row = starts[piece] + places[:, 0] - to[piece]
-    y = jax.lax.all_gather(x, axes)[sender, row]
+    sender = piece // (starts.size // jax.lax.psum(1, axes))
+    sender_row = sender_starts[piece] + rows[:, 0] - starts[piece]
+    y = jax.lax.all_gather(x, axes)[sender, sender_row]
     is_sent = jnp.any(in_piece, axis=1).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(is_sent, y, 0)
 
 
-def _travel_forward(x, route: Route, lengths, axes, emulated):
-    return travel(x, route, lengths, axes, emulated), route
+def _travel_forward(x, route: Route, capacities, axes, emulated):
+    return travel(x, route, capacities, axes, emulated), route
 
 
-def _travel_backward(lengths, axes, emulated, route: Route, dy):
-    return travel(dy, route.reverse(), lengths[::-1], axes, emulated), None
+def _travel_backward(capacities, axes, emulated, route: Route, dy):
+    return travel(dy, route.reverse(), capacities[::-1], axes, emulated), None
 
 
 travel.defvjp(_travel_forward, _travel_backward)

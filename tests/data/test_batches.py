@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.batches import Batch, Order, shuffled, validation_batches
+from data.batches import Batch, Order, shuffled_rows, validation_batches
 from data.config import DataConfig, Packing, Source
 from data.errors import DataError
-from data.rows import cut_rows
+from data.rows import make_batch
 from data.sources import Sources, open_sets, open_sources
 from data.token_store.store import Store
 from tests.fleet import REPOSITORY
@@ -109,7 +109,7 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
 def test_the_order_of_rows_is_grains(count, seed):
     order = grain.MapDataset.range(count).shuffle(seed=seed).repeat(None)
     ranks = np.concatenate([np.arange(3 * min(count, 50)), [2 * count, 10**13]])
-    numbers = shuffled(ranks, count, seed)
+    numbers = shuffled_rows(ranks, count, seed)
     assert numbers.dtype == np.int64
     assert numbers.tolist() == [order[rank] for rank in ranks.tolist()]
 
@@ -151,7 +151,7 @@ def test_rows_respect_documents():
     end = 256
     tokens = [[1, 2, end, 3, end, end, 4], [end, end, 4, 5, 6, 7, 8]]
     row, column = np.array([0, 0, 0, 1, 1]), np.array([3, 5, 6, 1, 2])
-    batch = cut_rows(np.array(tokens, np.int32), row, column, np.array([13, 9]))
+    batch = make_batch(np.array(tokens, np.int32), row, column, np.array([13, 9]))
     expected = Batch(
         inputs=[[1, 2, end, 3, end, end], [end, end, 4, 5, 6, 7]],
         targets=[[2, end, -1, end, -1, -1], [-1, -1, 5, 6, 7, 8]],

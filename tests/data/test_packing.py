@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.packing
-from data.packing import pack, pieces
+from data.packing import cut_documents, pack
 
 LENGTHS = st.integers(1, 24).flatmap(
     lambda T: st.tuples(st.lists(st.integers(1, T), max_size=120), st.just(T))
@@ -42,7 +42,7 @@ def totals_of_best_fit(lengths, T: int) -> list[int]:
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 16))
 def test_every_pair_of_every_document_is_in_one_row_once(documents, T):
     offsets = offsets_of(documents)
-    starts, lengths = pieces(offsets, T)
+    starts, lengths = cut_documents(offsets, T)
     assert (starts.dtype, lengths.dtype) == (np.int64, np.int32)
     order, row_offsets = pack(lengths, T)
     assert_packed(lengths, order, row_offsets, T)
@@ -57,7 +57,7 @@ def test_every_pair_of_every_document_is_in_one_row_once(documents, T):
 
 
 def test_a_document_is_cut_only_where_it_must_be():
-    starts, lengths = pieces(offsets_of([9, 1, 0, 5, 2, 10]), 4)
+    starts, lengths = cut_documents(offsets_of([9, 1, 0, 5, 2, 10]), 4)
     assert starts.tolist() == [0, 4, 10, 15, 17, 21, 25]
     assert lengths.tolist() == [4, 4, 4, 1, 4, 4, 1]
 
@@ -75,7 +75,7 @@ def test_the_rows_are_those_of_best_fit_piece_by_piece(lengths_and_T):
 
 def test_windows_are_packed_one_by_one(monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 33, 1000).astype(np.int32)
-    monkeypatch.setattr(data.packing, "MAX_WINDOW", 300)
+    monkeypatch.setattr(data.packing, "MAX_PIECES", 300)
     order, row_offsets = pack(lengths, 32)
     assert_packed(lengths, order, row_offsets, 32)
     for first in range(0, 1000, 300):
@@ -87,7 +87,7 @@ def test_windows_are_packed_one_by_one(monkeypatch):
 
 @pytest.mark.parametrize("documents", [[], [0], [1, 0, 1]])
 def test_without_a_pair_there_is_no_row(documents):
-    starts, lengths = pieces(offsets_of(documents), 8)
+    starts, lengths = cut_documents(offsets_of(documents), 8)
     assert len(starts) == len(lengths) == 0
     order, row_offsets = pack(lengths, 8)
     assert_packed(lengths, order, row_offsets, 8)

@@ -163,7 +163,7 @@ def test_excerpts_say_what_a_batch_holds(stores, sources):
         shown[excerpt.row, excerpt.column :][: len(ids)] = ids
         assert excerpt.text.strip() in (stores / f"{excerpt.source}.jsonl").read_text()
         assert excerpt.document.startswith(excerpt.source)
-        if excerpt.first == 0:
+        if excerpt.first_token == 0:
             assert excerpt.text.startswith(excerpt.document[:6])
     np.testing.assert_array_equal(shown, batch.inputs)
 

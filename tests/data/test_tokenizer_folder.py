@@ -14,7 +14,7 @@ import pytest
 import data.encoding
 from data.encoding import FolderEncoding, decode, encode, fingerprint
 from data.errors import DataError
-from data.tokenizer import RANK_FILE_PATTERN, load_tokenizer, parse_ranks, rank_file
+from data.tokenizer import RANK_FILE_PATTERN, dump_ranks, load_tokenizer, parse_ranks
 from data.tokenizer_folder import FILE
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 
@@ -81,7 +81,7 @@ def test_the_ids_are_the_same(tmp_path, pattern):
     check_same_ids(encoding, json.dumps(content), TEXTS)
     assert encoding.eot_token == 1
     assert encode(encoding, b"</s>").tolist() != [1], "text is never control"
-    stored = rank_file(name)
+    stored = dump_ranks(name)
     assert stored is not None
     assert fingerprint(parse_ranks("stored", stored)) == fingerprint(encoding)
     check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), TEXTS)
@@ -95,7 +95,7 @@ def test_text_between_two_matches_is_encoded_as_tokenizers_does(tmp_path, patter
     check_same_ids(encoding, json.dumps(content), texts)
     for text in texts:
         assert decode(encoding, encode(encoding, text.encode())) == text
-    stored = parse_ranks("stored", rank_file(name) or b"")
+    stored = parse_ranks("stored", dump_ranks(name) or b"")
     check_same_ids(stored, json.dumps(tokenizer_json(stored)), texts)
 
 
@@ -134,7 +134,7 @@ def test_text_is_normalized_and_its_words_are_tokens_first(tmp_path, form):
     ]
     check_same_ids(encoding, json.dumps(content), texts)
     assert {600, 601} < {*encode(encoding, b"<tool <tool>").tolist()}
-    stored = parse_ranks("stored", rank_file(name) or b"")
+    stored = parse_ranks("stored", dump_ranks(name) or b"")
     for same in (stored, pickle.loads(pickle.dumps(encoding))):
         assert fingerprint(same) == fingerprint(encoding)
         check_same_ids(same, json.dumps(tokenizer_json(encoding)), texts)

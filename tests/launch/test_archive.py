@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from launch.archive import archive, files
+from launch.archive import files_to_pack, make_archive
 from tests.fleet import REPOSITORY
 from tests.launch.kinds import contents
 
@@ -16,8 +16,8 @@ WHOLE = [
 
 
 def test_it_is_what_the_checkout_holds_now_and_nothing_else(checkout: Path):
-    assert files(checkout) == WHOLE
-    packed = archive(checkout)
+    assert files_to_pack(checkout) == WHOLE
+    packed = make_archive(checkout)
     assert contents(packed)["train/step.py"] == b"new = 2\n"
     assert contents(packed)["train/same.py"] == b"new = 2\n"
     for secret in (b"secret", b".git/", str(checkout).encode(), b"root"):
@@ -27,18 +27,18 @@ def test_it_is_what_the_checkout_holds_now_and_nothing_else(checkout: Path):
 def test_without_git_it_is_what_an_installed_package_holds(checkout: Path):
     shutil.rmtree(checkout / ".git")
     (checkout / "configs/mine.yaml").unlink()  # nothing says that it is ignored
-    assert files(checkout) == WHOLE
+    assert files_to_pack(checkout) == WHOLE
 
 
 def test_this_program_is_whole():
     """What setuptools is told to package is what travels."""
-    found = set(files(REPOSITORY))
+    found = set(files_to_pack(REPOSITORY))
     for package in ("configs", "data", "launch", "model", "train"):
         for suffix in ("py", "yaml"):
             for path in (REPOSITORY / package).rglob(f"*.{suffix}"):
                 assert path.relative_to(REPOSITORY).as_posix() in found
     assert {"pyproject.toml", "LICENSE", "README.md"} <= found
-    assert len(archive(REPOSITORY)) < 2**20
+    assert len(make_archive(REPOSITORY)) < 2**20
 
 
 def test_equal_files_give_equal_bytes(checkout: Path, tmp_path: Path):
@@ -46,7 +46,7 @@ def test_equal_files_give_equal_bytes(checkout: Path, tmp_path: Path):
     shutil.copytree(checkout, again, symlinks=True, copy_function=shutil.copyfile)
     os.utime(again / "train/step.py", (1, 1))
     (again / "train/step.py").chmod(0o700)
-    assert archive(again) == archive(checkout)
-    assert archive(again)[4:8] == bytes(4)  # gzip's time (RFC 1952)
+    assert make_archive(again) == make_archive(checkout)
+    assert make_archive(again)[4:8] == bytes(4)  # gzip's time (RFC 1952)
     (again / "train/step.py").write_text("new = 3\n")
-    assert archive(again) != archive(checkout)
+    assert make_archive(again) != make_archive(checkout)

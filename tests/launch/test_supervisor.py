@@ -19,7 +19,7 @@ def play(tmp_path):
         left, at = list(attempts), list(steps)
         supervisor = Supervisor(
             start=lambda: Played(left.pop(0)),
-            step=lambda: at.pop(0) if at else None,
+            read_step=lambda: at.pop(0) if at else None,
             max_restarts=max_restarts,
             backoff_s=0,
             diary=tmp_path / "attempts.jsonl",
@@ -101,7 +101,7 @@ def test_asked_to_stop_elsewhere_it_starts_no_more(tmp_path):
 
     diary = tmp_path / "attempts.jsonl"
     supervisor = Supervisor(
-        start, lambda: None, 3, 0, diary, stopped=lambda: bool(made)
+        start, lambda: None, 3, 0, diary, stop_requested=lambda: bool(made)
     )
     assert supervisor.run() == 130
     assert len(made) == 1

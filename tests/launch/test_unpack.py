@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.archive import archive
+from launch.archive import make_archive
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Job
 from launch.unpack import unpack
@@ -37,7 +37,7 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
     stubs, submission = (
         tmp_path / "stubs",
-        place(tmp_path / "a submission", archive(checkout)),
+        place(tmp_path / "a submission", make_archive(checkout)),
     )
     argument_printer(stubs)
     path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
@@ -65,7 +65,7 @@ def run(submission: Path, tmp_path: Path, code: str, **more: str):
 
 
 def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", archive(checkout))
+    submission = place(tmp_path / "submission", make_archive(checkout))
     other = tmp_path / "other"
     (other / "train").mkdir(parents=True)
     (other / "train/__init__.py").write_text("")
@@ -79,7 +79,7 @@ def test_the_command_finds_the_archives_code_first(checkout: Path, tmp_path: Pat
 
 
 def test_signals_are_the_commands(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", archive(checkout))
+    submission = place(tmp_path / "submission", make_archive(checkout))
     wait = "import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(42)); "
     process = run(
         submission,
@@ -107,7 +107,7 @@ def test_a_signal_on_the_way_is_a_preemption(tmp_path: Path):
 
 def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
     """Whoever comes while others write, or after one was killed, has it whole."""
-    packed = archive(REPOSITORY)
+    packed = make_archive(REPOSITORY)
     whole = contents(packed)
     folder = tmp_path / hashlib.sha256(packed).hexdigest()
     submission = place(tmp_path / "submission", packed)
@@ -143,10 +143,10 @@ def test_several_at_once_and_one_killed_on_the_way(tmp_path: Path):
 
 
 def test_a_damaged_file_is_replaced(checkout: Path, tmp_path: Path):
-    folder = unpack(archive(checkout), tmp_path)
+    folder = unpack(make_archive(checkout), tmp_path)
     (folder / "train/step.py").write_text("damaged")
     (folder / "train/moe.py").unlink()
-    unpack(archive(checkout), tmp_path)
+    unpack(make_archive(checkout), tmp_path)
     assert (folder / "train/step.py").read_text() == "new = 2\n"
     assert (folder / "train/moe.py").exists()
 
@@ -166,7 +166,7 @@ def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
         packed_with("../outside.py"),
         packed_with("train/link.py", tarfile.SYMTYPE),
         b"no archive",
-        archive(REPOSITORY)[:5000],
+        make_archive(REPOSITORY)[:5000],
     ],
 )
 def test_nothing_is_run_from_a_strange_archive(packed: bytes, tmp_path: Path):
@@ -181,7 +181,7 @@ def test_nothing_is_run_from_a_strange_archive(packed: bytes, tmp_path: Path):
 
 
 def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
-    submission = place(tmp_path / "submission", archive(checkout))
+    submission = place(tmp_path / "submission", make_archive(checkout))
     (tmp_path / "file").write_text("")
     nowhere = str(tmp_path / "file/cache")
     code = "import train.step; print(train.step.__file__)"
@@ -193,7 +193,7 @@ def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
 
 
 def test_from_an_object_store(bucket, checkout: Path, tmp_path: Path):
-    packed = archive(checkout)
+    packed = make_archive(checkout)
     bucket.pipe("bucket/code/1/code.tar.gz", packed)
     code = "import train.step; print(train.step.__file__)"
     job = Job("x", "s3://bucket/code", "s3://bucket/code/1", (), "", "")

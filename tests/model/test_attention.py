@@ -97,7 +97,7 @@ def test_blocks_of_queries_meet_all_that_they_see(how):
     sinks = SINKS if how.get("sinks") else None
     kept = jnp.asarray(np.random.default_rng(1).random((2, T, 2, 2, S)) < 0.8)
     drop = (lambda ones: jnp.where(kept, ones, 0.0)) if how.get("drop") else None
-    mask = masks.causal(T, jnp.ones((2, S), jnp.int32), window)
+    mask = masks.causal_mask(T, jnp.ones((2, S), jnp.int32), window)
 
     def loss(q, k, v, causal):
         options = {"soft_cap": how.get("soft_cap"), "drop": drop}

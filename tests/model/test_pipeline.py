@@ -12,7 +12,7 @@ from model.axes import AxisRules
 from model.execution import NO_CONTEXT, Execution
 from model.pipeline import interleave_layers, run_pipeline
 from model.placement import Placement
-from model.remat import layer_input
+from model.remat import name_layer_input
 
 STAGES = PartitionSpec("pipeline")
 RULES = AxisRules(
@@ -116,7 +116,7 @@ def test_no_iteration_keeps_a_copy_of_its_layers(remat):
 
     def wide(weights_LDD, x_BTD, rows, group, call):
         def layer(x, w):
-            return jnp.tanh(jnp.einsum("btd,de->bte", layer_input(x), w)), None
+            return jnp.tanh(jnp.einsum("btd,de->bte", name_layer_input(x), w)), None
 
         return jax.lax.scan(layer, x_BTD, weights_LDD)[0], None
 

@@ -87,7 +87,7 @@ def test_splash_runs_forward_once_where_its_results_are_kept(policy, kernels):
             )
             return jnp.sin(out)
 
-        return rematerialized(layer, policy, (), looped=True)(x).sum()
+        return rematerialized(layer, policy, (), in_loop=True)(x).sum()
 
     x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.float32)
     assert count(jax.make_jaxpr(jax.grad(loss))(x).jaxpr, "pallas_call") == kernels

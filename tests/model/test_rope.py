@@ -10,7 +10,7 @@ import pytest
 from model.attention.masks import Local
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
-from model.rope import frequencies, rotate, rotations
+from model.rope import frequencies, make_rotations, rotate
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -19,7 +19,7 @@ CONFIG = ModelConfig(embed_dim=64, num_heads=2)
 
 def turned(x, start: int, config: ModelConfig = CONFIG):
     positions = start + jnp.arange(x.shape[1])[None]
-    return rotate(x, rotations(positions, config).for_layer(False))
+    return rotate(x, make_rotations(positions, config).for_layer(False))
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
@@ -88,8 +88,10 @@ def test_yarn_sharpens_attention():
 def test_local_layers_may_have_a_base_of_their_own_and_are_not_scaled():
     config = replace(CONFIG, rope_scaling=LLAMA3, rope_theta_local=100.0)
     positions = jnp.arange(6)[None]
-    both = rotations(positions, config)
-    alone = rotations(positions, replace(CONFIG, rope_theta=100.0)).for_layer(False)
+    both = make_rotations(positions, config)
+    alone = make_rotations(positions, replace(CONFIG, rope_theta=100.0)).for_layer(
+        False
+    )
     for local in (True, Local(jnp.asarray(True), 1, 2)):
         jax.tree.map(np.testing.assert_array_equal, both.for_layer(local), alone)
     assert np.abs(both.for_layer(False).cos - alone.cos).max() > 0.1

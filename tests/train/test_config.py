@@ -10,7 +10,7 @@ from train.cli.hints import similar_names, unknown_key
 from train.cli.presets import CONFIG_DIR
 from train.cli.rules import config_mistakes, must_name_run
 from train.cli.schema import config_yaml, convert, read_yaml
-from train.cli.unread_keys import without_effect
+from train.cli.unread_keys import unread_key_warnings
 from train.config import Config, OptimizerName
 from train.errors import ConfigError, Mistake, nearest
 from train.evaluate.__main__ import EvaluateConfig
@@ -259,7 +259,7 @@ def test_the_tracker_of_an_older_version_is_read(tmp_path, name, enabled):
 )
 def test_a_setting_without_effect_is_named(text: str, said: list[str]):
     config, _ = convert(yaml.safe_load(text) or {}, Config)
-    warnings = sorted(without_effect(config))
+    warnings = sorted(unread_key_warnings(config))
     assert len(warnings) == len(said), warnings
     for warning, part in zip(warnings, said, strict=True):
         assert part in warning

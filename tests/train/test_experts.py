@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.batches import Order
-from data.rows import padding
+from data.rows import padding_batch
 from tests.train.conftest import MOE as PLAIN
 from tests.train.conftest import distance, take_steps
 from train.config import MESH_AXES
@@ -119,7 +119,7 @@ NO_AUX = ("model.router_aux_weight=0",)
 
 def with_padding(batch, lengths):
     """Give rows of 96 positions, of which each begins with some of a batch's."""
-    longer = padding(len(lengths), 96)
+    longer = padding_batch(len(lengths), 96)
     for row, length in enumerate(lengths):
         for field, values in zip(longer, batch, strict=True):
             field[row, :length] = values[row, :length]

@@ -10,7 +10,7 @@ from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.hardware import devices
 from train.hardware.targets import parse_target
-from train.load_run import in_microbatches, make_program_here
+from train.load_run import make_program_here, with_microbatches
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_batch_goes_through_in_the_runs_microbatches(
     programs, typed, count, wanted, parts
 ):
     """As far as rows of it are left for each device."""
-    program = in_microbatches(programs(*typed, devices=count), wanted)
+    program = with_microbatches(programs(*typed, devices=count), wanted)
     assert program.config.train.accumulation_steps == parts
 
 

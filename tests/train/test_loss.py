@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from data.batches import Batch, Order
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
-from train.loss import loss_sum, tile
+from train.loss import loss_sum, tile_size
 from train.program import make_program
 from train.rows import (
     REPLICATED,
@@ -203,7 +203,7 @@ def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
     ],
 )
 def test_a_tile_is_a_divisor_of_the_row(T, V, chunk, expected):
-    assert tile(T, V, chunk) == expected
+    assert tile_size(T, V, chunk) == expected
 
 
 def largest_float(program) -> int:

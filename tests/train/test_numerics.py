@@ -10,7 +10,7 @@ from tests.train import doors
 from tests.train.conftest import CUBE, DEEP, MOE
 from tests.train.doors import lines
 from train.feed import place
-from train.numerics import culprit
+from train.numerics import find_culprit
 
 folder, door = doors.folder, doors.door  # fixtures
 INTERVAL = "log.numerics_interval_steps=5"
@@ -92,7 +92,7 @@ def test_the_layer_that_is_to_blame(program, store, start, part, name, layer, va
     after, metrics = taken(program, store, "watched_step", spoiled)
     assert metrics["skipped"] == 1
     same(after.params, spoiled.params)
-    found = culprit(metrics, None)
+    found = find_culprit(metrics, None)
     assert found is not None
     assert (found.quantity, found.layer) == (part, layer)
 
@@ -106,15 +106,17 @@ def figures(**changed):
 
 def test_gradients_go_from_the_last_layer_to_the_first():
     bad = [np.inf, np.nan, 2.0]
-    found = culprit(figures(grad_norm=bad, grad_largest=bad), None)
+    found = find_culprit(figures(grad_norm=bad, grad_largest=bad), None)
     assert str(found) == "layer 1: the norm of its gradients is not finite"
 
 
 def test_a_spike_is_what_has_grown_most():
     now = figures(mlp=[2.0, 3.0, 9.0], grad_norm=[1.0, 50.0, 3.0])
-    assert str(culprit(now, figures())) == "layer 1: the norm of its gradients is 50"
-    assert culprit(now, None) is None
-    assert culprit(figures(mlp=[3.0, 1.0, 1.0]), figures()) is None
+    assert (
+        str(find_culprit(now, figures())) == "layer 1: the norm of its gradients is 50"
+    )
+    assert find_culprit(now, None) is None
+    assert find_culprit(figures(mlp=[3.0, 1.0, 1.0]), figures()) is None
 
 
 @pytest.mark.slow

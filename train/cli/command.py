@@ -8,7 +8,7 @@ A command is a function of its config that returns an exit code:
         run_command(main, "train")
 
 Hydra composes the config from `configs/<name>.yaml` and the command line, and handles
-help, `--cfg job` and `--multirun`. The config that the function takes is a frozen
+help, `--cfg job` and `--multirun`. The function takes its config as a frozen
 dataclass without mistakes. Nothing here imports jax, and Hydra writes no files.
 """
 
@@ -26,14 +26,15 @@ from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
 from train.cli.quoting import quote_text
 from train.cli.rules import config_mistakes
 from train.cli.schema import config_yaml, read_yaml
-from train.cli.unread_keys import without_effect
+from train.cli.unread_keys import unread_key_warnings
 from train.config import Config
 from train.errors import STOPPED, ConfigError, Exit, exit_code
 from train.masking import mask
 
 __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
 
-Outcome = Callable[[Any], tuple[str, float | None]]  # run.dir, last evaluation loss
+# From the config of a job to its run.dir and its last evaluation loss.
+Outcome = Callable[[Any], tuple[str, float | None]]
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,14 @@ def run_command(
     """Run a command on the arguments of this process, and exit with its code.
 
     Args:
-        main: takes the config and returns the exit code; None is 0. ConfigError becomes
-            78, DataError 65, and Exit its own code, all without a traceback.
+        main: takes the config and returns the exit code; None is 0. A ConfigError exits
+            with 78, a DataError with 65, and an Exit with its code, without traceback.
         config_name: the root file in `configs/`.
         schema: the dataclass that `main` takes.
         validate: lists the broken rules between keys, after types and bounds have been
             checked.
         default_choices: `group=choice` pairs that the arguments may override.
-        outcome: returns the result of a job, for the table at the end of a sweep.
+        outcome: returns a job's directory and loss, for the table after a sweep.
     """
     configure_logging()
     try:
@@ -65,7 +66,7 @@ def run_command(
             arguments, config_name, schema, validate, default_choices
         )
         flags = parse_flags(arguments)
-        only_shows = flags.help or flags.hydra_help or flags.cfg or flags.info
+        hydra_only_prints = flags.help or flags.hydra_help or flags.cfg or flags.info
         code: int | None = 0
         if is_sweep(flags):
             from train.cli.sweep import run_sweep
@@ -75,15 +76,16 @@ def run_command(
             print(config_yaml(config), end="", flush=True)
             if mistakes := validate(config):
                 raise ConfigError(mistakes)
-        elif only_shows or flags.shell_completion:
+        elif hydra_only_prints or flags.shell_completion:
             import hydra
 
             register(schema)
             sys.argv[1:] = flags_first(arguments)
             hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(lambda cfg: None)()
         else:
-            for warning in without_effect(config) if issubclass(schema, Config) else ():
-                log.warning(warning)
+            if issubclass(schema, Config):
+                for warning in unread_key_warnings(config):
+                    log.warning(warning)
             code = main(config)
     except (ConfigError, DataError, Exit) as error:
         print(mask(str(error)), end="\n" * bool(str(error)), file=sys.stderr)

@@ -1,6 +1,6 @@
 """Private and undocumented API of Hydra, OmegaConf, pydantic, argparse and atexit.
 
-Each function states the checked version, and the upstream change that would remove it.
+Each function states the checked version, and most say why no public API is enough.
 """
 
 import argparse
@@ -24,12 +24,12 @@ def flags_parser() -> argparse.ArgumentParser:
 
 
 def flag_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the flags of a parser (Python 3.11 to 3.13, without a public list)."""
+    """Return the flags of a parser (Python 3.11 to 3.13 have no public list)."""
     return parser._actions
 
 
 def override_parser(loader: Any = None) -> OverridesParser:
-    """Return Hydra's parser of overrides (Hydra 1.3.8, importable but undocumented).
+    """Return Hydra's parser of overrides (Hydra 1.3.8, where it is undocumented).
 
     Sweeps over groups need the loader.
     """
@@ -37,9 +37,9 @@ def override_parser(loader: Any = None) -> OverridesParser:
 
 
 def config_loader() -> Any:
-    """Return the preset loader of the initialised Hydra.
+    """Return Hydra's loader of presets; Hydra must be initialised.
 
-    Hydra 1.3.8. If `hydra.compose` said which preset set a key, and which choice is
+    Hydra 1.3.8. If `hydra.compose` said which preset sets a key, and which choice is
     wrong, this function and the next three could be deleted.
     """
     return GlobalHydra.instance().config_loader()

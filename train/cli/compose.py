@@ -1,9 +1,9 @@
 """Turn a command line into one config, or into the list of all its mistakes.
 
 Hydra alone stops at the first mistake, with exit code 1. Here Hydra only parses each
-argument and composes the chosen presets (`presets.py`); the other overrides are applied
-afterwards. `schema.py` checks the result against the dataclasses, and `rules.py` checks
-the rules between keys.
+argument and composes the chosen presets (`presets.py`); the overrides of keys are
+applied afterwards. `schema.py` checks the result against the dataclasses, and
+`rules.py` checks the rules between keys.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from train.errors import ConfigError, Mistake
 from train.masking import remember_secrets
 from train.mesh_sizes import mesh_mistakes
 
-MAX_JOBS = 32  # the jobs checked before a sweep begins; each job also checks itself
+MAX_JOBS = 32  # the number of jobs to check before a sweep; each job also checks itself
 
 Validate = Callable[[Any], list[Mistake]]
 
@@ -65,7 +65,7 @@ def check_command_line(
 ) -> Any:
     """Check the arguments of a command, with each job of a sweep; return the config.
 
-    Rules between keys are not checked with `--cfg` and other similar flags.
+    Rules between keys are not checked with `--cfg` and the flags that print help.
 
     Args:
         argv: the arguments (`sys.argv[1:]`), as returned by `quote_text`.
@@ -86,25 +86,26 @@ def check_command_line(
     shows_help = flags.help or flags.hydra_help or flags.info
     if flags.shell_completion or (shows_help and not flags.overrides and not mistakes):
         return None
-    only_shows = shows_help or flags.cfg
+    only_prints = shows_help or flags.cfg
     with search_path(schema, flags.config_dir):
         load = Presets if flags.config_dir else cached_presets
         root = flags.config_name or config_name
         presets = load(root, schema, tuple(default_choices))
-        check = _Check(presets, schema, no_rules if only_shows else validate, mistakes)
-        alternatives = [check.read(text, is_sweep(flags)) for text in flags.overrides]
+        rules = no_rules if only_prints else validate
+        checker = _CommandLineChecker(presets, schema, rules, mistakes)
+        alternatives = [checker.parse(t, is_sweep(flags)) for t in flags.overrides]
         jobs = itertools.product(*filter(None, alternatives))
-        configs = [check.job(job) for job in itertools.islice(jobs, MAX_JOBS)]
+        configs = [checker.job_config(job) for job in itertools.islice(jobs, MAX_JOBS)]
     if mistakes:
         typed_keys = [t.lstrip("+~").partition("=")[0] for t in flags.overrides]
         sections = [field.name for field in fields(schema)]
-        mistakes.sort(key=lambda mistake: _rank(mistake.key, typed_keys, sections))
+        mistakes.sort(key=lambda mistake: _sort_key(mistake.key, typed_keys, sections))
         raise ConfigError(mistakes)
     return configs[0]
 
 
-class _Check:
-    """Collects the mistakes of a command line."""
+class _CommandLineChecker:
+    """Composes the configs of a command line and collects the mistakes."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class _Check:
         self.rejected_groups = {m.key for m in mistakes} & presets.choices.keys()
         self.parser = override_parser(presets.loader)
 
-    def read(self, text: str, sweep: bool) -> list[Override]:
+    def parse(self, text: str, is_multirun: bool) -> list[Override]:
         """Parse an argument; return one override, or one for each value of a sweep."""
         key, _, value = text.lstrip("+~").partition("=")
         try:
@@ -131,9 +132,9 @@ class _Check:
                 name = parsed.get_key_element()
                 texts = [f"{name}={item}" for item in items or ()]
                 overrides = [self.parser.parse_override(single) for single in texts]
-                if not sweep:
+                if not is_multirun:
                     rule = "is a sweep: add --multirun, or for a list write "
-                    return self._add(key, value, f"{rule}{key}=[{value}]")
+                    return self._reject(key, value, f"{rule}{key}=[{value}]")
         except HydraException as error:
             if "=" in text or text[:1] == "~":
                 rule = f"cannot be read: {hydra_message(error)}\n"
@@ -142,20 +143,20 @@ class _Check:
                 names = [*self.presets.groups, *keys_of(self.schema)]
                 rule = "is not key=value"
                 rule += "" if key in names else did_you_mean(similar_names(key, names))
-            return self._add(key, value, rule)
+            return self._reject(key, value, rule)
         return [override for override in overrides if self._is_possible(override)]
 
-    def job(self, overrides: Sequence[Override]) -> Any:
+    def job_config(self, overrides: Sequence[Override]) -> Any:
         """Return the config of one job, with defaults in place of wrong values."""
-        choices = [str(o.input_line) for o in overrides if self._options(o)]
+        choices = [str(o.input_line) for o in overrides if self._group_choices(o)]
         tree, mistakes = self.presets.compose(choices)
         for mistake in mistakes:
             self.rejected_groups.add(mistake.key)
             self._record(mistake)
         typed_keys = []
         for override in overrides:
-            if not self._options(override):
-                if mistake := _set(tree, override, self.schema):
+            if not self._group_choices(override):
+                if mistake := _apply(tree, override, self.schema):
                     self._record(mistake)
                 else:
                     typed_keys.append(override.key_or_group)
@@ -164,7 +165,8 @@ class _Check:
         try:
             values: Any = OmegaConf.to_container(tree, resolve=True)
         except OmegaConfBaseException as error:
-            self._add(str(error.full_key or "command line"), "", hydra_message(error))
+            key = str(error.full_key or "command line")
+            self._reject(key, "", hydra_message(error))
             return None
         config, mistakes = convert(values, self.schema)
         for mistake in mistakes:
@@ -174,7 +176,7 @@ class _Check:
                 mistake = mistake._replace(rule=f"{mistake.rule}\nin {file}")
             self._record(mistake)
         if self.rejected_groups <= {f.name for f in fields(self.schema)}:
-            # A rejected experiment might have set any key.
+            # Otherwise a rejected experiment preset might have set any key.
             self._record_broken_rules(self.validate(config), typed_keys)
             if self.mistakes and isinstance(config, Config):
                 # A valid config gets this check after its devices have been counted.
@@ -186,8 +188,8 @@ class _Check:
     ) -> None:
         """Record mistakes between keys, unless they follow from other mistakes.
 
-        A mistake follows from another if its rule reads a key that has its default only
-        because its value, or its name as typed by the user, is wrong.
+        A mistake follows from another if its rule reads a key that has a default value
+        only because the user mistyped the key's name or value.
         """
         wrong_keys = {m.key for m in self.mistakes}
         wrong_keys |= {key for m in self.mistakes for key in m.related}
@@ -197,18 +199,18 @@ class _Check:
             is_entry = key in typed_keys and type_of(self.schema, table)[1]
             in_rejected_group = section in self.rejected_groups and not is_entry
             holds_wrong_key = any(k.startswith(f"{key}.") for k in wrong_keys)
-            follows = wrong_keys & {key, *mistake.related}
-            if not (in_rejected_group or holds_wrong_key or follows):
+            reads_wrong_key = wrong_keys & {key, *mistake.related}
+            if not (in_rejected_group or holds_wrong_key or reads_wrong_key):
                 self._record(mistake)
 
-    def _options(self, override: Override) -> list[str]:
-        """Return the choices of a group, or an empty list for a key."""
+    def _group_choices(self, override: Override) -> list[str]:
+        """Return the possible choices if an override sets a group, otherwise []."""
         is_section = isinstance(override.value(), dict)
         return [] if is_section else self.presets.options(override.key_or_group)
 
     def _is_possible(self, override: Override) -> bool:
         """Return whether an override is possible, and record the mistake if not."""
-        key, options, rule = override.key_or_group, self._options(override), ""
+        key, options, rule = override.key_or_group, self._group_choices(override), ""
         if options and key not in self.presets.choices:
             groups = ", ".join(self.presets.groups) or "it has none"
             rule = f"is not a group of this command: {groups}"
@@ -217,12 +219,12 @@ class _Check:
         elif options and not override.is_delete():
             rule = _choice_rule(override, options)
         if rule:
-            self._add(key, override.value(), rule)
+            self._reject(key, override.value(), rule)
             self.rejected_groups |= {key} & self.presets.choices.keys()
         return not rule
 
-    def _add(self, key: str, value: object, rule: str) -> list[Override]:
-        """Record a mistake in an argument; return the empty list of its overrides."""
+    def _reject(self, key: str, value: object, rule: str) -> list[Override]:
+        """Record a mistake in an argument; return an empty list of overrides."""
         self._record(Mistake(key, value, rule))
         return []
 
@@ -248,8 +250,8 @@ def _choice_rule(override: Override, options: list[str]) -> str:
     return rule + did_you_mean(similar_names(unknown, options))
 
 
-def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
-    """Set or remove one key in the composed values; return the mistake, if any."""
+def _apply(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
+    """Set or remove one key in the composed values; return the mistake or None."""
     key, value = override.key_or_group, override.value()
     parent, _, name = key.rpartition(".")
     section, node = node_of(tree, parent), node_of(tree, key)
@@ -282,7 +284,7 @@ def _set(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
     return None
 
 
-def _rank(
+def _sort_key(
     key: str, typed_keys: Sequence[str], sections: Sequence[str]
 ) -> tuple[int, int]:
     """Return the sort key of a mistake: flags, then typed arguments, then the rest."""

@@ -1,4 +1,4 @@
-"""Hydra's flags (`--multirun`, `--cfg job`, ...) and the mistakes in them."""
+"""Parse and check Hydra's flags (`--multirun`, `--cfg job`, ...)."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 
 
 def flags_first(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with the overrides last: argparse needs them together."""
+    """Return the arguments with all overrides last, as argparse needs them."""
     return sorted(argv, key=lambda a: a[0:1] == "~" or ("=" in a and a[0:1] != "-"))
 
 
@@ -43,35 +43,37 @@ def is_sweep(flags: Namespace) -> bool:
 
 
 def flag_mistakes(flags: Namespace) -> list[Mistake]:
-    """Return mistakes of flags: unknown, unsupported, or exclusive of each other."""
+    """Return the mistakes: unknown, unsupported or mutually exclusive flags."""
     actions, mistakes = flag_actions(flags_parser()), list[Mistake]()
 
-    def add(flag: str, rule: str, value: object = "") -> None:
+    def add_mistake(flag: str, rule: str, value: object = "") -> None:
         mistakes.append(Mistake(flag, value, rule))
 
     for action in actions:
         value, choices = getattr(flags, action.dest, None), list(action.choices or ())
         if choices and value not in (None, *choices):
-            add(f"--{action.dest}", f"must be one of {', '.join(choices)}", value)
+            add_mistake(
+                f"--{action.dest}", f"must be one of {', '.join(choices)}", value
+            )
     options = [option for action in actions for option in action.option_strings]
     for flag in flags.unknown:
-        add(flag, _unknown_flag(flag, options))
+        add_mistake(flag, _unknown_flag_rule(flag, options))
     modes = ("run", "cfg", "multirun", "info", "shell_completion")
     chosen = [f"--{m.replace('_', '-')}" for m in modes if getattr(flags, m)]
     if len(chosen) > 1:
-        add(" and ".join(chosen), "exclude each other; give one")
+        add_mistake(" and ".join(chosen), "exclude each other; give one")
     if flags.resolve and not (flags.cfg or flags.help):
-        add("--resolve", "is only possible with --cfg")
+        add_mistake("--resolve", "is only possible with --cfg")
     for name in ("config_path", "experimental_rerun"):
         if getattr(flags, name):
             rule = "is not supported; your own presets go into --config-dir <folder>"
-            add(f"--{name.replace('_', '-')}", rule)
+            add_mistake(f"--{name.replace('_', '-')}", rule)
     if flags.config_dir and not Path(flags.config_dir).is_dir():
-        add("--config-dir", "is not a folder", flags.config_dir)
+        add_mistake("--config-dir", "is not a folder", flags.config_dir)
     return mistakes
 
 
-def _unknown_flag(flag: str, options: Sequence[str]) -> str:
+def _unknown_flag_rule(flag: str, options: Sequence[str]) -> str:
     """Return the rule for an unknown flag, with the flag or key that may be meant."""
     name, _, value = flag.lstrip("-").partition("=")
     key, keys = name.replace("-", "_"), keys_of(Config)

@@ -21,7 +21,7 @@ from train.errors import Mistake
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
     """Return the type hint of a dotted key (or None), and whether it is in a table.
 
-    The key of a table itself counts as in a table, because a table takes new entries.
+    A table's own key also counts as in a table, because a table accepts new entries.
     """
     hint, in_table = schema, False
     for name in key.split(".") if key else ():
@@ -35,8 +35,8 @@ def type_inside(hint: Any, name: object) -> Any:
     bare = bare_type(hint)
     if is_dataclass(bare):
         return _field_hints(bare).get(str(name))
-    holds_entries = typing.get_origin(bare) in (dict, list)
-    return typing.get_args(bare)[-1] if holds_entries else None
+    is_table_or_list = typing.get_origin(bare) in (dict, list)
+    return typing.get_args(bare)[-1] if is_table_or_list else None
 
 
 @functools.cache
@@ -94,13 +94,15 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
 
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
-    """Return names with the same last part (or its initials), or one close match."""
-    names, last_part = list(names), _tail(word)
-    exact = [n for n in names if last_part in (_tail(n), _initials(_tail(n)))]
-    if exact:
-        return difflib.get_close_matches(word, exact, n=3, cutoff=0)
+    """Return names whose last part or initials match `word`, or one close match."""
+    names, last_part = list(names), _last_part(word)
+    exact_matches = [
+        n for n in names if last_part in (_last_part(n), _initials(_last_part(n)))
+    ]
+    if exact_matches:
+        return difflib.get_close_matches(word, exact_matches, n=3, cutoff=0)
     for name in difflib.get_close_matches(word, names, n=5):
-        if difflib.SequenceMatcher(None, last_part, _tail(name)).ratio() > 0.6:
+        if difflib.SequenceMatcher(None, last_part, _last_part(name)).ratio() > 0.6:
             return [name]
     return []
 
@@ -110,7 +112,7 @@ def did_you_mean(names: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
-def _tail(key: str) -> str:
+def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
@@ -120,7 +122,7 @@ def _initials(name: str) -> str:
 
 
 def must_be(words: str, schema: type, key: str) -> str:
-    """Return the rule that a value must be `words`, with the meaning of its key."""
+    """Return the rule that a value must be `words`, followed by the key's meaning."""
     # A key may have indices into lists, such as `profile.steps[0]`.
     meaning = meaning_of(schema, key.replace("[", ".").replace("]", ""))
     meaning = meaning or meaning_of(schema, key.partition("[")[0])
@@ -134,7 +136,7 @@ def meaning_of(schema: type, key: str) -> str:
 
 
 def type_in_words(hint: Any) -> str:
-    """Return the values of a type hint in words, such as `a whole number, or null`."""
+    """Describe the values of a type hint, such as `a whole number, or null`."""
     members, bare = _members(hint), bare_type(hint)
     origin, arguments = typing.get_origin(bare), typing.get_args(bare)
     if origin is typing.Literal:
@@ -151,8 +153,8 @@ def type_in_words(hint: Any) -> str:
             names += typing.get_args(member) if _is_literal(member) else ()
         return "a list of " + ", ".join(names) + ", or whole numbers" * has_numbers
     if origin is list:
-        of_numbers = bare_type(arguments[0]) is int
-        return "a list such as [a,b]" + ", of whole numbers" * of_numbers
+        holds_numbers = bare_type(arguments[0]) is int
+        return "a list such as [a,b]" + ", of whole numbers" * holds_numbers
     if origin is dict:
         return "a table {key: value}"
     if is_dataclass(bare):
@@ -169,7 +171,7 @@ def _is_literal(hint: Any) -> bool:
 
 
 def bounds_in_words(hint: Any, value: object = None) -> str:
-    """Return the bounds of a hint, such as `at least 1, or null`, or an empty string.
+    """Describe the bounds of a hint, such as `at least 1, or null`; "" without bounds.
 
     The limit of int32, which nearly every whole number has, is only mentioned if
     `value` exceeds it.
@@ -181,7 +183,7 @@ def bounds_in_words(hint: Any, value: object = None) -> str:
     if high == Le(INT32_MAX) and not (isinstance(value, int) and value > INT32_MAX):
         high = None
     interval = _interval(low, high)
-    # A union takes some values in addition to an interval.
+    # A union may accept single values in addition to an interval.
     others = [str(x) for m in members if _is_literal(m) for x in typing.get_args(m)]
     others += ["null"] * (types.NoneType in members)
     return ", or ".join([interval, *others]) if interval else ""

@@ -21,7 +21,7 @@ GRACE_S = 10.0
 def leave(code: int) -> NoReturn:
     """Exit with a code as `sys.exit` does, but wait at most `GRACE_S` for threads.
 
-    In either case, the functions of `atexit` are called and output is flushed.
+    With or without waiting, `atexit` functions are called and output is flushed.
     """
     threads_ended = threading.Event()
     # After the last thread has ended, Python calls the newest atexit function first.
@@ -34,7 +34,7 @@ def leave(code: int) -> NoReturn:
         names = ", ".join(t.name for t in running if t is not threading.main_thread())
         log.warning("leaving, although these threads have not ended: %s", names)
         try:
-            run_exit_functions()  # one of JAX's informs the other processes
+            run_exit_functions()  # JAX registers one that informs the other processes
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

@@ -1,4 +1,4 @@
-"""The keys of Longhaul for settings of nanoGPT, MaxText and torchtitan.
+"""Translate names of settings of nanoGPT, MaxText and torchtitan to keys of Longhaul.
 
 `docs/guides/switching.md` shows the same translations in a table.
 """
@@ -54,7 +54,7 @@ NAMES = {
 
 
 def translate(key: str, known_keys: Collection[str]) -> tuple[str, tuple[str, ...]]:
-    """Return a sentence on the key of another trainer, and the keys that replace it.
+    """Return a sentence about another trainer's key, and the keys that replace it.
 
     The sentence is empty if no trainer has the key, or if its translation is not in
     `known_keys`. Only the last part of the key is compared.

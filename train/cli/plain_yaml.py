@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-_MAX_REPEATED = 1_000  # limit of the values that aliases add
+_MAX_REPEATED = 1_000  # the maximum number of values that aliases add
 
 
 def parse_yaml(text: str) -> Any:
@@ -32,8 +32,8 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
-def check_whole(text: str) -> None:
-    """Check that the last line of a file is complete: truncated YAML is often valid.
+def check_complete(text: str) -> None:
+    """Check that the last line of a file is complete, as truncated YAML may be valid.
 
     Raises:
         ValueError: if the file is truncated.
@@ -47,7 +47,7 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
 
     Args:
         node: a node of a parsed text; an alias is the same object as its anchor.
-        sizes: the sizes of earlier nodes, by id; 0 while a node is being counted.
+        sizes: the sizes of nodes so far, by id; 0 while a node is being counted.
     """
     if (size := sizes.get(id(node))) is not None:
         if size == 0:

@@ -1,6 +1,6 @@
 """Compose presets, which are the YAML files under `configs/`.
 
-Hydra puts their plain values on top of the defaults of the dataclasses. Types and
+Hydra merges the presets' plain values over the defaults of the dataclasses. Types and
 bounds are checked after all values have been set (`train/cli/schema.py`).
 """
 
@@ -55,7 +55,7 @@ class Presets:
     """The presets of one command, to be used inside `search_path`.
 
     choices: the default choice of each group of the command.
-    groups: the names of the groups that users choose from.
+    groups: the names of the groups in which users choose a preset.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Presets:
         self._options: dict[str, list[str]] = {}
         self.choices: dict[str, Any] = {}
         with suppress(Exception):  # `compose` reports the error
-            self.choices = self._defaults(()).overrides.known_choices
+            self.choices = self._defaults_list(()).overrides.known_choices
         self.groups = [group for group in self.choices if "/" not in group]
 
     def options(self, group: str) -> list[str]:
@@ -80,7 +80,7 @@ class Presets:
         return self._options[group]
 
     def compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
-        """Return the values of choices such as `model=llama3_8b`, and the mistakes."""
+        """Return the values set by choices such as `model=llama3_8b`, and mistakes."""
         key = tuple(choices)
         if key not in self._composed:  # jobs of a sweep often share their choices
             self._composed[key] = self._compose(choices)
@@ -89,7 +89,7 @@ class Presets:
 
     def _compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:
         try:
-            overrides = self._with_defaults(choices)
+            overrides = self._with_default_choices(choices)
             tree = hydra.compose(self._config_name, overrides, return_hydra_config=True)
             OmegaConf.set_struct(tree, None)
             return tree, []
@@ -98,7 +98,7 @@ class Presets:
         valid_choices, mistakes = list[str](), list[Mistake]()
         for choice in choices:
             try:
-                self._defaults([choice])
+                self._defaults_list([choice])
                 valid_choices.append(choice)
             except Exception as error:
                 key, _, value = choice.partition("=")
@@ -112,28 +112,30 @@ class Presets:
 
     def source_file(self, key: str, choices: Sequence[str]) -> str | None:
         """Return the file of the last preset that sets a key, or None."""
-        for default in reversed(self._defaults(choices).defaults):
+        for default in reversed(self._defaults_list(choices).defaults):
             path, package = str(default.config_path), default.package or ""
             if path == "schema" or path.startswith("hydra/"):
                 continue
             preset = load_preset(self.loader, path)
-            inner = key.partition("[")[0].removeprefix(f"{package}." * bool(package))
-            if node_of(preset.config, inner) is not None:
+            inner_key = key.partition("[")[0].removeprefix(
+                f"{package}." * bool(package)
+            )
+            if node_of(preset.config, inner_key) is not None:
                 return f"{preset.path.removeprefix('file://')}/{path}.yaml"
         return None
 
-    def _defaults(self, choices: Sequence[str]) -> Any:
+    def _defaults_list(self, choices: Sequence[str]) -> Any:
         return defaults_list(
-            self.loader, self._config_name, self._with_defaults(choices)
+            self.loader, self._config_name, self._with_default_choices(choices)
         )
 
-    def _with_defaults(self, choices: Sequence[str]) -> list[str]:
+    def _with_default_choices(self, choices: Sequence[str]) -> list[str]:
         groups = {choice.partition("=")[0] for choice in choices}
         defaults = self._default_choices
         return [*(c for c in defaults if c.partition("=")[0] not in groups), *choices]
 
 
-cached_presets = functools.cache(Presets)  # valid if only `configs/` is searched
+cached_presets = functools.cache(Presets)  # only valid without --config-dir
 
 
 def hydra_message(error: BaseException) -> str:

@@ -12,8 +12,8 @@ from train.cli.flags import is_sweep, parse_flags
 from train.cli.hints import bare_type, type_of
 from train.cli.schema import OLD_NAMES
 
-_CHOICES = {"tracker.name": "tracker"}  # older keys that are now groups
-# One value of a sweep, quoted or not.
+_GROUPS = {"tracker.name": "tracker"}  # groups that have replaced keys, by key
+# Matches one value of a sweep, with or without quotes.
 _VALUE = re.compile(
     r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\\,()"'])+""", re.DOTALL
 )
@@ -35,9 +35,9 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     """Return the arguments, quoting text that Hydra's grammar would misread.
 
     Examples are `prompt='def f('`, `data.path=a,b` and `run.name=1.10`. Quoted values,
-    null, and the sweeps of `--multirun` stay as they are, but numbers in a sweep are
-    quoted. A new entry of a table gets the ++ that Hydra requires, and an older name of
-    a key is replaced by the current name.
+    null, and the sweeps of `--multirun` stay as they are, but numbers in a sweep over
+    text are quoted. An entry of a table gets the ++ that Hydra requires. The older name
+    of a key is replaced by the current name.
     """
     is_multirun = is_sweep(parse_flags(argv))
     parser = override_parser()
@@ -45,7 +45,7 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     def quote_argument(argument: str) -> str:
         key, equals, value = argument.partition("=")
         name = key.lstrip("+~")
-        key = key.replace(name, {**OLD_NAMES, **_CHOICES}.get(name, name))
+        key = key.replace(name, {**OLD_NAMES, **_GROUPS}.get(name, name))
         hint, in_table = type_of(schema, key)
         key = f"++{key}" if equals and in_table else key
         if not equals or bare_type(hint) is not str:
@@ -55,8 +55,8 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
             if parsed.is_choice_sweep():
                 value = _VALUE.sub(lambda m: _quote_sweep_value(parser, m[0]), value)
             return f"{key}={value}"
-        unchanged = _is_text(parsed) and value == value.strip()
-        return f"{key}={value}" if unchanged else hydra_text(key, value)
+        needs_no_quotes = _is_text(parsed) and value == value.strip()
+        return f"{key}={value}" if needs_no_quotes else hydra_text(key, value)
 
     return [quote_argument(argument) for argument in argv]
 
@@ -77,5 +77,5 @@ def _is_text(parsed: Override | None) -> bool:
 def _quote_sweep_value(parser: OverridesParser, value: str) -> str:
     """Return one value of a sweep, in quotes if Hydra would not read it as text."""
     parsed = _parse_value(parser, value)
-    unchanged = parsed is None or not value.strip() or _is_text(parsed)
-    return value if unchanged else _quote(value.strip())
+    needs_no_quotes = parsed is None or not value.strip() or _is_text(parsed)
+    return value if needs_no_quotes else _quote(value.strip())

@@ -1,8 +1,8 @@
 """The rules between keys.
 
-The values here already have the types and bounds of their dataclasses. These rules are
-checked before any device is used; rules on the number of devices are checked after the
-devices are counted. Each mistake names the keys that its rule reads (`related`), and is
+The types and bounds of the values have already been checked. The rules here are checked
+before any device is used; rules on the number of devices are checked after the devices
+have been counted. Each mistake names the keys that its rule reads (`related`), and is
 not reported if one of these keys is itself wrong.
 """
 
@@ -28,13 +28,13 @@ from train.config import (
 from train.errors import Mistake, nearest
 from train.mesh_sizes import listed
 
-_SCORES = ("loss", "bits_per_byte")  # names in metrics.jsonl
-# For each rule table, the logical axis that none of its arrays has.
+_SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores
+# For each rule table, the logical axis that no array of the table has.
 _UNUSED_AXIS = {"params": "batch", "activations": "layers"}
-# Pairs of dims of one activation, which cannot both be sharded along one mesh axis.
-_ROW_DIMS = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
+# Dims of one activation: both dims of a pair cannot be sharded along one mesh axis.
+_FEATURE_DIMS = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
 _DIM_PAIRS = (
-    *product(_ROW_DIMS, ("batch", "seq")),
+    *product(_FEATURE_DIMS, ("batch", "seq")),
     *product(["head_dim"], ("heads", "kv_heads")),
 )
 
@@ -50,12 +50,12 @@ def config_mistakes(config: Config) -> list[Mistake]:
         *_expert_mistakes(config),
         *_pipeline_mistakes(config),
         *_offload_mistakes(config),
-        *set_mistakes(config.eval.sets, config.data, "eval.sets"),
+        *eval_set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
 
 def must_name_run(config: Any) -> list[Mistake]:
-    """Return a mistake if a command that reads a run names none."""
+    """Return a mistake if the config names no run, for commands that read a run."""
     if config.run.name or config.run.dir:
         return []
     rule = "must name the run to read; set run.dir=runs/<name> or run.name"
@@ -69,7 +69,7 @@ def _model_mistakes(model: ModelConfig) -> Iterator[Mistake]:
 
 
 def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
-    """Yield mistakes across sections, and in values that a bound cannot describe."""
+    """Yield mistakes between sections, and in values that a bound cannot describe."""
     model, data, run, schedule = config.model, config.data, config.run, config.schedule
     address, steps = config.distributed.coordinator_address, config.profile.steps
     accumulation, num_steps = config.train.accumulation_steps, config.train.num_steps
@@ -90,8 +90,8 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
         rule += "or a busy owner is taken for dead"
         related = ("run.lease_interval_s",)
         yield Mistake("run.lease_timeout_s", run.lease_timeout_s, rule, related)
-    server = config.tracker.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if config.tracker.mlflow.enabled and not server and "://" in (run.dir or ""):
+    server_uri = config.tracker.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if config.tracker.mlflow.enabled and not server_uri and "://" in (run.dir or ""):
         rule = f"must name a server: MLflow keeps no files under run.dir={run.dir}"
         yield Mistake("tracker.mlflow.uri", None, rule, ("run.dir",))
     is_learned, limit = model.position is Position.learned, model.max_sequence_length
@@ -109,10 +109,10 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
         yield Mistake("schedule.decay_steps", decay, rule, related)
 
 
-def set_mistakes(
+def eval_set_mistakes(
     sets: Mapping[str, EvalSet], data: DataConfig, table: str
 ) -> Iterator[Mistake]:
-    """Yield validation sets with a bad name, a name that is taken, or no path."""
+    """Yield the validation sets with an invalid or taken name, or without a path."""
     for name, validation_set in sets.items():
         if not re.fullmatch(r"[\w-]+", name) or name in _SCORES:
             rule = "must have a name of letters, digits, _ and -, and not "
@@ -143,18 +143,19 @@ def _axis_size_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
 
 def _rule_table_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
     """Yield mistakes in the two rule tables, and logical axes without a rule."""
-    sequence = mesh.activations.get("seq", "context")  # a missing rule: see below
+    # A missing rule is reported below.
+    sequence = mesh.activations.get("seq", "context")
     if sequence != "context" and (sequence is not None or mesh.context != 1):
         rule = "must be context, which divides rows; or null with mesh.context=1"
         yield Mistake("mesh.activations.seq", sequence, rule, ("mesh.context",))
-    rows = mesh.activations.get("batch")
-    if "context" in listed(rows):
+    batch_axes = mesh.activations.get("batch")
+    if "context" in listed(batch_axes):
         rule = "must not name context, along which devices share rows; leave it out"
-        yield Mistake("mesh.activations.batch", rows, rule)
-    for table, unused in _UNUSED_AXIS.items():
+        yield Mistake("mesh.activations.batch", batch_axes, rule)
+    for table, unused_axis in _UNUSED_AXIS.items():
         entries = getattr(mesh, table)
         for name in LOGICAL_AXES:
-            if name not in entries and name != unused:
+            if name not in entries and name != unused_axis:
                 rule = "is missing, and every logical axis needs a rule; give a mesh "
                 rule += "axis, a list, or null (replicated): configs/mesh/rules.yaml"
                 yield Mistake(f"mesh.{table}.{name}", "", rule)
@@ -182,12 +183,12 @@ def _rule_mistakes(key: str, name: str, axes: Any) -> Iterator[Mistake]:
 
 def _pipeline_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the placement of layers on pipeline stages."""
-    mesh, layers = config.mesh, config.mesh.params.get("layers")
-    if layers not in (None, "pipeline"):
+    mesh, layers_axis = config.mesh, config.mesh.params.get("layers")
+    if layers_axis not in (None, "pipeline"):
         rule = "must be pipeline, the axis whose devices are the stages, or null"
-        yield Mistake("mesh.params.layers", layers, rule)
-    rows = [*listed(mesh.activations.get("batch")), None]
-    if mesh.pipeline != 1 and not (layers == "pipeline" == rows[0]):
+        yield Mistake("mesh.params.layers", layers_axis, rule)
+    batch_axes = [*listed(mesh.activations.get("batch")), None]
+    if mesh.pipeline != 1 and not (layers_axis == "pipeline" == batch_axes[0]):
         rule = "needs mesh.params.layers=pipeline, and pipeline as the first of "
         rule += "mesh.activations.batch; change these, or use mesh.data instead"
         related = ("mesh.params.layers", "mesh.activations.batch")
@@ -223,14 +224,14 @@ def _offload_mistakes(config: Config) -> Iterator[Mistake]:
 
 def _expert_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the placement of experts on devices."""
-    mesh, dense = config.mesh, config.model.mlp is Mlp.dense
-    if dense and mesh.expert != 1:
+    mesh, is_dense = config.mesh, config.model.mlp is Mlp.dense
+    if is_dense and mesh.expert != 1:
         rule = "must be 1 with model.mlp=dense, which has no experts; use mesh.data "
         rule += "or mesh.fsdp instead"
         yield Mistake("mesh.expert", mesh.expert, rule, ("model.mlp",))
-    axes = listed(mesh.params.get("experts"))
-    rows = listed(mesh.activations.get("batch"))
-    if not dense and any(axis not in rows for axis in axes):
+    expert_axes = listed(mesh.params.get("experts"))
+    batch_axes = listed(mesh.activations.get("batch"))
+    if not is_dense and any(axis not in batch_axes for axis in expert_axes):
         rule = "must be mesh axes that mesh.activations.batch has too: devices with "
         rule += "different experts exchange tokens; add them there, or use null"
         related = ("mesh.activations.batch",)

@@ -2,7 +2,7 @@
 
 The dataclasses declare types, defaults and bounds (`Annotated[int, Ge(1)]`). pydantic
 checks values against the dataclasses and reports all errors at once. Help does not need
-pydantic, so it is imported only when values are checked.
+pydantic, so pydantic is imported only when values are checked.
 """
 
 import copy
@@ -25,7 +25,7 @@ from train.cli.hints import (
     type_of,
     unknown_key,
 )
-from train.cli.plain_yaml import check_whole, parse_yaml
+from train.cli.plain_yaml import check_complete, parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import leaves
@@ -75,7 +75,7 @@ def convert(
 
 def renamed(key: str, value: Any) -> tuple[str, Any]:
     """Return the current name and value of a key that may have an older name."""
-    if key == "tracker.name":  # older values are none and wandb
+    if key == "tracker.name":  # the older key had the values none and wandb
         value = value == "wandb"
     return OLD_NAMES.get(key, key), value
 
@@ -103,7 +103,7 @@ def _translate_error(
     hint, key, path = schema, "", list[Any]()
     for name in entry["loc"][1:]:
         if not is_dataclass(bare_type(hint)) and type_inside(hint, name) is None:
-            break  # the rest of the path names the member of a union
+            break  # the remaining path names the member of a union
         hint = type_inside(hint, name)
         path.append(name)
         key += f"[{name}]" if isinstance(name, int) else f".{name}"
@@ -120,7 +120,7 @@ def _translate_error(
 
 
 def _remove(values: dict[str, Any], path: tuple[Any, ...]) -> None:
-    """Remove the value at a path, or the whole list that holds that value."""
+    """Remove the value at a path; if the value is in a list, remove the list."""
     *sections, name = path
     for section in sections:
         if not isinstance(values.get(section), dict):
@@ -184,7 +184,7 @@ def _read_file(path: epath.Path) -> dict[str, Any]:
         raise ValueError("is not a file")
     text = path.read_text()
     table = _read_table(text)
-    check_whole(text)
+    check_complete(text)
     return table
 
 

@@ -50,14 +50,14 @@ def run_sweep(
     shared = set.intersection(*(set(overrides) for overrides, _ in jobs))
     rows = []
     for number, (overrides, code) in enumerate(jobs):
-        differing = " ".join(t.lstrip("+") for t in overrides if t not in shared)
+        own = " ".join(t.lstrip("+") for t in overrides if t not in shared)
         directory, loss = "-", None
         if outcome and code != WRONG_DATA:
             argv = [*_preset_flags(flags), *overrides]
             directory, loss = outcome(check_command_line(argv, config_name, schema))
-        # The directory of a failed job may hold the loss of another run.
+        # The directory of a failed job may hold a loss that another run has written.
         loss_text = "-" if code or loss is None else f"{loss:.4f}"
-        rows.append([str(number), differing, str(code), loss_text, directory])
+        rows.append([str(number), own, str(code), loss_text, directory])
     headers = ["job", "overrides", "exit code", "eval loss", "run.dir"]
     print_table(rows, headers, "sweep")
     return next((code for _, code in jobs if code), 0)

@@ -23,29 +23,29 @@ _EXPERT_KEYS = (
 
 
 def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield (is unread, prefix of keys, reason) for keys that only some models read."""
-    learned, scaling = model.position is Position.learned, model.rope_scaling.kind
+    """Yield (whether unread, prefix of the keys, reason) for model keys."""
+    is_learned, scaling = model.position is Position.learned, model.rope_scaling.kind
     for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
-        yield learned, f"model.{key}", "model.position is learned"
-    unscaled = scaling is Scaling.none and not learned
-    yield unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
+        yield is_learned, f"model.{key}", "model.position is learned"
+    is_unscaled = scaling is Scaling.none and not is_learned
+    yield is_unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
-    unclamped = model.activation is not Activation.clamped_swiglu
-    yield unclamped, "model.swiglu_", f"model.activation is {model.activation}"
+    is_unclamped = model.activation is not Activation.clamped_swiglu
+    yield is_unclamped, "model.swiglu_", f"model.activation is {model.activation}"
     for key in _EXPERT_KEYS:
         yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
 
 
-def without_effect(config: Config) -> list[str]:
+def unread_key_warnings(config: Config) -> list[str]:
     """Return warnings about changed keys without effect, and about a long warm-up."""
     changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
-    decays, constant = schedule is Schedule.wsd, schedule is Schedule.constant
+    is_wsd, is_constant = schedule is Schedule.wsd, schedule is Schedule.constant
     model, optimizer = config.model, config.optimizer.name
     unread = [
         *_unread_model_keys(model),
-        (not decays, "schedule.decay_steps", "schedule.name is not wsd"),
-        (constant, "schedule.final_fraction", "schedule.name is constant"),
+        (not is_wsd, "schedule.decay_steps", "schedule.name is not wsd"),
+        (is_constant, "schedule.final_fraction", "schedule.name is constant"),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (source is Source.python, "data.on_error", f"data.source is {source}"),
@@ -56,11 +56,13 @@ def without_effect(config: Config) -> list[str]:
         for key in _UNREAD_BY[optimizer]
     ]
     for name in (tracker.name for tracker in fields(config.tracker)):
-        off = not getattr(config.tracker, name).enabled
-        unread.append((off, f"tracker.{name}.", f"tracker.{name}.enabled is false"))
-    stored = source in (Source.tokens, Source.mixture)  # stores fix these keys
+        is_disabled = not getattr(config.tracker, name).enabled
+        reason = f"tracker.{name}.enabled is false"
+        unread.append((is_disabled, f"tracker.{name}.", reason))
+    # A token store fixes these keys when it is written.
+    reads_stores = source in (Source.tokens, Source.mixture)
     unread += [
-        (stored, f"data.{key}", f"data.source is {source}")
+        (reads_stores, f"data.{key}", f"data.source is {source}")
         for key in ("validation", "tokenizer", "pattern", "on_error")
     ]
     warnings = [
@@ -71,7 +73,7 @@ def without_effect(config: Config) -> list[str]:
     ]
     for key in ("remat", "offload"):
         if "mlp_gate" in getattr(config.train, key) and not model.gated:
-            reason = f"model.activation={model.activation} makes none"
+            reason = f"model.activation={model.activation} has no gate"
             warnings.append(f"train.{key}: mlp_gate has no effect, because {reason}")
     steps, warmup = config.train.num_steps, config.schedule.warmup_steps
     if warmup >= steps:

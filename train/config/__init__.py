@@ -2,8 +2,8 @@
 
 Types, defaults, bounds and meanings are declared here, once. The YAML files under
 `configs/` hold the presets, and docs/reference/config.md lists every key. Code that
-needs one section takes that section; code that builds or describes a whole start takes
-`Config`. Rules between keys are in `train/cli/rules.py`.
+needs one section takes that section as an argument; code that builds or describes a
+whole start takes `Config`. Rules between keys are in `train/cli/rules.py`.
 """
 
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ class DcnConfig:
     ] = 1
 
 
-# The axes from the slowest network to the fastest.
+# The mesh axes, in order from the slowest network to the fastest.
 MESH_AXES = tuple(axis.name for axis in fields(DcnConfig))
 
 

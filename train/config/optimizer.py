@@ -26,7 +26,7 @@ class OptimizerName(StrEnum):
 class MomentDtype(StrEnum):
     """The dtype in which moments are stored; bfloat16 and int8 round stochastically.
 
-    `int8` stores codes of levels that grow finer towards zero
+    `int8` stores codes of levels whose spacing shrinks towards zero
     (train/optimizer/moments.py).
     """
 
@@ -129,11 +129,11 @@ class ScheduleConfig:
         float, Ge(0), Le(1), Doc("The factor at the end, as a fraction of the peak.")
     ] = 0.1
 
-    def decay_within(self, num_steps: int) -> int:
+    def num_decay_steps(self, num_steps: int) -> int:
         """Return the number of steps in which `wsd` falls (default: 30 % of all)."""
         limit = max(1, num_steps - self.warmup_steps)
         return self.decay_steps or min(max(1, round(0.3 * num_steps)), limit)
 
-    def falls_from(self, num_steps: int) -> int:
+    def decay_start(self, num_steps: int) -> int:
         """Return the step at which `wsd` starts to fall."""
-        return max(self.warmup_steps, num_steps - self.decay_within(num_steps))
+        return max(self.warmup_steps, num_steps - self.num_decay_steps(num_steps))

@@ -1,1 +1,1 @@
-"""Many processes: found, joined, stopped, watched."""
+"""Find, connect, stop and watch the processes of a run."""

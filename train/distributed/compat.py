@@ -11,7 +11,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
 
-def key_values() -> Any:
+def key_value_client() -> Any:
     """Return JAX's key-value client; None before `jax.distributed` is initialised."""
     return global_state.client
 
@@ -19,7 +19,7 @@ def key_values() -> Any:
 def detect_place(
     address: str | None, processes: int | None, process: int | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Return the arguments, detected by JAX where None, and the local device ids."""
+    """Replace each None by what JAX detects; return also the local device ids."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a package for Kubernetes
         return ClusterEnv.auto_detect_unset_distributed_params(

@@ -20,7 +20,7 @@ from train.errors import ABORTED, CRASHED, ConfigError, Exit, Mistake
 
 log = logging.getLogger(__name__)
 
-_LAUNCHERS = (  # the variables: hosts (process 0's first), count, number
+_LAUNCHERS = (  # variables: hosts (process 0's first), process count, process number
     ("MASTER_ADDR", "WORLD_SIZE", "RANK"),
     ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
 )
@@ -50,14 +50,14 @@ def find_place(config: DistributedConfig) -> ProcessPlace | None:
     if config.num_processes == 1:
         return None
     address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    processes, process, local = config.num_processes, config.process_id, None
+    processes, process, local_process = config.num_processes, config.process_id, None
     if launcher_place := _launcher_place():
         address = launcher_place.address if address is None else address
         processes = launcher_place.processes if processes is None else processes
         process = launcher_place.process if process is None else process
-        local = launcher_place.local_process
+        local_process = launcher_place.local_process
     elif None in (address, processes, process) and not _is_outside_slurm_step():
-        address, processes, process, local = _ask_jax(
+        address, processes, process, local_process = _ask_jax(
             address, processes, process, config.init_timeout_s
         )
     if processes == 1:
@@ -80,7 +80,7 @@ def find_place(config: DistributedConfig) -> ProcessPlace | None:
         rule += "by these keys, or found in the launcher's variables"
         raise ConfigError([Mistake("distributed.process_id", process, rule)])
     return ProcessPlace(
-        address, processes, process, local if _needs_one_device() else None
+        address, processes, process, local_process if _needs_one_device() else None
     )
 
 
@@ -88,13 +88,14 @@ def _launcher_place() -> ProcessPlace | None:
     """Return the place that the variables of launchers unknown to JAX describe."""
     for hosts, count, number in _LAUNCHERS:
         if {hosts, count, number} <= os.environ.keys():
-            port = _number("JAX_COORDINATOR_PORT", _number("MASTER_PORT", _PORT))
+            port = _read_int("JAX_COORDINATOR_PORT", _read_int("MASTER_PORT", _PORT))
             # torchrun itself listens on this port; other launchers do not.
             port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             host = (os.environ[hosts].split() or [""])[0]
-            local = _number("LOCAL_RANK") if _shares_host("LOCAL_WORLD_SIZE") else None
+            has_peers = _shares_host("LOCAL_WORLD_SIZE")
+            local_process = _read_int("LOCAL_RANK") if has_peers else None
             return ProcessPlace(
-                f"{host}:{port}", _number(count), _number(number), local
+                f"{host}:{port}", _read_int(count), _read_int(number), local_process
             )
     return None
 
@@ -104,19 +105,20 @@ def _ask_jax(
 ) -> tuple[str | None, int | None, int | None, int | None]:
     """Return the three values, completed by JAX, and the number on this host.
 
-    Under Slurm or Open MPI, JAX would give each process one GPU. If a host has only
-    one process, this would leave its other GPUs idle.
+    Under Slurm or Open MPI, JAX would give each process one GPU. The number is None if
+    a host has only one process, so that this process uses all GPUs.
     """
     try:
-        address, processes, process, ids = detect_place(
+        address, processes, process, device_ids = detect_place(
             address, processes, process, timeout_s
         )
-    except Exception as error:  # many services are asked, and some may start later
+    except Exception as error:  # JAX asks many services, and some may start later
         code = ABORTED if isinstance(error, OSError) else CRASHED
         message = f"the other processes were not found: {error}\nOr {_REMEDY}"
         raise Exit(code, message) from None
-    several = _shares_host("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return address, processes, process, ids[0] if ids and several else None
+    has_peers = _shares_host("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    local_process = device_ids[0] if device_ids and has_peers else None
+    return address, processes, process, local_process
 
 
 def _is_outside_slurm_step() -> bool:
@@ -138,13 +140,13 @@ def _is_outside_slurm_step() -> bool:
 def _refuse_one_of_several() -> None:
     """Refuse to train alone if a variable says that there are other processes."""
     env, reason = os.environ, ""
-    if _number("WORLD_SIZE", 1) > 1 and "RANK" in env:
+    if _read_int("WORLD_SIZE", 1) > 1 and "RANK" in env:
         reason = "MASTER_ADDR is not set, but RANK and WORLD_SIZE are"
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         reason = (
             "is one of an Indexed Job, and the others can only be found with the "
-            "package kubernetes (pip install 'jax[k8s]') and leave to get and list "
-            "pods, services and jobs"
+            "package kubernetes (pip install 'jax[k8s]') and permission to get and "
+            "list pods, services and jobs"
         )
     if reason:
         rule = f"{reason}; {_REMEDY}"
@@ -154,17 +156,17 @@ def _refuse_one_of_several() -> None:
 def _shares_host(*variables: str) -> bool:
     """Return whether several processes share a host; counts are like `2(x3),1`."""
     counts = next((os.environ[name] for name in variables if name in os.environ), "1")
-    return any(part.split("(")[0] != "1" for part in counts.split(","))
+    return any(count.split("(")[0] != "1" for count in counts.split(","))
 
 
 def _needs_one_device() -> bool:
     """Return whether each process of a host must be restricted to one device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    single = len(visible.split(",")) == 1 and visible  # srun --gpus-per-task and others
-    return not single and "JAX_LOCAL_DEVICE_IDS" not in os.environ
+    is_restricted = len(visible.split(",")) == 1 and visible  # say, by srun
+    return not is_restricted and "JAX_LOCAL_DEVICE_IDS" not in os.environ
 
 
-def _number(variable: str, default: int = 0) -> int:
+def _read_int(variable: str, default: int = 0) -> int:
     """Return a variable as a number; raises ConfigError if it is not one."""
     value = os.environ.get(variable, str(default))
     if not value.isdigit():

@@ -1,4 +1,4 @@
-"""Inject faults into a run, to try its guards.
+"""Inject faults into a run, to test how it handles them.
 
 The environment variable LONGHAUL_DRILL has an effect only if the config has
 `runtime.allow_fault_injection=true`. It holds one of
@@ -44,17 +44,18 @@ class FaultInjection:
 
     def after(self, step: int, state: TrainState, program: Program) -> TrainState:
         """Return the state after a step, with the fault if it is due."""
+        process_and_step = [self._process, str(step)]
         match self._kind, self._arguments:
-            case "stuck", [process, at] if (process, at) == (self._process, f"{step}"):
+            case "stuck", due if due == process_and_step:
                 time.sleep(10**6)
-            case "crash", [process, at] if (process, at) == (self._process, f"{step}"):
+            case "crash", due if due == process_and_step:
                 raise RuntimeError(f"as LONGHAUL_DRILL asks for, after step {step}")
             case "pace", [seconds, file] if not Path(file).exists():
                 time.sleep(float(seconds))
-            case "flip", [at, device, array] if at == str(step):
+            case "flip", [due_step, device, array] if due_step == str(step):
                 target: Any = program.mesh.devices.flat[int(device)]
                 return flip(state, array, target.id)
-            case "fill", [at, array, layer, value] if at == str(step):
+            case "fill", [due_step, array, layer, value] if due_step == str(step):
                 return _fill(state, array, int(layer), float(value))
         return state
 

@@ -4,9 +4,8 @@ A preemption notice (SIGTERM, or a scheduler's SIGUSR1 or SIGUSR2) or Ctrl-C may
 any one process, at any time. While there is no step to save, all exit at once.
 Otherwise all stop after the same step, the first that none of them has passed: each
 process reports its step, process 0 takes the maximum, and no process passes a step
-until the answer is known. This runs in separate threads, so it needs no device, and
-works also while the main thread compiles. Processes agree on saves and traces in the
-same way.
+until the answer is known. Separate threads do this, without a device, so it also works
+while the main thread compiles. Processes agree on saves and traces in the same way.
 """
 
 import json
@@ -35,7 +34,7 @@ _SIGNALS = {
     signal.SIGINT: STOPPED,
 }
 _BEFORE, _AFTER = -1, 2**62  # before the first and after the last step
-_LEAVE = -2  # instead of a step: exit at once
+_LEAVE = -2  # in place of a step: exit at once
 _PATIENCE_S = 10.0  # how long to wait for the others when all exit
 
 
@@ -46,11 +45,11 @@ class Crash(NamedTuple):
     code: int
     step: int  # the number of completed updates
     error: str  # the error, in one line
-    known: bool  # whether the error has a message for people
+    known: bool  # whether the error was expected and explains itself
 
 
 class Preemption:
-    """The requests that were made, and after which step each is due."""
+    """Collects requests, and decides with all processes when each is due."""
 
     def __init__(self) -> None:
         """Take over the signals; until `connect` this process acts alone."""
@@ -61,22 +60,22 @@ class Preemption:
         self.judge_crash: Callable[[Crash], int] = lambda crash: crash.code
         self._cluster = Cluster()
         self._passed_step, self._round = _BEFORE, 0
-        self._due: dict[int, str] = {}  # requests, by the step before
-        self._traces: dict[int, int] = {}  # numbers of steps, by the step before
+        self._due: dict[int, str] = {}  # requests, by the step that they follow
+        self._traces: dict[int, int] = {}  # lengths of traces, likewise
         self._agreed_code: int | None = None  # once all have agreed to stop
         self._signal_code: int | None = None  # once a signal has come
         self._held = False  # whether signals wait: before `connect` or after `close`
-        self.leaving = False  # whether all exit, which causes any later failure
+        self.leaving = False  # whether all processes exit; later errors follow from it
         self._changed = threading.Condition()
         self._listener: threading.Thread | None = None
-        reading, writing = socket.socketpair()
-        writing.setblocking(False)
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
         # Python's own handlers wait for the main thread, which may be compiling.
-        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        self._wakeup = writing  # kept open
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        self._wakeup = sender  # kept open
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._read, args=(reading,), daemon=True).start()
+        threading.Thread(target=self._read, args=(receiver,), daemon=True).start()
 
     def hold(self) -> None:
         """Hold signals until `connect`, because the others wait for this process."""
@@ -132,7 +131,7 @@ class Preemption:
             self._exit(self._agreed_code)
 
     def request(self, request: str) -> None:
-        """Request SAVE, TRACE or an exit code from all; any process and thread may."""
+        """Ask all processes for SAVE, TRACE or an exit code, from any thread."""
         if self._cluster.processes == 1:
             with self._changed:
                 self._schedule(request, _due_step([self._passed_step]))
@@ -157,9 +156,9 @@ class Preemption:
         threading.Event().wait(self._cluster.timeout_s + _PATIENCE_S)
         os._exit(ABORTED)
 
-    def _read(self, signals: socket.socket) -> None:
+    def _read(self, receiver: socket.socket) -> None:
         """Turn signals into requests."""
-        while received := signals.recv(1):
+        while received := receiver.recv(1):
             code = _SIGNALS.get(signal.Signals(received[0]))
             if code == STOPPED and self._signal_code == STOPPED:
                 os._exit(STOPPED)  # a second Ctrl-C
@@ -233,11 +232,11 @@ class Preemption:
                 os._exit(code)
 
 
-def _due_step(passed: list[int]) -> int:
+def _due_step(passed_steps: list[int]) -> int:
     """Return the step after which a request is due, or _LEAVE.
 
     Processes that have completed the last step wait for the others.
     """
-    if _BEFORE in passed or min(passed) == _AFTER:
+    if _BEFORE in passed_steps or min(passed_steps) == _AFTER:
         return _LEAVE
-    return max(step for step in passed if step != _AFTER) + 1
+    return max(step for step in passed_steps if step != _AFTER) + 1

@@ -2,8 +2,8 @@
 
 Before JAX connects the processes, they meet at a rendezvous that names the missing
 processes; JAX's own timeout aborts without naming them. Afterwards small messages go
-through the key-value store of JAX's coordination service: they wait for no device, and
-any thread may send them.
+through the key-value store of JAX's coordination service: any thread may send them,
+and they do not wait for a device.
 """
 
 import itertools
@@ -22,7 +22,7 @@ import jax
 
 from data.errors import DataError
 from train.config import DistributedConfig
-from train.distributed.compat import key_values
+from train.distributed.compat import key_value_client
 from train.distributed.detection import find_place
 from train.distributed.rendezvous import await_processes, join_processes, process_names
 from train.errors import ABORTED, WRONG_CONFIG, ConfigError, Exit, exit_code
@@ -36,7 +36,7 @@ _FOREVER_S = 10 * 365 * 86400
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process, which exchanges values with the others; alone, it sends nothing."""
+    """One process, which exchanges values with the others, if there are any."""
 
     process: int = 0
     processes: int = 1
@@ -51,7 +51,7 @@ class Cluster:
     def set(self, key: str, value: str) -> bool:
         """Set a key that all processes can read; return False if it is already set."""
         try:
-            key_values().key_value_set(f"{_PREFIX}/{key}", value)
+            key_value_client().key_value_set(f"{_PREFIX}/{key}", value)
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -63,7 +63,7 @@ class Cluster:
         milliseconds = int(1000 * (timeout_s or _FOREVER_S))
         try:
             key = f"{_PREFIX}/{key}"
-            return key_values().blocking_key_value_get(key, milliseconds)
+            return key_value_client().blocking_key_value_get(key, milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -74,7 +74,8 @@ class Cluster:
         if self.processes == 1:
             return True
         try:
-            key_values().wait_at_barrier(f"{_PREFIX}/{barrier}", int(1000 * timeout_s))
+            milliseconds = int(1000 * timeout_s)
+            key_value_client().wait_at_barrier(f"{_PREFIX}/{barrier}", milliseconds)
         except jax.errors.JaxRuntimeError:
             return False
         return True
@@ -103,25 +104,25 @@ class Cluster:
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
         # Otherwise the values of each save would fill the store's memory.
-        key_values().key_value_delete(f"{_PREFIX}/{key}/")
+        key_value_client().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
-    def broadcast(self, value: Callable[[], Any]) -> Any:
-        """Return on all processes the JSON value that a function returns on process 0.
+    def broadcast(self, compute: Callable[[], Any]) -> Any:
+        """Return, on all processes, the JSON value that process 0 computes.
 
         Raises:
             Exit: on the others, with process 0's exit code, if process 0 failed.
         """
-        return self.broadcast_progress(lambda beat: value(), lambda: None)
+        return self.broadcast_progress(lambda beat: compute(), lambda: None)
 
     def broadcast_progress(
         self,
-        value: Callable[[Callable[[], object]], Any],
+        compute: Callable[[Callable[[], object]], Any],
         beat: Callable[[], object],
     ) -> Any:
         """Broadcast a slow value; the others wait as long as there is progress.
 
-        `value` receives a function to call after each progress; then all processes
+        `compute` receives a function to call after each progress; then all processes
         call `beat`.
 
         Raises:
@@ -129,13 +130,13 @@ class Cluster:
                 `timeout_s`.
         """
         if self.processes == 1:
-            return value(beat)
+            return compute(beat)
         key = f"broadcast/{next(self._rounds)}"
         if not self.is_leader:
             return self._await_answer(key, beat)
         numbers, answered_at = itertools.count(), time.monotonic()
 
-        def answer(**content: Any) -> None:
+        def send(**content: Any) -> None:
             self.set(f"{key}/{next(numbers)}", json.dumps(content))
 
         def progress() -> None:
@@ -143,14 +144,14 @@ class Cluster:
             beat()
             if time.monotonic() - answered_at > self.timeout_s / 10:
                 answered_at = time.monotonic()
-                answer(working=True)
+                send(working=True)
 
         try:
-            result = value(progress)
+            result = compute(progress)
         except BaseException as error:
-            answer(code=exit_code(error))
+            send(code=exit_code(error))
             raise
-        answer(value=result)
+        send(value=result)
         return result
 
     def _await_answer(self, key: str, beat: Callable[[], object]) -> Any:
@@ -174,9 +175,9 @@ class Cluster:
         Raises:
             Exit: on the others, with process 0's exit code, if process 0 failed.
         """
-        done: list[T] = []
-        self.broadcast(lambda: done.append(action()))
-        return done[0] if done else None
+        results: list[T] = []
+        self.broadcast(lambda: results.append(action()))
+        return results[0] if results else None
 
     def first_error(self, error: str | None) -> str | None:
         """Return, on all processes, the first error of any process, if there is one."""
@@ -218,7 +219,7 @@ class Cluster:
         self._reduce(json.dumps(report), verdict)
 
     def _reduce(self, value: str, verdict: Callable[[list[str]], T]) -> T:
-        """Return, on all processes, the verdict of process 0 on the values of all."""
+        """Return, on all processes, what process 0 concludes from the values of all."""
         key = f"reduce/{next(self._rounds)}"
         if not self.is_leader:
             self.gather(key, value)
@@ -244,8 +245,8 @@ def _differences(facts: list[dict[str, str]]) -> list[str]:
 
 
 def _message(error: Exception) -> str:
-    expected = isinstance(error, Exit | ConfigError | DataError)
-    return str(error) if expected else f"{type(error).__name__}: {error}"
+    is_expected = isinstance(error, Exit | ConfigError | DataError)
+    return str(error) if is_expected else f"{type(error).__name__}: {error}"
 
 
 def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Cluster:
@@ -290,7 +291,7 @@ def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Clust
 
 
 def _log_warnings_only(process: int) -> None:
-    """Log only warnings of this process, each with its number and host."""
+    """Log only warnings, each with the number and host of this process."""
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (open until the program ends)
     sender = f"process {process} on {socket.gethostname()}"
     line_format = f"%(asctime)s %(levelname)s [{sender}] %(message)s"

@@ -1,9 +1,9 @@
 """The rendezvous of a run's processes, before JAX connects them.
 
-Process 0 listens where JAX's coordinator will listen right after, so no second port is
-needed. Each process sends its number, and gets an answer. When all have arrived, when
-the time is over, or when a process leaves, all are informed. A client that sends
-something else, or nothing, is not a process of the run and delays no process.
+Process 0 listens on the port that JAX's coordinator takes afterwards, so no second port
+is needed. Each process sends its number, and gets an answer. When all have arrived,
+when the time is up, or when a process leaves, process 0 informs all. A client that
+sends something else, or nothing, is not a process of the run and delays no process.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
-_TAKEN_S = 120.0  # how long an earlier start may hold the port (above a heartbeat)
-_GRACE_S = 5.0  # how long process 0 has to tell the others that the time is over
-_OTHER_FILES = 512  # files that process 0 may open besides connections
+_TAKEN_S = 120.0  # how long an earlier start may hold the port; above a heartbeat
+_GRACE_S = 5.0  # how long process 0 has to tell the others that the time is up
+_OTHER_FILES = 512  # files that process 0 opens in addition to connections
 _HEARD = {"heard": True}
 _STRANGER = (
     "Something else answers there: a run that has begun with another process of this "
@@ -31,27 +31,27 @@ _STRANGER = (
     "each run its own port in distributed.coordinator_address"
 )
 
-Arrived = dict[int, tuple[socket.socket, str]]  # connection and host, by number
+Arrivals = dict[int, tuple[socket.socket, str]]  # connection and host, by number
 
 
 def await_processes(address: str, processes: int, timeout_s: float) -> None:
     """Wait, as process 0, until all others have arrived, and let them go on.
 
     Raises:
-        Exit: a process is missing, left, or has the number of another; all are named.
+        Exit: processes are missing, left, or share a number; the message names them.
     """
     _allow_open_files(processes + _OTHER_FILES)
-    arrived: Arrived = {}
+    arrivals: Arrivals = {}
     verdict: dict[str, object] = {"code": ABORTED, "wrong": "process 0 left"}
     try:
         with _listen(address, processes) as server:
-            _await_all(server, arrived, processes, timeout_s)
+            _await_all(server, arrivals, processes, timeout_s)
         verdict = {}
     except Exit as error:
         verdict = {"code": error.code, "wrong": str(error)}
         raise
     finally:
-        for connection, _ in arrived.values():
+        for connection, _ in arrivals.values():
             with connection:
                 _send(connection, verdict)
 
@@ -71,12 +71,12 @@ def join_processes(
     while True:
         waited_s, is_stranger = time.monotonic() - began, False
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), 5) as server:
-                server.sendall(hello.encode())
-                server.settimeout(timeout_s + _GRACE_S)  # process 0 may start late
+            with socket.create_connection((host.strip("[]"), int(port)), 5) as leader:
+                leader.sendall(hello.encode())
+                leader.settimeout(timeout_s + _GRACE_S)  # process 0 may start late
                 # A stranger, like the coordinator of a started run, does not send JSON.
-                is_stranger = server.recv(1, socket.MSG_PEEK) not in (b"", b"{")
-                lines = server.makefile()
+                is_stranger = leader.recv(1, socket.MSG_PEEK) not in (b"", b"{")
+                lines = leader.makefile()
                 if is_stranger:
                     raise ValueError("another program answers")
                 is_acknowledged = json.loads(lines.readline()) == _HEARD
@@ -145,15 +145,15 @@ def _listen(address: str, processes: int) -> socket.socket:
 
 
 def _await_all(
-    server: socket.socket, arrived: Arrived, processes: int, timeout_s: float
+    server: socket.socket, arrivals: Arrivals, processes: int, timeout_s: float
 ) -> None:
     deadline, remind_at = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
-        while len(arrived) < processes - 1:
+        while len(arrivals) < processes - 1:
             now = time.monotonic()
             if now > min(deadline, remind_at):
-                missing = process_names({*range(1, processes)} - arrived.keys())
+                missing = process_names({*range(1, processes)} - arrivals.keys())
                 if now > deadline:
                     message = f"no sign of {missing} of {processes} within "
                     message += f"distributed.init_timeout_s={timeout_s:.0f}"
@@ -169,43 +169,43 @@ def _await_all(
                 else:
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
-                    if not _hear(connection, key.data, arrived, processes):
+                    if not _receive_hello(connection, key.data, arrivals, processes):
                         selector.unregister(connection)
                         connection.close()
 
 
-def _hear(
-    connection: socket.socket, host: str, arrived: Arrived, processes: int
+def _receive_hello(
+    connection: socket.socket, host: str, arrivals: Arrivals, processes: int
 ) -> bool:
-    """Register a process that says hello; return False if it is not of this run.
+    """Register a process that says hello; return False for any other client.
 
     Raises:
-        Exit: its number cannot be right, or a registered process has left.
+        Exit: the number or count that it sends is wrong, or a registered process left.
     """
     try:
         # A hello is small enough to arrive in one piece.
         hello = json.loads(connection.recv(1024))
         number, total = int(hello["process"]), int(hello["processes"])
     except (OSError, ValueError, KeyError, TypeError):
-        for number, (registered, _) in arrived.items():
+        for number, (registered, _) in arrivals.items():
             if registered is connection:
                 message = f"process {number} on {host} left while the others were "
                 raise Exit(ABORTED, f"{message}waited for") from None
         return False
     _send(connection, _HEARD)
-    if total != processes or not 0 < number < processes or number in arrived:
-        first_host = arrived[number][1] if number in arrived else "process 0's host"
-        reason = f"there is one of that number already, on {first_host}"
+    if total != processes or not 0 < number < processes or number in arrivals:
+        other_host = arrivals[number][1] if number in arrivals else "process 0's host"
+        reason = f"there is one of that number already, on {other_host}"
         if total != processes:
             reason = f"there are {processes} processes"
         message = f"process {number} of {total} came from {host}, but {reason}"
-        arrived[-1] = connection, host  # gets the verdict too
+        arrivals[-1] = connection, host  # receives the verdict too
         raise Exit(
             WRONG_CONFIG,
             f"{message}. Give all processes the same distributed.num_processes, each "
             f"process its own distributed.process_id, and each run its own port",
         )
-    arrived[number] = connection, host
+    arrivals[number] = connection, host
     return True
 
 

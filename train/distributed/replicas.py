@@ -40,10 +40,10 @@ class Finding(NamedTuple):
 def make_checksums(state: Any, mesh: Mesh):
     """Return a jitted `checksums(state)`; None if no array is replicated.
 
-    It returns replicated uint32 [replicated arrays, devices]. The leaves of `state` may
-    be `jax.ShapeDtypeStruct` with shardings.
+    The result is uint32 [replicated arrays, devices], on every device. The leaves of
+    `state` may be `jax.ShapeDtypeStruct` with shardings.
     """
-    shardings = copied(state)
+    shardings = replicated_shardings(state)
     if not shardings:
         return None
 
@@ -70,7 +70,7 @@ def make_checksums(state: Any, mesh: Mesh):
     )
 
 
-def copied(state: Any) -> dict[str, NamedSharding]:
+def replicated_shardings(state: Any) -> dict[str, NamedSharding]:
     """Return the shardings of the arrays that have replicas, by name."""
     leaves = named(state)
     return {n: leaf.sharding for n, leaf in leaves if _replica_axes(leaf.sharding)}
@@ -80,17 +80,17 @@ def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Findi
     """Return the devices whose shard differs from the majority of its replicas.
 
     Without a majority, as with two replicas, all are returned, and none is certain.
-    The function that `make_checksums(state, mesh)` returns computes the checksums.
+    `checksums` is a result of the function from `make_checksums(state, mesh)`.
     """
     device_numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
     findings = []
     for sums, (name, sharding) in zip(
-        np.asarray(checksums), copied(state).items(), strict=True
+        np.asarray(checksums), replicated_shardings(state).items(), strict=True
     ):
         axes = _replica_axes(sharding)
-        count = math.prod(mesh.devices.shape[axis] for axis in axes)
-        last_axes = range(-len(axes), 0)
-        replicas = np.moveaxis(device_numbers, axes, last_axes).reshape(-1, count)
+        num_replicas = math.prod(mesh.devices.shape[axis] for axis in axes)
+        replicas_last = np.moveaxis(device_numbers, axes, range(-len(axes), 0))
+        replicas = replicas_last.reshape(-1, num_replicas)
         for group in replicas[(sums[replicas] != sums[replicas[:, :1]]).any(axis=1)]:
             values, counts = np.unique(sums[group], return_counts=True)
             most_common = values[counts == counts.max()]
@@ -117,9 +117,9 @@ def flip(state: Any, array: str, device: int) -> Any:
     def local_data(shard: Any) -> jax.Array:
         if shard.device.id != device:
             return shard.data
-        numbers = np.array(shard.data)
-        numbers.reshape(-1).view(np.uint8)[-numbers.itemsize] ^= 1  # the last element
-        return jax.device_put(numbers, shard.data.sharding)
+        elements = np.array(shard.data)
+        elements.reshape(-1).view(np.uint8)[-elements.itemsize] ^= 1  # in the last one
+        return jax.device_put(elements, shard.data.sharding)
 
     def flip_leaf(path: Any, leaf: jax.Array) -> jax.Array:
         if jax.tree_util.keystr(path, simple=True, separator=".") != array:
@@ -140,7 +140,7 @@ def _replica_axes(sharding: NamedSharding) -> list[int]:
 
 
 def _checksum(shard: jax.Array) -> jax.Array:
-    """Return the sum of the hashed bits of all numbers, each hashed with its index."""
+    """Return the sum of the hashes of a shard's elements, each with its index."""
     bits = shard.view(f"uint{8 * shard.dtype.itemsize}")
-    numbers = hash_bits(bits.astype(jnp.uint32) ^ entry_ids(shard.shape))
-    return jnp.sum(numbers, dtype=jnp.uint32)
+    hashes = hash_bits(bits.astype(jnp.uint32) ^ entry_ids(shard.shape))
+    return jnp.sum(hashes, dtype=jnp.uint32)

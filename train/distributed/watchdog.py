@@ -32,7 +32,7 @@ from etils import epath
 from train.config import WatchdogConfig
 from train.distributed import watchdog_process
 
-_RECENT = 20  # the number of recent log intervals whose median is the pace
+_NUM_INTERVALS = 20  # the number of recent log intervals whose median is the pace
 _STDERR = 2
 
 
@@ -49,13 +49,13 @@ class Watchdog:
         process: int,
         processes: int,
     ):
-        """Start to watch; if the config disables this, no method has an effect.
+        """Start to watch; if the config disables the watchdog, no method has an effect.
 
         Reports and stacks go to `stacks` in the run's absolute folder.
         """
         self._config = config
         steps_s = dict.fromkeys(("log", "data", "step"), config.step_timeout_s)
-        self._allowed: dict[str, float] = {
+        self._timeouts_s: dict[str, float] = {
             **steps_s,
             "init": config.init_timeout_s,
             "compile": config.compile_timeout_s,
@@ -63,8 +63,8 @@ class Watchdog:
             "eval": config.eval_timeout_s,
             "save": config.save_timeout_s,
         }
-        self._beats = self._step = 0
-        self._paces = deque[float](maxlen=_RECENT)
+        self._num_beats = self._step = 0
+        self._intervals_s = deque[float](maxlen=_NUM_INTERVALS)
         self._page: bytearray | mmap.mmap = bytearray(watchdog_process.LAYOUT.size)
         self._memory: BinaryIO | None = None
         if config.enabled:
@@ -82,12 +82,12 @@ class Watchdog:
         as `step`. `step` is the number of completed updates; None if unchanged.
         """
         self._phase = name
-        self._number = watchdog_process.PHASES.index(name)
+        self._phase_number = watchdog_process.PHASES.index(name)
         self.beat(step)
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Enter a phase for the duration of the block, then the previous phase."""
+        """Enter a phase for the block, and return to the previous phase afterwards."""
         previous_phase = self._phase
         self.phase(name)
         yield
@@ -96,21 +96,22 @@ class Watchdog:
     def beat(self, step: int | None = None) -> None:
         """Record progress, which restarts the deadline of the phase.
 
-        It only writes to memory, without a system call: cheap enough for each step.
+        This only writes to memory, without a system call: cheap enough for each step.
         """
-        self._beats += 1
+        self._num_beats += 1
         self._step = self._step if step is None else step
-        allowed = self._allowed[self._phase]
+        timeout_s = self._timeouts_s[self._phase]
         watchdog_process.LAYOUT.pack_into(
-            self._page, 0, self._beats, self._number, self._step, allowed
+            self._page, 0, self._num_beats, self._phase_number, self._step, timeout_s
         )
 
     def pace(self, seconds_per_log_interval: float) -> None:
-        """Allow steps a multiple of the recent log intervals, if that is more."""
-        self._paces.append(seconds_per_log_interval)
-        multiple = self._config.step_timeout_factor * statistics.median(self._paces)
-        allowed = max(self._config.step_timeout_s, multiple)
-        self._allowed |= dict.fromkeys(("log", "data", "step"), allowed)
+        """Raise the deadline of a step to a multiple of the recent log intervals."""
+        self._intervals_s.append(seconds_per_log_interval)
+        median_s = statistics.median(self._intervals_s)
+        multiple_s = self._config.step_timeout_factor * median_s
+        timeout_s = max(self._config.step_timeout_s, multiple_s)
+        self._timeouts_s |= dict.fromkeys(("log", "data", "step"), timeout_s)
         self.beat()
 
     def close(self) -> None:
@@ -137,14 +138,14 @@ def _shared_memory() -> BinaryIO:
 def _dump_stacks_to(file: BinaryIO) -> None:
     """Write the stacks of all threads on the signal DUMP and when the process aborts.
 
-    They are written in C at once, even while a thread holds the GIL forever.
+    C code writes the stacks at once, even while a thread holds the GIL forever.
     """
     if os.getpid() == 1:
         # The kernel spares a container's first process each signal that it does not
         # handle, even SIGKILL. faulthandler calls this handler last. Exit code 6.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc._exit)
-    # All others, and the watchdog, die with the first process of a container.
+    # All other processes, and the watchdog, die with a container's first process.
     ends_container = 1 in (os.getpid(), os.getppid())
     faulthandler.enable(_STDERR if ends_container else file)
     faulthandler.register(watchdog_process.DUMP, file)

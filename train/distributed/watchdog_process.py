@@ -31,7 +31,7 @@ DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 _TICK_S = 0.25
 _PATIENCE_S = 30.0  # the longest wait for storage or for a reader of our messages
 _OTHERS_S = 2.0  # until the other processes have reported the stall
-_ABORT_S = 5.0
+_ABORT_S = 5.0  # how long the trainer may take to end after a signal
 _MAX_NAMED = 8  # processes in a message
 
 
@@ -52,14 +52,14 @@ class Stall(NamedTuple):
     host: str
     phase: str
     step: int
-    seconds: float  # since its last sign of life
+    seconds: float  # since its last beat
     allowed: float
 
     def __str__(self) -> str:
-        place = f"process {self.process} on host {self.host}"
+        name = f"process {self.process} on host {self.host}"
         phase = f'phase "{self.phase}" (step {self.step})'
         times = f"{self.seconds:.0f} s, allowed {self.allowed:g} s"
-        return f"{place}: no progress in {phase} for {times}"
+        return f"{name}: no progress in {phase} for {times}"
 
 
 def main(trainer: WatchedTrainer) -> None:
@@ -73,7 +73,7 @@ def main(trainer: WatchedTrainer) -> None:
         _send(trainer, signal.SIGCONT, DUMP)
         _print(trainer, str(stall), lambda: report(trainer, stall, began))
         end(trainer)
-    elif _stacks(trainer):
+    elif _read_stacks(trainer):
         message = f"process {trainer.process} was aborted"
         _print(trainer, message, lambda: f". Stacks: {_keep_stacks(trainer)}")
 
@@ -113,12 +113,12 @@ def report(trainer: WatchedTrainer, stall: Stall, began: float) -> str:
     stacks = _keep_stacks(trainer)
     if trainer.processes == 1:
         return f". Stacks: {stacks}"
-    # Older reports are of earlier starts. All hosts compare by the storage's clock.
+    # Older reports belong to earlier starts. All hosts use the storage's clock.
     since = storage.modified(own_report).timestamp() - age
 
     def read(path: str) -> bytes:
-        fresh = path.endswith(".json") and storage.modified(path).timestamp() >= since
-        return storage.cat_file(path) if fresh else b""
+        is_new = path.endswith(".json") and storage.modified(path).timestamp() >= since
+        return storage.cat_file(path) if is_new else b""
 
     with ThreadPoolExecutor(32) as threads:
         reports = threads.map(read, storage.ls(trainer.folder, detail=False))
@@ -136,8 +136,8 @@ def behind(stalls: list[Stall], processes: int) -> str:
         if positions[s] == earliest
     ]
     silent = sorted({*range(processes)} - {stall.process for stall in stalls})
-    names = _listing(late) if len(late) < len(stalls) else "none, all heard of are here"
-    return names + (f"; not heard of: process {_listing(silent)}" if silent else "")
+    names = _join(late) if len(late) < len(stalls) else "none, all heard of are here"
+    return names + (f"; not heard of: process {_join(silent)}" if silent else "")
 
 
 def end(trainer: WatchedTrainer) -> None:
@@ -155,13 +155,13 @@ def _send(trainer: WatchedTrainer, *numbers: int) -> None:
             os.kill(trainer.pid, number)
 
 
-def _print(trainer: WatchedTrainer, message: str, more: Callable[[], str]) -> None:
-    """Print a message and the text of `more`, or the stacks if that fails or hangs."""
+def _print(trainer: WatchedTrainer, message: str, details: Callable[[], str]) -> None:
+    """Print a message and its details, or the stacks if `details` fails or hangs."""
     threads = ThreadPoolExecutor()
     try:
-        message += threads.submit(more).result(_PATIENCE_S)
+        message += threads.submit(details).result(_PATIENCE_S)
     except Exception as error:  # each storage raises its own errors
-        stacks = _stacks(trainer).decode()
+        stacks = _read_stacks(trainer).decode()
         message += f". {trainer.folder} does not answer: {error!r}. Stacks:\n{stacks}"
     line = f"\nwatchdog: {message}\n".encode()
     with contextlib.suppress(Exception):
@@ -170,7 +170,7 @@ def _print(trainer: WatchedTrainer, message: str, more: Callable[[], str]) -> No
 
 def _keep_stacks(trainer: WatchedTrainer) -> str:
     """Write the stacks to a new file, and return its path."""
-    stacks = _stacks(trainer)
+    stacks = _read_stacks(trainer)
     if not stacks:
         return "none, the process did not react"
     timestamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -188,13 +188,13 @@ def _make_folder(folder: str) -> Any:
     return storage
 
 
-def _stacks(trainer: WatchedTrainer) -> bytes:
+def _read_stacks(trainer: WatchedTrainer) -> bytes:
     """Return what the trainer's `faulthandler` has written."""
     size = os.fstat(trainer.memory).st_size
     return os.pread(trainer.memory, size, mmap.PAGESIZE)
 
 
-def _listing(names: Sequence[object]) -> str:
+def _join(names: Sequence[object]) -> str:
     num_omitted = len(names) - _MAX_NAMED
     text = ", ".join(map(str, names[:_MAX_NAMED]))
     return f"{text} and {num_omitted} more" if num_omitted > 0 else text

@@ -10,7 +10,7 @@ from annotated_types import Gt
 from typing_extensions import Doc
 
 from train.cli.command import run_command
-from train.cli.rules import must_name_run, set_mistakes
+from train.cli.rules import eval_set_mistakes, must_name_run
 from train.config import (
     Batches,
     Config,
@@ -96,7 +96,7 @@ def main(config: EvaluateConfig) -> int:
     evaluation = _score_tasks(config, cluster) if config.tasks else _score_sets(config)
     if cluster.is_leader:
         _save(config.run, evaluation)
-    print(json.dumps({"step": evaluation.step, **evaluation.printed}))
+    print(json.dumps({"step": evaluation.step, **evaluation.json_values}))
     return 0
 
 
@@ -104,14 +104,14 @@ class Evaluation(NamedTuple):
     """The scores of a checkpoint.
 
     options: the settings that distinguish this evaluation from others.
-    metrics: values by the names of metrics.jsonl.
-    printed: the JSON values of the last line of the output.
+    metrics: the scores by their names in metrics.jsonl.
+    json_values: what the last line of the output prints as JSON.
     """
 
     step: int
     options: dict[str, Any]
     metrics: dict[str, float]
-    printed: dict[str, Any]
+    json_values: dict[str, Any]
 
 
 def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
@@ -123,23 +123,23 @@ def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
 
     path, limit, num_fewshot = config.task_path, config.limit, config.num_fewshot
     request = TaskRequest(config.tasks, path, limit, num_fewshot)
-    loaded = dict[str, Any]()
-    cluster.agree(lambda: loaded.update(load_tasks(request)) or {})
+    task_dict = dict[str, Any]()
+    cluster.agree(lambda: task_dict.update(load_tasks(request)) or {})
     program, sources, step, params = load_run(
         config.run, config.runtime, step=config.step, batch_size=config.batch_size
     )
-    tasks = Tasks(loaded, request, program, sources.encoding)
+    tasks = Tasks(task_dict, request, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
-    metrics = tasks.scores(params)
+    metrics = tasks.score(params)
     rows = [row[:3] for row in format_scores(metrics)]
     title = f"tasks at step {step:,}, {tasks.num_examples:,} examples"
     print_table(rows, ["task", "metric", "value"], title)
     options = {key: getattr(config, key) for key in ("tasks", *_TASK_KEYS)}
-    return Evaluation(step, options, metrics, printed=metrics)
+    return Evaluation(step, options, metrics, json_values=metrics)
 
 
 def _score_sets(config: EvaluateConfig) -> Evaluation:
-    """Score the checkpoint on the validation split and on named sets; print lines."""
+    """Score the checkpoint on the validation split and named sets; print the scores."""
     from data.sources import open_sets
     from train.evaluate.results import score_lines
     from train.evaluate.validation import as_metrics, evaluate_all
@@ -149,7 +149,7 @@ def _score_sets(config: EvaluateConfig) -> Evaluation:
         config.run, config.runtime, step=config.step, batch_size=config.batch_size
     )
     data = program.config.data
-    if mistakes := [*set_mistakes(config.sets, data, "sets")]:
+    if mistakes := [*eval_set_mistakes(config.sets, data, "sets")]:
         raise ConfigError(mistakes)
     paths = program.config.eval.paths
     paths |= {name: eval_set.path for name, eval_set in config.sets.items()}
@@ -158,12 +158,12 @@ def _score_sets(config: EvaluateConfig) -> Evaluation:
     metrics = as_metrics(scores)
     print(f"evaluated   step {step:,}, on {scores[''].num_targets:,} tokens")
     print("\n".join(score_lines(metrics)))
-    printed: dict[str, Any] = scores.pop("")._asdict()
+    json_values: dict[str, Any] = scores.pop("")._asdict()
     if scores:
-        printed["sets"] = {name: score._asdict() for name, score in scores.items()}
+        json_values["sets"] = {name: score._asdict() for name, score in scores.items()}
     limit = None if config.num_batches == -1 else config.num_batches
     options = {"sets": paths, "num_batches": limit}
-    return Evaluation(step, options, metrics, printed)
+    return Evaluation(step, options, metrics, json_values)
 
 
 def _save(run: RunConfig, evaluation: Evaluation) -> None:

@@ -28,7 +28,7 @@ from train.step import make_score_step
 _BLOCK = 128  # positions; every attention kernel takes any multiple of it
 
 
-class Window(NamedTuple):
+class ScoredWindow(NamedTuple):
     """Tokens to score and their prefix, which fit in one row."""
 
     request: int  # the number of the request
@@ -42,23 +42,23 @@ class Window(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """A program with parameters; `params` and `beat` may be replaced at any time.
+    """A program with parameters; callers may replace `params` and `heartbeat`.
 
-    Each request is scored in a separate row, padded to one of a few lengths. The start
-    of a context that is too long is left out. An empty context becomes an end-of-text
-    token, as before a document in training.
+    Each request is scored in a separate row, padded to one of a few lengths. Contexts
+    that are too long lose their start. An empty context becomes an end-of-text token,
+    which precedes each document in training.
     """
 
     def __init__(self, program: Program, encoding: Encoding):
         """Create the scoring step without compiling it."""
         super().__init__()
         self.params: Any = None
-        self.beat: Callable[[], None] = lambda: None
+        self.heartbeat: Callable[[], None] = lambda: None
         self._program, self._encoding = program, encoding
         config = program.config
         self.max_length = config.data.sequence_length
         # One microbatch of training, which fits in memory.
-        self._rows = config.data.batch_size // config.train.accumulation_steps
+        self._num_rows = config.data.batch_size // config.train.accumulation_steps
         self._lengths = row_lengths(self.max_length, program)
         self._step = jax.jit(
             make_score_step(
@@ -82,7 +82,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Score texts as `_loglikelihood_tokens` scores tokens, without a bar."""
+        """Score texts like `_loglikelihood_tokens`, without a progress bar."""
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
         requests: Sequence[tuple[Any, list[int], list[int]]],
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, and whether argmax gives it.
+        """Return each continuation's log-probability, and whether argmax yields it.
 
         A continuation longer than a row is scored in several windows.
         """
@@ -98,23 +98,23 @@ class HarnessModel(TemplateLM):
         windows = [
             window
             for i, (_, context, tokens) in enumerate(requests)
-            for window in windows_of(i, context, tokens, self.max_length)
+            for window in split_into_windows(i, context, tokens, self.max_length)
         ]
         windows.sort(key=lambda window: -window.length)
-        for start in range(0, len(windows), self._rows):
-            chunk = windows[start : start + self._rows]
+        for start in range(0, len(windows), self._num_rows):
+            chunk = windows[start : start + self._num_rows]
             numbers = [window.request for window in chunk]
             row_nats, row_misses = self._score(chunk)
             np.add.at(nats, numbers, row_nats[: len(chunk)])
             np.add.at(misses, numbers, row_misses[: len(chunk)])
-            self.beat()
+            self.heartbeat()
         return list(zip((-nats).tolist(), (misses == 0).tolist(), strict=True))
 
-    def _score(self, windows: Sequence[Window]) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's nats and argmax misses; rows after windows are padding."""
+    def _score(self, windows: Sequence[ScoredWindow]) -> tuple[np.ndarray, np.ndarray]:
+        """Return each row's nats and argmax misses; the last rows may be padding."""
         longest = max(window.length for window in windows)
         length = min(length for length in self._lengths if length >= longest)
-        shape = self._rows, length
+        shape = self._num_rows, length
         inputs, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         targets = np.full(shape, -1, np.int32)
         for row, window in enumerate(windows):
@@ -124,7 +124,7 @@ class HarnessModel(TemplateLM):
             segment_ids[row, :stop] = 1
         positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
         structs = jax.tree.map(lambda x: x.update(shape=shape), self._program.batch)
-        row_numbers = [np.arange(self._rows)[rows] for rows in local_rows(structs)]
+        row_numbers = [np.arange(self._num_rows)[rows] for rows in local_rows(structs)]
         batch = Batch(inputs, targets, segment_ids, positions)
         batch = jax.tree.map(lambda x: x[np.concatenate(row_numbers)], batch)
         nats, misses = jax.device_get(self._step(self.params, place(batch, structs)))
@@ -133,7 +133,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each text, in which each token counts once."""
+        """Return the log-probability of each text, with each token scored once."""
         prefix = [self.prefix_token_id]
         texts = [(None, prefix, self.tok_encode(r.args[0])) for r in requests]
         return [score for score, _ in self._loglikelihood_tokens(texts)]
@@ -141,7 +141,7 @@ class HarnessModel(TemplateLM):
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """Return the continuation of each text, up to a stop or the end of the text."""
+        """Return each text's continuation, up to a stop text or an end of text."""
         arguments: list[Any] = [request.args for request in requests]
         by_settings: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(arguments):
@@ -149,24 +149,25 @@ class HarnessModel(TemplateLM):
         texts = dict[int, str]()
         for numbers in by_settings.values():
             contexts = {number: arguments[number][0] for number in numbers}
-            settings = generation(arguments[numbers[0]][1])
+            settings = parse_generation(arguments[numbers[0]][1])
             texts |= self._generate(contexts, settings)
         return [texts[number] for number in range(len(requests))]
 
     def _generate(
         self, contexts: dict[int, str], settings: "Generation"
     ) -> Iterator[tuple[int, str]]:
-        """Yield the number of each context and its continuation."""
+        """Yield each context's number and its continuation."""
         max_prompt = self.max_length - settings.num_tokens
         prompts = {
             number: self.tok_encode(context)[-max_prompt:] or [self.prefix_token_id]
             for number, context in contexts.items()
         }
         numbers = sorted(prompts, key=lambda number: -len(prompts[number]))
-        for start in range(0, len(numbers), self._rows):
-            chunk = numbers[start : start + self._rows]
+        for start in range(0, len(numbers), self._num_rows):
+            chunk = numbers[start : start + self._num_rows]
             rows = [prompts[number] for number in chunk]
-            rows += [rows[-1]] * (self._rows - len(rows))  # one shape for all batches
+            # All batches have the same number of rows, so that one program suffices.
+            rows += [rows[-1]] * (self._num_rows - len(rows))
             texts = continue_rows(
                 self._program,
                 self.params,
@@ -178,7 +179,7 @@ class HarnessModel(TemplateLM):
                 stop=[*settings.stop, END_OF_TEXT],
             )
             yield from zip(chunk, texts, strict=False)
-            self.beat()
+            self.heartbeat()
 
 
 class Generation(NamedTuple):
@@ -190,7 +191,7 @@ class Generation(NamedTuple):
     unknown: list[str]  # further settings, which are not supported
 
 
-def generation(arguments: dict[str, Any]) -> Generation:
+def parse_generation(arguments: dict[str, Any]) -> Generation:
     """Read a task's `generation_kwargs`."""
     settings: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
     num_tokens, stop = settings.pop("max_gen_toks"), settings.pop("until", None) or []
@@ -204,21 +205,21 @@ def generation(arguments: dict[str, Any]) -> Generation:
     return Generation(num_tokens, stop, sampling, unknown=sorted(settings))
 
 
-def windows_of(
+def split_into_windows(
     number: int, context: list[int], tokens: list[int], longest: int
-) -> Iterator[Window]:
-    """Divide a request's tokens into windows, with the longest prefixes that fit."""
+) -> Iterator[ScoredWindow]:
+    """Divide a request's tokens into windows with the longest prefixes that fit."""
     all_tokens = [*context, *tokens]
     for start in range(len(context), len(all_tokens), longest):
         stop = min(start + longest, len(all_tokens))
         prefix = all_tokens[max(0, stop - longest - 1) : start]
-        yield Window(number, prefix, all_tokens[start:stop])
+        yield ScoredWindow(number, prefix, all_tokens[start:stop])
 
 
 def row_lengths(longest: int, program: Program) -> list[int]:
-    """Return the lengths to which rows are padded: the longest, and its halves.
+    """Return the lengths to which rows are padded: `longest`, its half, and so on.
 
-    Halving stops when a device would hold less than whole blocks of a shared row.
+    Every half divides into whole blocks on each device that shares a row.
     """
     shards = program.batch_shards.sequence
     multiple = _BLOCK * (2 * shards if shards > 1 else 1)

@@ -23,11 +23,11 @@ from train.sample.prompts import continue_rows, prompt_rows
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # The maximum to compress: xz would take hours for more.
-_PRINTED = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
+_PRINTED_KEYS = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
 _SAMPLE_TOKENS = 400
 
 
-def results(
+def compute_results(
     program: Program,
     params: Any,
     sources: Sources,
@@ -72,18 +72,19 @@ def results(
 def print_results(
     values: dict[str, Any], command: str, config: Config, run_dir: epath.Path
 ) -> None:
-    """Print results, goodput, and a command that continues at a rate above 0.
+    """Print results, goodput, and a command that continues training.
 
     Raises:
         DataError: if the results lack a value to print.
     """
-    if missing := [key for key in _PRINTED if key not in values]:
+    if missing := [key for key in _PRINTED_KEYS if key not in values]:
         raise DataError(
             f"{run_dir}/results.json: does not hold {', '.join(missing)}. Delete it, "
             f"and the next start of the run scores its last checkpoint again"
         )
     step, schedule = values["step"], config.schedule
     overrides = [f"train.num_steps={2 * step}"]
+    # The learning rate of further steps must not be 0.
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
         key = "schedule.final_fraction"
         # The key is part of the run's name, unless a name is given.
@@ -111,31 +112,31 @@ def validation_line(
 ) -> str:
     """Return one line with an evaluation's scores and the best earlier loss."""
     loss, bits_per_byte, _ = scores[""]
-    parts = [f"{Validation(step, loss, bits_per_byte)}"]
-    parts += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
+    phrases = [f"{Validation(step, loss, bits_per_byte)}"]
+    phrases += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
     if earlier:
         is_best = loss < earlier.best.loss
         best = f"best {earlier.best.loss:.4f} at step {earlier.best.step:,}"
-        parts.append("the best so far" if is_best else best)
-    return f"step {step:,}  validation {'; '.join(parts)}"
+        phrases.append("the best so far" if is_best else best)
+    return f"step {step:,}  validation {'; '.join(phrases)}"
 
 
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
     """Return lines with the losses of the validation split and of each set."""
     lines = []
     for key, loss in metrics.items():
-        task, _, metric = key.rpartition("/")
-        if task.startswith("eval") and metric == "loss":
-            name = task.removeprefix("eval").strip("/")
+        prefix, _, metric = key.rpartition("/")
+        if prefix.startswith("eval") and metric == "loss":
+            name = prefix.removeprefix("eval").strip("/")
             line = f"  {name:<10}" if name else "validation  "
             line += "not finite" if loss is None else f"{loss:.4f} nats a token"
-            bits = metrics.get(f"{task}/bits_per_byte")
+            bits = metrics.get(f"{prefix}/bits_per_byte")
             lines.append(line if bits is None else f"{line}, {bits:.3f} bits per byte")
     return lines
 
 
 def _compressor_line(values: dict[str, Any]) -> str:
-    """Return compressors' bits per byte on the scored text or its start, as a line."""
+    """Return a line with compressors' bits per byte on the scored text or its start."""
     compressors = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
     scored, total = values.get("scored_tokens"), values.get("validation_tokens")
     size = values["validation_bytes"]

@@ -1,8 +1,8 @@
 """Score a model on tasks of lm-evaluation-harness.
 
 A task is part of the harness or a YAML file in `task_path`. All mistakes in tasks are
-reported when they are loaded, before the run begins. The results are numbers by name:
-`tasks/<task>/<metric>`, and the standard error `tasks/<task>/<metric>_stderr`.
+reported when the tasks are loaded, before the run begins. The results are numbers by
+name: `tasks/<task>/<metric>`, and the standard error `tasks/<task>/<metric>_stderr`.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from train.program import Program
 
 _SEED = 1234  # seed of few-shot examples, as in the harness' command
 _HUB_TIMEOUT_S = 3.0  # the timeout for a connection to the hub of data sets
-_BOOTSTRAPS = 1000  # resamplings for standard errors of metrics that are not means
+_NUM_RESAMPLES = 1000  # resamples for the standard errors of metrics that are not means
 
 
 class TaskRequest(NamedTuple):
     """The tasks to score, and their settings.
 
     path: a folder of further task files.
-    limit: the number of examples of each task, or below 1 the fraction; None: all.
+    limit: the number of examples of each task, or, if below 1, a fraction; None: all.
     num_fewshot: the number of examples in each prompt; None: the task's own number.
     key: the key in the config that names the tasks, for messages.
     """
@@ -60,7 +60,7 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
     if find_spec("lm_eval") is None:
         rule = 'needs lm-evaluation-harness; pip install -e ".[eval]"'
         raise ConfigError([Mistake(request.key, [*request.names], rule)])
-    # The harness reads these when it is imported. Forks would copy JAX's threads.
+    # The harness reads these variables when imported. Forks would copy JAX's threads.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
@@ -70,14 +70,14 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
-    loaded: Any = None
+    task_dict: Any = None
     try:
         manager = TaskManager(include_path=request.path, include_defaults=False)
         if not {*request.names} <= {*manager.all_tasks}:
             manager = TaskManager(include_path=request.path)  # slow: lists thousands
         unknown = [name for name in request.names if name not in manager.all_tasks]
         if not unknown:
-            loaded = manager.load([*request.names])
+            task_dict = manager.load([*request.names])
     except Exception as error:  # Many libraries run here.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network, only data sets on "
@@ -88,13 +88,13 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
         rule = "is no task of lm-evaluation-harness (lm-eval ls tasks), nor of the "
         rule += f"folder {request.path_key}={as_typed(request.path)}"
         raise ConfigError([Mistake(request.key, name, rule) for name in unknown])
-    for task in loaded["tasks"].values():
+    for task in task_dict["tasks"].values():
         # A task that sets 0 keeps 0, as in the harness' own command.
         task_fewshot = task.config.num_fewshot
         is_replaced = request.num_fewshot is not None and task_fewshot != 0
         if task_fewshot is None or is_replaced:
             task.set_config("num_fewshot", request.num_fewshot or 0)
-    return dict(loaded)
+    return dict(task_dict)
 
 
 def _hub_answers() -> bool:
@@ -115,7 +115,7 @@ class Tasks:
 
     def __init__(
         self,
-        loaded: dict[str, Any],
+        task_dict: dict[str, Any],
         request: TaskRequest,
         program: Program,
         encoding: Encoding,
@@ -127,54 +127,54 @@ class Tasks:
         """
         from train.evaluate.harness import HarnessModel
 
-        self._loaded = loaded
+        self._task_dict = task_dict
         self._limit: Any = request.limit  # accepts fractions, but is typed as int
         self._model = HarnessModel(program, encoding)
         length = self._model.max_length
-        if mistakes := _mistakes(loaded["tasks"], request.key, length):
+        if mistakes := _mistakes(task_dict["tasks"], request.key, length):
             raise ConfigError(mistakes)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of examples and harness, which must be equal on all processes."""
+        """A hash of the examples and the harness' version, equal on all processes."""
         digest = hashlib.sha256(version("lm_eval").encode())
-        for name, task in self._loaded["tasks"].items():
+        for name, task in self._task_dict["tasks"].items():
             digest.update(f"{name} {task.config.num_fewshot}".encode())
-            for example in itertools.islice(task.eval_docs, self._count(task)):
+            for example in itertools.islice(task.eval_docs, self._num_examples(task)):
                 digest.update(repr(example).encode())
         return digest.hexdigest()
 
     @property
     def num_examples(self) -> int:
         """The number of examples of all tasks."""
-        return sum(map(self._count, self._loaded["tasks"].values()))
+        return sum(map(self._num_examples, self._task_dict["tasks"].values()))
 
-    def _count(self, task: Any) -> int:
+    def _num_examples(self, task: Any) -> int:
         from lm_eval.evaluator_utils import get_sample_size
 
         available = len(task.eval_docs)
         return min(available, get_sample_size(task, self._limit) or available)
 
-    def scores(
-        self, params: Any, beat: Callable[[], None] = lambda: None
+    def score(
+        self, params: Any, heartbeat: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         """Return the metrics of parameters on all tasks, the same on all processes.
 
         Args:
             params: sharded as `program.shardings.params`.
-            beat: called after each batch.
+            heartbeat: called after each batch.
         """
         from lm_eval.evaluator import evaluate
 
-        for task in self._loaded["tasks"].values():
+        for task in self._task_dict["tasks"].values():
             task.set_fewshot_seed(_SEED)  # Drawing advances the generator.
-        self._model.params, self._model.beat = params, beat
+        self._model.params, self._model.heartbeat = params, heartbeat
         with contextlib.redirect_stdout(io.StringIO()):  # The harness prints progress.
             results = evaluate(
                 self._model,
-                self._loaded,
+                self._task_dict,
                 limit=self._limit,
-                bootstrap_iters=_BOOTSTRAPS,
+                bootstrap_iters=_NUM_RESAMPLES,
                 log_samples=False,
             )
         self._model.params = None  # Release the memory.
@@ -184,7 +184,7 @@ class Tasks:
 
 def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
     """List the unsupported features that tasks need."""
-    from train.evaluate.harness import generation
+    from train.evaluate.harness import parse_generation
 
     mistakes = []
     for name, task in tasks.items():
@@ -193,7 +193,7 @@ def _mistakes(tasks: Mapping[str, Any], key: str, length: int) -> list[Mistake]:
             mistakes.append(Mistake(key, name, rule))
         if task.OUTPUT_TYPE != "generate_until":
             continue
-        settings = generation(task.config.generation_kwargs or {})
+        settings = parse_generation(task.config.generation_kwargs or {})
         if settings.num_tokens >= length:
             rule = f"asks for texts of {settings.num_tokens} tokens, but must leave "
             rule += f"room for a prompt within data.sequence_length={length}; lower "

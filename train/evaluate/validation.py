@@ -13,7 +13,7 @@ from train.program import Program
 
 
 class Score(NamedTuple):
-    """Mean cross-entropy in nats per token and in bits per byte of text."""
+    """Mean cross-entropy: `loss` in nats per token, and in bits per byte of text."""
 
     loss: float
     bits_per_byte: float
@@ -25,7 +25,7 @@ def evaluate(
     params: Any,
     sources: Sources,
     num_batches: int,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> Score:
     """Return the score of parameters on the validation split.
 
@@ -35,20 +35,21 @@ def evaluate(
         sources: the tokens to predict.
         num_batches: the maximum number of batches. -1 takes all batches, so that every
             token but the first is a target once.
-        beat: called after each batch, to tell a watchdog of progress.
+        heartbeat: called after each batch, to tell a watchdog of progress.
     """
     rows = local_rows(program.batch)
     batches = validation_batches(sources, program.config.data, num_batches, rows)
-    nats = targets = 0.0
+    nats = num_targets = 0.0
     for batch in Feed(batches, program.batch):
-        # The host sums in float64. Waiting also keeps a CPU's virtual devices in step.
+        # The host sums in float64. Waiting keeps the virtual devices of a CPU in step.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
-        nats, targets = nats + float(batch_nats), targets + float(batch_targets)
-        beat()
-    loss = nats / targets if targets else math.nan
+        nats += float(batch_nats)
+        num_targets += float(batch_targets)
+        heartbeat()
+    loss = nats / num_targets if num_targets else math.nan
     split = sources.held_out
     tokens_per_byte = sources.num_tokens(split) / sources.num_bytes(split)
-    return Score(loss, loss * tokens_per_byte / math.log(2), int(targets))
+    return Score(loss, loss * tokens_per_byte / math.log(2), int(num_targets))
 
 
 def evaluate_all(
@@ -56,7 +57,7 @@ def evaluate_all(
     params: Any,
     sources: Sources,
     num_batches: int,
-    beat: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
     """Return the scores of the split (""), each source of a mixture, and each set.
 
@@ -64,13 +65,13 @@ def evaluate_all(
     """
     sets = sources.validation_sets(program.config.eval.by_source)
     return {
-        name: evaluate(program, params, set_sources, num_batches, beat)
+        name: evaluate(program, params, set_sources, num_batches, heartbeat)
         for name, set_sources in {"": sources, **sets}.items()
     }
 
 
 def as_metrics(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return scores by the names of metrics.jsonl: `eval/loss`, `eval/<set>/loss`."""
+    """Return scores by their names in metrics.jsonl: `eval/loss`, `eval/<set>/loss`."""
     return {
         f"eval/{name}/{key}".replace("//", "/"): getattr(score, key)
         for name, score in scores.items()

@@ -2,11 +2,11 @@
 
 TPUs: means of published measurements, chosen before any prediction was compared with a
 published run. Only the cost of more slices, the rate of experts' products and the rate
-of v6e's products are fitted to published runs; other runs judge them. GPUs: published
-measurements of kernels and of NCCL. Products and memory are slower in whole steps than
-in single kernels, so their fractions are fitted to one half of the published runs
-(benchmarks/published_gpu_rows.py); the other half judges them. This project measured
-nothing here on an accelerator.
+of v6e's products are fitted to published runs, and other runs validate them. GPUs:
+published measurements of kernels and of NCCL. Products and memory are slower in whole
+steps than in single kernels, so their fractions are fitted to one half of the published
+runs (benchmarks/published_gpu_rows.py), and the other half validates them. This project
+measured none of these figures.
 """
 
 import math
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 class AttentionRates:
     """Rates of a causal attention kernel, forward and backward together.
 
-    fractions: minimal head dim -> fraction of the bfloat16 peak for long rows.
+    fractions: the smallest head dim -> the fraction of the bfloat16 peak for long rows.
     half_length: the row length at which the kernel reaches half of that fraction.
     """
 
@@ -59,9 +59,9 @@ class Achievable:
     start_s: the seconds to start a collective; an all-reduce takes twice that.
     hop_s: the additional seconds for each further slice or node.
     unhidden: the fraction of an overlapped collective's time that still delays
-        products; on TPUs between slices only, on GPUs because NCCL occupies processors.
+        products: on TPUs only between slices; on GPUs because NCCL uses processors.
     spread: the standard deviation of step times over slices or nodes, relative to
-        their mean (`slowest`).
+        their mean (`slowest_ratio`).
     """
 
     products: float
@@ -86,10 +86,10 @@ class Achievable:
 # network: the same source, all-reduce between v6e slices, 4.11 of 12.5 GB/s.
 # hop_s, unhidden, spread: fitted to AI-Hypercomputer/maxtext at e591f30, src/maxtext/
 #     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; the rows on 4 and 16
-#     slices judge them (docs/log).
-# grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512 judges
-#     it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3 FLOPs for
-#     2 x 512^2 values of 2 bytes.
+#     slices validate them (docs/log).
+# grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512
+#     validates it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3
+#     FLOPs for 2 x 512^2 values of 2 bytes.
 TPU = Achievable(
     products=0.865,
     grouped=GroupedRates(rate=0.77, intensity=256),
@@ -103,7 +103,7 @@ TPU = Achievable(
 
 # The products of v6e: fitted to Llama 3.1 8B on v6e-8 (AI-Hypercomputer/tpu-recipes at
 # c8cfe2f, training/trillium), because whole steps are slower there than single
-# products; Mixtral 8x7B on v6e-256 judges the fit.
+# products; Mixtral 8x7B on v6e-256 validates the fit.
 TPU_V6E = replace(TPU, products=0.65)
 
 # Sources, GPU:
@@ -120,12 +120,12 @@ TPU_V6E = replace(TPU, products=0.65)
 #     all-reduce 234.9 of 300; the same fraction for network cards.
 # start_s, hop_s: the same source, network/benchmarks: all-reduce of 1 to 128 MiB takes
 #     20 to 80 us more than its bytes on 8 x H200, of 1 MiB 160 us on 4 nodes of B200.
-# grouped: the rate of other products; no public run judges it.
+# grouped: the rate of other products; no public run validates it.
 # unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
-# products: fitted to public runs; the best of many shapes, briefly, is 0.87 on A100,
-#     0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), for minutes 0.74
-#     on H100 (huggingface/gpu-fryer, README.md). Blackwell has no public run, so its
-#     fractions are Hopper's.
+# products: fitted to public runs. The best of many shapes in a short test is 0.87 on
+#     A100, 0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), and 0.74
+#     on H100 over minutes (huggingface/gpu-fryer, README.md). Blackwell has no public
+#     run, so its fractions are Hopper's.
 # memory: fitted to public runs, the same for all chips; NVIDIA's own figure for the
 #     A100 is 95 % of the bandwidth.
 # spread: the value for slices of TPUs.
@@ -149,10 +149,10 @@ AMPERE = replace(
 BLACKWELL = HOPPER
 
 
-def slowest(count: int, spread: float) -> float:
+def slowest_ratio(count: int, spread: float) -> float:
     """Return the expected ratio of the slowest of several step times to their mean.
 
-    `count` is the number of step times, `spread` their relative standard deviation.
+    `count` is the number of step times; `spread` is their relative standard deviation.
     Source: the expected maximum of n normal variables is close to sqrt(2 ln n) standard
     deviations.
     """

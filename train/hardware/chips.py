@@ -25,13 +25,13 @@ class Chip:
     flops: dense FLOP/s by operand dtype, for the dtypes that the vendor states.
     devices: the number of JAX devices of a chip.
     link_bandwidth: the bandwidth of one link (ICI, NVLink) in one direction.
-    dcn_bandwidth: the chip's share of its host's network cards in one direction.
-    host_bandwidth: the bandwidth to its host's memory in one direction.
+    dcn_bandwidth: the chip's share of the host's network cards in one direction.
+    host_bandwidth: the bandwidth to the host's memory in one direction.
     program_bytes: the HBM of one JAX device that XLA:TPU gives to a program.
     matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
-    sparse_cores: whether its SparseCores are known to hide collectives (TPU).
+    sparse_cores: whether the chip has SparseCores known to hide collectives (TPU).
     scatters_whole: whether XLA keeps a reduce-scatter over a whole slice (TPU).
-    achievable: the parts of these rates that programs achieve.
+    achievable: the fractions of these rates that programs achieve.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Chip:
     scatters_whole: bool = False
     achievable: Achievable = TPU
 
-    def gains_by(self, dtype: str) -> bool:
+    def is_faster_in(self, dtype: str) -> bool:
         """Return whether products of this dtype are faster than bfloat16's."""
         return self.flops.get(dtype, 0.0) > self.flops["bfloat16"]
 
@@ -61,7 +61,7 @@ def _flops(
     return {dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None}
 
 
-# TPUs. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. They state a
+# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. These pages state a
 # chip's ICI bandwidth for both directions and all links together (v5e 400 GB/s, v6e
 # 800, v5p and tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not
 # at all). FP8 and DCN of v5p and v6e: tpu7x's page. int8: stated only for v5e, v5p and
@@ -70,7 +70,7 @@ def _flops(
 # jax/_src/pallas/mosaic/tpu_info.py in jax.
 # program_bytes: "available HBM" in the out-of-memory errors of libtpu 0.0.52.
 # GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as quoted by
-# stas00/ml-engineering, torchtitan and MLPerf's system files, not by its datasheets.
+# stas00/ml-engineering, torchtitan and MLPerf's system files, not from its datasheets.
 # A100: 312 TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200:
 # 1979 (FP8 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200:
 # 2250 (FP8 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense.
@@ -118,7 +118,7 @@ CHIPS = {
         matrix_unit=128,
     ),
     "v5p": Chip(
-        "TPU v5",  # some versions say "TPU v5p"
+        "TPU v5",  # some versions of JAX say "TPU v5p"
         _flops(459, 459, int8=918),
         hbm_bytes=95 * GIB,
         hbm_bandwidth=2765 * GB,

@@ -23,10 +23,10 @@ from train.hardware.interconnect import (
 )
 from train.mesh import Device
 
-# The chips of the largest slice over which XLA scatters in one step, by links a chip.
+# Chips in the largest slice over which XLA scatters in one step, by links per chip.
 _MAX_CHIPS = {4: 8, 6: 4}
-# The devices of the largest slice without rings over which XLA gathers in one step, if
-# a chip has two devices (tpu7x).
+# Devices in the largest slice without rings over which XLA gathers in one step, for
+# chips with two devices (tpu7x).
 _MAX_DEVICES = 32
 
 
@@ -45,8 +45,8 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
             continue
         local_members = members[::slices]
         slice_ = slice_of(mesh, device)
-        gather = _gather(local_members, slice_, chip)
-        scatter = _scatter(local_members, slice_, chip)
+        gather = _gather_sizes(local_members, slice_, chip)
+        scatter = _scatter_sizes(local_members, slice_, chip)
         # XLA gathers small arrays by an all-reduce on a 2D torus.
         small_gather = scatter if chip.links == 4 else gather
         sizes = (*small_gather, slices, *scatter)
@@ -58,7 +58,7 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
     return tuple(all_steps)
 
 
-def _gather(
+def _gather_sizes(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
     """Return the group sizes of a gather's steps over devices of a slice."""
@@ -66,42 +66,43 @@ def _gather(
     is_torus = all(rings(extents(slice_), chip))
     if chip.devices == 1 or not fills_slice or is_torus or size <= _MAX_DEVICES:
         return (size,)
-    return _planes_and_lines(members)
+    return _plane_and_line_sizes(members)
 
 
-def _scatter(
+def _scatter_sizes(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
     """Return the group sizes of a scatter's steps over devices of a slice."""
-    size, planes_and_lines = len(members), _planes_and_lines(members)
+    size, two_steps = len(members), _plane_and_line_sizes(members)
     is_small = size <= _MAX_CHIPS[chip.links or 0]
-    if chip.scatters_whole or is_small or len(planes_and_lines) == 1:
+    if chip.scatters_whole or is_small or len(two_steps) == 1:
         return (size,)
 
-    def links(group: Sequence[Device]) -> int:
-        # XLA uses all dims that a group spans at once only if they are equal.
-        equal = len({extent for extent in extents(group) if extent > 1}) == 1
-        return num_links(group, slice_, chip, None if equal else 1)
+    def count_links(group: Sequence[Device]) -> int:
+        # XLA uses all dims of a group at once only if their sizes are equal.
+        is_equal = len({extent for extent in extents(group) if extent > 1}) == 1
+        return num_links(group, slice_, chip, None if is_equal else 1)
 
     is_all_reduced = size == len(slice_)
-    one_step = (1 - 1 / size) / links(members)
+    # Times relative to that of the whole array over one link.
+    one_step_time = (1 - 1 / size) / count_links(members)
     if is_all_reduced:
-        one_step = 2 * (1 - 1 / size) / num_links(members, slice_, chip)
-    planes, lines = planes_and_lines
-    over_planes = (1 - 1 / planes) / links(members[::lines])
-    over_lines = (1 / planes - 1 / size) / links(members[:lines])
+        one_step_time = 2 * (1 - 1 / size) / num_links(members, slice_, chip)
+    plane, line = two_steps
+    plane_time = (1 - 1 / plane) / count_links(members[::line])
+    line_time = (1 / plane - 1 / size) / count_links(members[:line])
     # The form that sends fewer bytes is preferred if the times are equal.
-    limit = one_step * (1.001 if is_all_reduced else 0.999)
-    return planes_and_lines if over_planes + over_lines < limit else (size,)
+    limit = one_step_time * (1.001 if is_all_reduced else 0.999)
+    return two_steps if plane_time + line_time < limit else (size,)
 
 
-def _planes_and_lines(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the sizes of a plane and of a line across planes, or only of a line."""
-    lines = len(devices)
+def _plane_and_line_sizes(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Return the sizes of a plane and of a line across planes; of a line if 1D."""
+    line = len(devices)
     for length in range(1, len(devices)):
         if sum(extent > 1 for extent in extents(devices[: length + 1])) > 1:
-            lines = length
+            line = length
             break
-    if len(devices) % lines or lines == len(devices):
+    if len(devices) % line or line == len(devices):
         return (len(devices),)
-    return len(devices) // lines, lines
+    return len(devices) // line, line

@@ -55,7 +55,7 @@ _GPUS = {
 
 
 def prepare() -> None:
-    """Tell the compilers that their chips are absent. Must run before they load."""
+    """Tell the compilers that no chip is present. Must run before a compiler loads."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # XLA can write programs for absent chips to the cache, but not read them back.
@@ -75,7 +75,7 @@ def missing_compiler(target: Target) -> str | None:
 
 
 def fake_devices(target: Target) -> list[Device]:
-    """Return the devices of an absent machine, or stand-ins without its compiler.
+    """Return the devices of an absent machine, or stand-ins if the compiler is missing.
 
     `prepare` must have run, and the platform of this process must be the CPU.
     """
@@ -104,7 +104,7 @@ def fake_devices(target: Target) -> list[Device]:
 
 
 def _target_config(target: Target) -> str:
-    """Return XLA's description of a GPU, the text of a GpuTargetConfigProto."""
+    """Return XLA's description of a GPU, as the text of a GpuTargetConfigProto."""
     chip, (name, fields) = target.chip, _GPUS[target.family]
     return f"""
 gpu_device_info {{

@@ -1,15 +1,15 @@
 """Compute the bandwidth of devices along mesh axes.
 
 TPU: the chips of a slice form a grid, and links join neighbours along every dim. A dim
-is a ring if a link also joins its last chip to its first. A group of devices uses the
-dims along which its members differ. In each of these dims a chip sends over two links,
-one in either direction, if the group fills a ring, and otherwise over one, because data
+is a ring if a link also joins the last chip to the first. A group of devices uses the
+dims along which its members differ. If the group fills a ring of such a dim, a chip
+sends over two links, one in either direction. Otherwise it sends over one, because data
 must travel from end to end. A collective over several dims uses all their links at
 once, unless XLA chooses one ring through all members, which has two links a chip.
 Devices of a chip share its links, unless they belong to the same group.
 
 GPU: within a node every GPU reaches every other over all its NVLinks. A ring through
-several nodes enters each of them over the network cards of all members there.
+several nodes enters each node over the network cards of all members in the node.
 
 Sources: jax-ml.github.io/scaling-book, "How to Think About TPUs" (links; rings of 2D
 slices: dims of 16) and "Sharded Matrices and How to Multiply Them" (times of
@@ -27,8 +27,8 @@ from jax.sharding import Mesh
 from train.hardware.chips import Chip, chip_of
 from train.mesh import Device
 
-_RING_OF_2D = 16
-_RING_OF_3D = 4  # All dims of a slice with rings are multiples of this.
+_RING_SIZE_2D = 16
+_RING_MULTIPLE_3D = 4  # All dims of a slice with rings are multiples of this.
 
 # The networks inside and between the domains that `_domain` returns.
 _NETWORKS = {
@@ -56,7 +56,7 @@ class Group:
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
     """Return the group of devices that differ only in their position along some axes.
 
-    `members` selects positions of a smaller group along these axes; () selects all.
+    `members` selects positions in this group, for a smaller group; () selects all.
     """
     dims = [mesh.axis_names.index(axis) for axis in axes]
     positions = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
@@ -70,7 +70,7 @@ def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Grou
     """Return the axes, the network and the links that equal groups of devices span.
 
     `positions` are positions in `mesh.devices.flat`, as an array [groups, size]. `dims`
-    is that of `num_links`.
+    has the same meaning as in `num_links`.
     """
     coordinates = np.unravel_index(positions, mesh.devices.shape)
     axes = tuple(
@@ -80,8 +80,8 @@ def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Grou
     )
     devices = mesh.devices.flat
     groups = [[devices[i] for i in group] for group in positions]
-    crosses = any(num_slices(group) > 1 for group in groups)
-    network = _NETWORKS[devices[0].platform][crosses]
+    crosses_domains = any(num_slices(group) > 1 for group in groups)
+    network = _NETWORKS[devices[0].platform][crosses_domains]
     return Group(axes, positions.shape[1], network, _links_of(groups[0], mesh, dims))
 
 
@@ -104,8 +104,8 @@ def bandwidth(
         axes: the axes along which the members of a group differ.
         network: the slowest network that a group crosses.
         chip: the chip of each device.
-        links: the links of a TPU over which the group sends. 0: computed for all
-            devices along the axes.
+        links: the number of links of a TPU over which the group sends. 0 computes it
+            for all devices along the axes.
 
     Raises:
         NotStated: if the chip's vendor does not state the bandwidth of the network.
@@ -114,25 +114,28 @@ def bandwidth(
     local_members = _in_slice_of(members[0], members)
     if network == "DCN":
         return achievable.network * stated(chip, "dcn_bandwidth") / chip.devices
-    link = stated(chip, "link_bandwidth")
+    per_link = stated(chip, "link_bandwidth")
     if network == "ICI":
         links = links or num_links(local_members, slice_of(mesh, members[0]), chip)
-        return achievable.links * link * links / _groups_per_chip(local_members, chip)
-    nvlink = achievable.links * link * stated(chip, "links")
+        num_groups = _groups_per_chip(local_members, chip)
+        return achievable.links * per_link * links / num_groups
+    inside_node = achievable.links * per_link * stated(chip, "links")
     if network == "NVLink":
-        return nvlink
-    dcn = stated(chip, "dcn_bandwidth")
-    return min(nvlink, achievable.network * len(local_members) * dcn)
+        return inside_node
+    per_card = stated(chip, "dcn_bandwidth")
+    return min(inside_node, achievable.network * len(local_members) * per_card)
 
 
-def num_parts(mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()) -> int:
-    """Count the slices or nodes that the group of `group_along` spans."""
+def num_slices_along(
+    mesh: Mesh, axes: Sequence[str], members: Sequence[int] = ()
+) -> int:
+    """Count the slices or nodes that a group of `group_along` spans."""
     devices = members_along(mesh, axes)
     return num_slices([devices[member] for member in members] or devices)
 
 
 def num_slices(devices: Iterable[Device]) -> int:
-    """Count the slices of TPUs or the nodes of GPUs that devices are in."""
+    """Count the slices of TPUs, or the nodes of GPUs, that hold the devices."""
     return len(set(map(_domain, devices)))
 
 
@@ -150,8 +153,8 @@ def rings(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
     `shape` is the number of chips along each dim of a slice of TPUs.
     """
     if chip.links == 4:
-        return tuple(size == _RING_OF_2D for size in shape)
-    return (all(size % _RING_OF_3D == 0 for size in shape),) * len(shape)
+        return tuple(size == _RING_SIZE_2D for size in shape)
+    return (all(size % _RING_MULTIPLE_3D == 0 for size in shape),) * len(shape)
 
 
 def num_links(
@@ -166,25 +169,26 @@ def num_links(
     dim with the fewest links sets the pace.
 
     `members` are the devices of the group, and `slice_` all devices of their slice.
-    The collective uses `dims` dims of the grid at once. None: all that members span.
+    The collective uses `dims` dims of the grid at once. None: all dims of the group.
     """
     slice_sizes, sizes = extents(slice_), extents(members)
     dims_of_group = zip(sizes, slice_sizes, rings(slice_sizes, chip), strict=True)
-    spanned = [
-        2 if ring and size == extent else 1
-        for size, extent, ring in dims_of_group
+    links_by_dim = [
+        2 if is_ring and size == slice_size else 1
+        for size, slice_size, is_ring in dims_of_group
         if size > 1
     ]
-    if not spanned:
+    if not links_by_dim:
         return 1
-    if dims == 1 and len(spanned) > 1:
+    if dims == 1 and len(links_by_dim) > 1:
         # One ring passes through all chips of a box, even if no dim is a ring.
         return 2
-    return min(dims or len(spanned), len(spanned)) * min(spanned)
+    num_dims = len(links_by_dim)
+    return min(dims or num_dims, num_dims) * min(links_by_dim)
 
 
 def slice_of(mesh: Mesh, device: Device) -> list[Device]:
-    """Return all devices of a mesh in the slice or node of one of them."""
+    """Return all devices of a mesh that are in the slice or node of `device`."""
     return _in_slice_of(device, mesh.devices.flat)
 
 
@@ -205,7 +209,7 @@ def stated(chip: Chip, field: str) -> float:
 
 
 def members_along(mesh: Mesh, axes: Sequence[str]) -> list[Device]:
-    """Return the group along some axes that the mesh's first device belongs to."""
+    """Return the group along some axes to which the mesh's first device belongs."""
     index = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     return list(np.atleast_1d(mesh.devices[index]).flat)
 
@@ -227,11 +231,11 @@ def _coords(device: Device) -> tuple[int, ...]:
 
 
 def _domain(device: Device) -> tuple[int, ...]:
-    """Return the id of a device's slice or GPU node, which a fast network joins.
+    """Return the id of a device's slice or GPU node, inside which the network is fast.
 
-    A node may have a process for each GPU, so processes do not tell nodes apart. JAX
+    A node may have a process for each GPU, so process ids do not identify nodes. JAX
     gives the processes of one host the same slice index. The coordinates of fake GPUs
-    begin with the node too.
+    begin with the node.
     Source: BuildGlobalTopology in openxla/xla, xla/pjrt/distributed/topology_util.cc.
     """
     if device.platform == "tpu":

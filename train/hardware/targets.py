@@ -1,7 +1,7 @@
 """Names of machines: `v5e-256`, `v5p-512x4`, `h100-8x16`.
 
 TPU names are Google Cloud's: v4, v5p and tpu7x count cores (two a chip), v5e and v6e
-count chips, and x4 means four slices. GPU names count the GPUs of a node, then nodes.
+count chips, and x4 means four slices. GPU names count the GPUs of a node and the nodes.
 The rates of chips are in `train/hardware/chips.py`.
 """
 
@@ -14,12 +14,12 @@ from train.hardware.chips import CHIPS, Chip
 
 CPU = "cpu"  # the devices of this machine
 
-_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_ONE_HOST = _FLAT[:3]  # v5e-8 and v6e-8 are one host of eight, larger ones of four
-# Slices smaller than a cube, and the chips of a pod. Source: Google Cloud's pages.
-_BLOCKS = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_FLAT_SHAPES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_ONE_HOST = _FLAT_SHAPES[:3]  # Larger slices have hosts of four chips.
+# Slices smaller than a cube, and chips in a pod. Source: Google Cloud's pages.
+_SMALL_SHAPES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _CUBE = 64  # chips, 4 x 4 x 4
-_PODS = {"v4": 4096, "v5p": 8960, "tpu7x": 9216}
+_POD_CHIPS = {"v4": 4096, "v5p": 8960, "tpu7x": 9216}
 _GPUS_PER_NODE = (1, 2, 4, 8)
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _GPUS = ("a100", "h100", "h200", "b200")
@@ -84,22 +84,22 @@ def parse_target(name: str) -> Target:
     """Return the machine with this name.
 
     Raises:
-        ConfigError: if there is no such machine; names machines that exist.
+        ConfigError: if there is no such machine. The message lists names that exist.
     """
     match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
     if match is None or (family := match[1]) not in (*_TPUS, *_GPUS):
-        raise _no_target(name, f"must be one like {FORMS}")
+        raise _name_error(name, f"must be one like {FORMS}")
     size, slices = int(match[2]), int(match[3] or 1)
     if slices < 1:
         unit = "node" if family in _GPUS else "slice"
-        raise _no_target(name, f"must have at least one {unit}")
+        raise _name_error(name, f"must have at least one {unit}")
     topologies = _topologies(family)
     if size not in topologies:
-        raise _no_target(name, _size_rule(family, size, topologies))
+        raise _name_error(name, _size_rule(family, size, topologies))
     return Target(name, family, topologies[size], slices)
 
 
-def _no_target(name: str, rule: str) -> ConfigError:
+def _name_error(name: str, rule: str) -> ConfigError:
     return ConfigError([Mistake("target", name, rule)])
 
 
@@ -107,10 +107,10 @@ def _topologies(family: str) -> dict[int, tuple[int, ...]]:
     """Return a slice's topology for each size that a name may state."""
     if family in _GPUS:
         return {n: (n,) for n in _GPUS_PER_NODE}
-    if family not in _PODS:
-        return {math.prod(shape): shape for shape in _FLAT}
-    cubes = range(_CUBE, _PODS[family] + 1, _CUBE)
-    shapes = [*_BLOCKS, *(_compact(chips) for chips in cubes)]
+    if family not in _POD_CHIPS:
+        return {math.prod(shape): shape for shape in _FLAT_SHAPES}
+    cubes = range(_CUBE, _POD_CHIPS[family] + 1, _CUBE)
+    shapes = [*_SMALL_SHAPES, *(_compact(chips) for chips in cubes)]
     return {2 * math.prod(shape): shape for shape in shapes}  # cores
 
 
@@ -127,14 +127,14 @@ def _compact(chips: int) -> tuple[int, int, int]:
     return 4 * a, 4 * b, 4 * c
 
 
-def _size_rule(family: str, size: int, possible: dict[int, tuple[int, ...]]) -> str:
+def _size_rule(family: str, size: int, topologies: dict[int, tuple[int, ...]]) -> str:
     if family in _GPUS:
         return f"must be {family}-n or {family}-nxm, m nodes of n = 1, 2, 4 or 8 GPUs"
-    smaller = [n for n in possible if n < size][-1:]
-    larger = [n for n in possible if n > size][:1]
+    smaller = [n for n in topologies if n < size][-1:]
+    larger = [n for n in topologies if n > size][:1]
     names = " and ".join(f"{family}-{n}" for n in smaller + larger)
-    counts = ", ".join(str(n) for n in possible if n <= 256)
+    counts = ", ".join(str(n) for n in topologies if n <= 256)
     unit = "chips"
-    if family in _PODS:
-        unit = f"... {max(possible)} cores (two a chip), from 128 on all multiples"
-    return f"{family} comes in {counts} {unit}; next to it are {names}"
+    if family in _POD_CHIPS:
+        unit = f"... {max(topologies)} cores (two a chip), from 128 on all multiples"
+    return f"{family} comes in {counts} {unit}; the nearest are {names}"

@@ -23,8 +23,8 @@ _MAX_UPDATE_RMS = 1.0
 _DECAY_EXPONENT = 0.8  # the decay after t updates is 1 - t**-0.8
 
 
-class Factored(NamedTuple):
-    """The mean squares of a parameter [..., I, O].
+class Squares(NamedTuple):
+    """The factored mean squares of a parameter [..., I, O].
 
     rows: the means over the output dims, kept as size 1. A vector keeps all entries.
     columns: the means over the input dims, kept as size 1. A vector has None.
@@ -35,68 +35,68 @@ class Factored(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """The number of updates, and a tree of `Factored`."""
+    """The number of updates, and a tree of `Squares`."""
 
     count: jax.Array
     squares: Any
 
 
 def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
-    """Divide gradients by factored root mean squares, then limit and scale the result.
+    """Return a transformation that divides gradients by factored root mean squares.
 
-    There is no momentum. The step is relative to the parameter's root mean square, so a
-    learning rate means the same at any width.
+    The result is limited, and scaled by the parameter's root mean square, so a learning
+    rate means the same at any width. There is no momentum.
     """
 
     def init(params: Any) -> AdafactorState:
-        squares = jax.tree.map(_zeros, infos, params, is_leaf=is_info)
+        squares = jax.tree.map(_zero_squares, infos, params, is_leaf=is_info)
         return AdafactorState(jnp.zeros((), jnp.int32), squares)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = state.count + 1
         decay = 1 - count.astype(jnp.float32) ** -_DECAY_EXPONENT
         squares = jax.tree.map(
-            lambda info, grad, squares: _update_averages(info, grad, squares, decay),
+            lambda info, grad, squares: _update_squares(info, grad, squares, decay),
             infos,
             updates,
             state.squares,
             is_leaf=is_info,
         )
         updates = jax.tree.map(
-            _direction, infos, updates, squares, params, is_leaf=is_info
+            _compute_direction, infos, updates, squares, params, is_leaf=is_info
         )
         return updates, AdafactorState(count, squares)
 
     return optax.GradientTransformation(init, update)
 
 
-def _zeros(info: ParamInfo, param: jax.Array) -> Factored:
-    inputs, outputs = param.shape[: info.split], param.shape[info.split :]
-    rows = jnp.zeros((*inputs, *(1 for _ in outputs)), jnp.float32)
+def _zero_squares(info: ParamInfo, param: jax.Array) -> Squares:
+    leading, outputs = param.shape[: info.split], param.shape[info.split :]
+    rows = jnp.zeros((*leading, *(1 for _ in outputs)), jnp.float32)
     if not outputs:
-        return Factored(rows, None)
+        return Squares(rows, None)
     ones = (1,) * (info.split - info.stack_dims)
-    return Factored(rows, jnp.zeros((*inputs[: info.stack_dims], *ones, *outputs)))
+    return Squares(rows, jnp.zeros((*leading[: info.stack_dims], *ones, *outputs)))
 
 
-def _update_averages(
-    info: ParamInfo, grad: jax.Array, squares: Factored, decay: jax.Array
-) -> Factored:
-    """Return the mean squares after they take in the square of a gradient."""
+def _update_squares(
+    info: ParamInfo, grad: jax.Array, squares: Squares, decay: jax.Array
+) -> Squares:
+    """Return the running mean squares, updated by a gradient."""
     square = grad * grad + _MIN_SQUARE
 
-    def average(mean: jax.Array, start: int, stop: int) -> jax.Array:
+    def update_mean(mean: jax.Array, start: int, stop: int) -> jax.Array:
         current = jnp.mean(square, tuple(range(start, stop)), keepdims=True)
         return decay * mean + (1 - decay) * current
 
-    rows = average(squares.rows, info.split, grad.ndim)
+    rows = update_mean(squares.rows, info.split, grad.ndim)
     if squares.columns is None:
-        return Factored(rows, None)
-    return Factored(rows, average(squares.columns, info.stack_dims, info.split))
+        return Squares(rows, None)
+    return Squares(rows, update_mean(squares.columns, info.stack_dims, info.split))
 
 
-def _direction(
-    info: ParamInfo, grad: jax.Array, squares: Factored, param: jax.Array
+def _compute_direction(
+    info: ParamInfo, grad: jax.Array, squares: Squares, param: jax.Array
 ) -> jax.Array:
     update = grad * jax.lax.rsqrt(squares.rows)
     if squares.columns is not None:

@@ -2,7 +2,7 @@
 
 In each round a device takes a batch of whole matrices, and the round costs as much as
 its largest matrix. So matrices of one size fill as many rounds as possible. If some
-remain, the next smaller matrices complete their round, padded with zeros to the same
+remain, the next smaller matrices complete the round, padded with zeros to the same
 size: zero rows and columns stay zero and change nothing else. If there are more devices
 than matrices, some devices idle.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _MAX_BATCH_ENTRIES = 2**26  # entries that a device orthogonalizes as one batch
-# Replicas share the work if this reduces it to less than this fraction.
+# Replicas share the work if sharing reduces it to less than this fraction.
 _WORTHWHILE_FRACTION = 0.9
 
 
@@ -26,7 +26,7 @@ class Matrices(NamedTuple):
     def work(self, num_shards: tuple[int, int] = (1, 1)) -> int:
         """Return the multiplications of a Newton-Schulz step on one whole matrix.
 
-        Its rows and its columns have these numbers of shards.
+        `num_shards` are the numbers of shards of the rows and of the columns.
         """
         rows, columns = self.rows * num_shards[0], self.columns * num_shards[1]
         short, long = min(rows, columns), max(rows, columns)
@@ -65,21 +65,21 @@ def assign(
     """Assign all matrices to the devices that hold parts of them, and to replicas.
 
     `replicas` are the sizes of the mesh axes along which devices hold the same parts.
-    Returns the replica axes along which devices share the work, because that saves
-    time, and the rounds.
+    Returns the replica axes along which sharing the work saves time, and the rounds.
     """
-    axes, devices = (), math.prod(num_shards)
-    rounds = _fill_rounds(parameters, num_shards, devices)
+    shared_axes, num_devices = (), math.prod(num_shards)
+    rounds = _fill_rounds(parameters, num_shards, num_devices)
     for axis, size in replicas.items():
-        shared = _fill_rounds(parameters, num_shards, devices * size)
-        limit = _WORTHWHILE_FRACTION * _work(rounds, num_shards)
-        if _work(shared, num_shards) < limit:
-            axes, devices, rounds = (*axes, axis), devices * size, shared
-    return axes, rounds
+        shared_rounds = _fill_rounds(parameters, num_shards, num_devices * size)
+        max_work = _WORTHWHILE_FRACTION * _count_work(rounds, num_shards)
+        if _count_work(shared_rounds, num_shards) < max_work:
+            shared_axes, rounds = (*shared_axes, axis), shared_rounds
+            num_devices *= size
+    return shared_axes, rounds
 
 
 def _fill_rounds(
-    parameters: Sequence[Matrices], num_shards: tuple[int, int], devices: int
+    parameters: Sequence[Matrices], num_shards: tuple[int, int], num_devices: int
 ) -> list[Rounds]:
     work = [matrices.work(num_shards) for matrices in parameters]
     order = sorted(range(len(parameters)), key=lambda i: -work[i])
@@ -93,13 +93,13 @@ def _fill_rounds(
             for i, span in remaining.items()
             if parameters[i][1:] == largest[1:]
         )
-        num_rounds = max(1, num_equal // devices)
-        spans, free_places = list[MatrixSpan](), num_rounds * devices
+        num_rounds = max(1, num_equal // num_devices)
+        spans, free_slots = list[MatrixSpan](), num_rounds * num_devices
         for i, span in list(remaining.items()):
             if parameters[i].rows > rows or parameters[i].columns > columns:
                 continue
-            stop = min(span.stop, span.start + free_places)
-            free_places -= stop - span.start
+            stop = min(span.stop, span.start + free_slots)
+            free_slots -= stop - span.start
             spans += [MatrixSpan(i, span.start, stop)] if stop > span.start else []
             remaining[i] = MatrixSpan(i, stop, span.stop)
             if stop == span.stop:
@@ -111,7 +111,7 @@ def _fill_rounds(
     return rounds
 
 
-def _work(rounds: Sequence[Rounds], num_shards: tuple[int, int]) -> int:
+def _count_work(rounds: Sequence[Rounds], num_shards: tuple[int, int]) -> int:
     """Return the multiplications of a Newton-Schulz step on the busiest device."""
     return sum(
         r.number * r.batch * Matrices(1, r.rows, r.columns).work(num_shards)

@@ -1,4 +1,4 @@
-"""Updates one layer at a time, for moments in host memory or in eight bits.
+"""Update one layer at a time, for moments in host memory or in eight bits.
 
 Arrays W[L, ...] are updated in a loop over their layers. The moments of a layer are
 copied to the device, updated and copied back, so that the device holds the moments of
@@ -25,7 +25,7 @@ from train.optimizer.moments import is_eight_bits
 Update = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
 
 
-def layer_by_layer(
+def update_layer_by_layer(
     update: Update, grads: Any, moments: Any, params: Any, on_host: bool, in_place: bool
 ) -> tuple[Any, Any, jax.Array]:
     """Return the updated parameters and moments, and whether the update was accepted.
@@ -40,7 +40,7 @@ def layer_by_layer(
             Otherwise the loop stacks new moments, and the host holds both.
     """
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
-    parts, accepted = [], jnp.bool_(True)
+    updated_parts, accepted = [], jnp.bool_(True)
     for stack in (None, *STACKED):
         part_grads, part_moments, part_params = (
             _select_stack(stack, tree) for tree in (grads, moments, params)
@@ -61,9 +61,9 @@ def layer_by_layer(
             )
         else:
             continue
-        parts.append((part_params, part_moments))
+        updated_parts.append((part_params, part_moments))
         accepted &= part_accepted
-    params, moments = jax.tree.map(_unmasked, *parts, is_leaf=_is_masked_or_eight_bits)
+    params, moments = jax.tree.map(_first_unmasked, *updated_parts, is_leaf=_is_leaf)
     return params, moments, accepted
 
 
@@ -75,13 +75,13 @@ def _update_stack(
 
     def iterate(carry: tuple[Any, Any], i: jax.Array):
         params, carried = carry
-        layer_moments = _to_device(_layer(carried if in_place else moments, i), 3)
+        layer_moments = _to_device(_slice_layer(carried if in_place else moments, i), 3)
         new_params, new_moments, accepted = update(
-            _layer(grads, i), layer_moments, _layer(params, i), i
+            _slice_layer(grads, i), layer_moments, _slice_layer(params, i), i
         )
-        params = _with_layer(params, new_params, i)
+        params = _replace_layer(params, new_params, i)
         if in_place:
-            carried = _with_layer(carried, _move(new_moments, 3, space), i)
+            carried = _replace_layer(carried, _move(new_moments, 3, space), i)
             return (params, carried), ((), accepted)
         new_moments = jax.tree.map(lambda x: x[0] if x.ndim else x, new_moments)
         return (params, ()), (_move(new_moments, 2, space), accepted)
@@ -105,12 +105,12 @@ def _select_stack(stack: str | None, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(select, tree, is_leaf=is_eight_bits)
 
 
-def _unmasked(*leaves: Any) -> Any:
+def _first_unmasked(*leaves: Any) -> Any:
     """Return the first leaf that is not masked; all parts have the same scalars."""
     return next(leaf for leaf in leaves if not isinstance(leaf, MaskedNode))
 
 
-def _is_masked_or_eight_bits(leaf: object) -> bool:
+def _is_leaf(leaf: object) -> bool:
     return isinstance(leaf, MaskedNode) or is_eight_bits(leaf)
 
 
@@ -125,13 +125,13 @@ def _move(tree: Any, min_dims: int, space: Any) -> Any:
     )
 
 
-def _layer(tree: Any, i: jax.Array) -> Any:
+def _slice_layer(tree: Any, i: jax.Array) -> Any:
     """Return layer i [1, ...] of stacked leaves."""
     index = jax.lax.dynamic_index_in_dim
     return jax.tree.map(lambda x: index(x, i) if x.ndim else x, tree)
 
 
-def _with_layer(tree: Any, layer: Any, i: jax.Array) -> Any:
+def _replace_layer(tree: Any, layer: Any, i: jax.Array) -> Any:
     """Return stacked leaves in which layer i is replaced."""
     update = jax.lax.dynamic_update_index_in_dim
     return jax.tree.map(

@@ -8,7 +8,7 @@ order.
 In eight bits, an entry is the code c of a level c**p, times a scale:
 
 - The scale of an entry is the smaller of two maxima: that of its row and that of its
-  column in the parameter's matrix. So one large entry makes only itself coarser. A
+  column in the parameter's matrix. So one large entry makes no other entry coarser. A
   scale for each block of entries would achieve this too, but blocks would have to fit
   the shards of every mesh and the tiles of a TPU. Source: rank-1 normalization (section
   4.2) of Li, Chen and Zhu, Memory Efficient Optimizers with 4-bit States,
@@ -77,7 +77,7 @@ class MomentStorage:
         def encode_leaf(path: Any, leaf: jax.Array) -> Any:
             suffixes = (path[start:] for start in range(len(path)))
             info = next((infos[s] for s in suffixes if s in infos), None)
-            if info is None:  # a count
+            if info is None:  # a number of updates
                 return leaf
             bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
             match self.dtype:
@@ -94,14 +94,14 @@ class MomentStorage:
         return jax.tree_util.tree_map_with_path(encode_leaf, state)
 
     def convert(self, state: Any, step: jax.Array) -> Any:
-        """Return a state of any format and memory in this format, on the device."""
+        """Convert a state from any format and memory to this format, on the device."""
         state = jax.device_put(state, jax.memory.Space.Device)
         return self.encode(decode_moments(state), step)
 
     def round_weights(
         self, weights: Any, params: Any, step: jax.Array, layer: Any = 0
     ) -> Any:
-        """Return float32 weights in the dtypes of the parameters that they replace.
+        """Round float32 weights to the dtypes of the parameters that they replace.
 
         Stacked arrays may hold only some layers, beginning with `layer`.
         """
@@ -127,14 +127,14 @@ def decode_moments(state: Any) -> Any:
 
 
 def in_saved_format(wanted: Any, saved: Mapping[str, Any]) -> Any:
-    """Return the shapes of wanted moments in the format in which they were saved.
+    """Return `wanted`, with moments in the format in which they were saved.
 
     Args:
         wanted: tree of `jax.ShapeDtypeStruct` with shardings.
         saved: the saved shapes and dtypes by name.
     """
 
-    def saved_format(path: Any, leaf: Any) -> Any:
+    def saved_leaf(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if is_eight_bits(leaf) and name in saved:
             return leaf.codes.update(dtype=jnp.float32)
@@ -143,7 +143,7 @@ def in_saved_format(wanted: Any, saved: Mapping[str, Any]) -> Any:
         fields = (saved.get(f"{name}.{field}") for field in EightBits._fields)
         return EightBits(*(_sharded_like(leaf, field) for field in fields))
 
-    return jax.tree_util.tree_map_with_path(saved_format, wanted, is_leaf=is_eight_bits)
+    return jax.tree_util.tree_map_with_path(saved_leaf, wanted, is_leaf=is_eight_bits)
 
 
 def _sharded_like(leaf: Any, field: Any) -> Any:
@@ -152,7 +152,7 @@ def _sharded_like(leaf: Any, field: Any) -> Any:
         return None
     spec = (*leaf.sharding.spec, *(None for _ in leaf.shape))
     dims = zip(field.shape, leaf.shape, spec, strict=False)
-    entries = (entry if saved == size else None for saved, size, entry in dims)
+    entries = (entry if n == full_size else None for n, full_size, entry in dims)
     sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
@@ -169,20 +169,21 @@ def to_eight_bits(
 
     `bits` are random uint32 with the same shape.
     """
-    magnitude, first, split = jnp.abs(x), info.stack_dims, info.split
+    magnitude, stack_dims, split = jnp.abs(x), info.stack_dims, info.split
     is_vector = split == x.ndim
-    outputs = tuple(range(first if is_vector else split, x.ndim))
-    rows, columns = jnp.max(magnitude, outputs, keepdims=True), None
+    output_dims = tuple(range(stack_dims if is_vector else split, x.ndim))
+    rows, columns = jnp.max(magnitude, output_dims, keepdims=True), None
     if not is_vector:
-        columns = jnp.max(magnitude, tuple(range(first, split)), keepdims=True)
-    top, power = _levels(signed)
+        columns = jnp.max(magnitude, tuple(range(stack_dims, split)), keepdims=True)
+    max_code, power = _max_code_and_power(signed)
     fraction = magnitude / jnp.maximum(_scale(rows, columns), _TINY)
     root = jnp.sqrt(fraction) if signed else jnp.sqrt(jnp.sqrt(fraction))
-    code = jnp.floor(root * top)
-    level, low, high = fraction * float(top) ** power, code**power, (code + 1) ** power
+    code = jnp.floor(root * max_code)
+    level = fraction * float(max_code) ** power
+    low, high = code**power, (code + 1) ** power
     threshold = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
     code = jnp.where(level - low > threshold * (high - low), code + 1, code)
-    code = jnp.clip(code, 0 if signed else 1, top)
+    code = jnp.clip(code, 0 if signed else 1, max_code)
     code = jnp.where(x < 0, -code, code) if signed else code
     return EightBits(code.astype(jnp.int8 if signed else jnp.uint8), rows, columns)
 
@@ -190,13 +191,13 @@ def to_eight_bits(
 def from_eight_bits(x: EightBits) -> jax.Array:
     """Return the float32 array that the codes represent."""
     signed = x.codes.dtype == jnp.int8
-    top, power = _levels(signed)
-    root = x.codes.astype(jnp.float32) / top
+    max_code, power = _max_code_and_power(signed)
+    root = x.codes.astype(jnp.float32) / max_code
     level = root * jnp.abs(root) if signed else root**power
     return level * _scale(x.rows, x.columns)
 
 
-def _levels(signed: bool) -> tuple[int, int]:
+def _max_code_and_power(signed: bool) -> tuple[int, int]:
     """Return the highest code, and the exponent that turns codes into levels."""
     return (127, 2) if signed else (255, 4)
 

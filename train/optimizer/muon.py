@@ -17,7 +17,7 @@ from model.linear import product
 from model.params import Kind, ParamInfo, is_info
 from model.scopes import part_scope
 from train.config import OptimizerConfig
-from train.optimizer.whole import on_whole_matrices
+from train.optimizer.whole import map_whole_matrices
 
 
 def muon(
@@ -31,24 +31,24 @@ def muon(
     """Return Muon as an optax transformation, for matrices only.
 
     The operands of products and the parts that devices exchange have the compute dtype.
-    The devices of the mesh share the work. None means one device.
+    The devices of `mesh` share the work. Without a mesh, one device does it.
     """
     leaves = jax.tree.leaves(infos, is_leaf=is_info)
     matrices = [info for info in leaves if info.kind is Kind.matrix]
-    function = partial(orthogonalize, compute_dtype=compute_dtype)
+    orthogonalize_stack = partial(orthogonalize, compute_dtype=compute_dtype)
 
-    def locally(arrays: list[jax.Array]) -> list[jax.Array]:
+    def orthogonalize_locally(arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            function(x.reshape(-1, *_fans(x.shape, info))).reshape(x.shape)
+            orthogonalize_stack(x.reshape(-1, *_fans(x.shape, info))).reshape(x.shape)
             for x, info in zip(arrays, matrices, strict=True)
         ]
 
-    def on_mesh(arrays: list[jax.Array]) -> list[jax.Array]:
+    def orthogonalize_on_mesh(arrays: list[jax.Array]) -> list[jax.Array]:
         assert mesh is not None
         flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         pairs = zip(leaves, flat, strict=True)
-        return on_whole_matrices(
-            function,
+        return map_whole_matrices(
+            orthogonalize_stack,
             arrays,
             infos=matrices,
             specs=[spec for info, spec in pairs if info.kind is Kind.matrix],
@@ -56,15 +56,16 @@ def muon(
             dtype=compute_dtype,
         )
 
-    def directions(updates: Any, params: Any) -> Any:
+    def compute_directions(updates: Any, params: Any) -> Any:
         arrays, tree = jax.tree.flatten(updates)
+        run = orthogonalize_on_mesh if mesh and mesh.size > 1 else orthogonalize_locally
         with part_scope("muon"):
-            results = (on_mesh if mesh and mesh.size > 1 else locally)(arrays)
+            results = run(arrays)
             return tree.unflatten(map(_scale, results, matrices))
 
     return optax.chain(
         optax.trace(config.muon_momentum, nesterov=True),
-        optax.stateless(directions),
+        optax.stateless(compute_directions),
         optax.add_decayed_weights(config.muon_weight_decay),
         optax.scale(config.muon_learning_rate),
     )
@@ -82,7 +83,7 @@ def _scale(x: jax.Array, info: ParamInfo) -> jax.Array:
 
 
 def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
-    """Return a stack of matrices with singular values near 1.
+    """Return the matrices with all singular values moved close to 1.
 
     Five Newton-Schulz steps compute the quintic a x + b x x'x + c x x'x x'x. Each step
     is a batched product over the stack, so matrices do not affect each other.
@@ -92,7 +93,7 @@ def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
         compute_dtype: the dtype of the products' operands; sums are float32.
     """
     tall = x_LIO.shape[1] > x_LIO.shape[2]
-    x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # the smaller dim squared is cheaper
+    x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # so that x x' is small
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):

@@ -14,12 +14,12 @@ def may_overflow(config: OptimizerConfig) -> bool:
     """Return whether finite gradients may lead to weights that overflow float32.
 
     The check of an update reads the whole state again. It is not needed if no entry
-    moves by more than 1e12 and decay shrinks weights: then 10 million steps stay below
-    1e19, whose square overflows. The mean of clipped gradients is at most clip_norm, so
-    Adam's direction is at most clip_norm / ((1 - b1) epsilon), whatever the mean square
-    is. Lion's direction is at most 1, and Muon's is below the root of a dim.
+    moves by more than 1e12 and decay shrinks weights: then weights stay below 1e19 for
+    10 million steps, and their squares are finite. The mean of clipped gradients is at
+    most clip_norm, so Adam's direction is at most clip_norm / ((1 - b1) epsilon).
+    Lion's direction is at most 1, and Muon's is below the root of a dim.
     """
-    groups = [(config.learning_rate, config.weight_decay)]
+    rates = [(config.learning_rate, config.weight_decay)]
     match config.name:
         case OptimizerName.lion:
             max_direction = 1.0
@@ -28,15 +28,13 @@ def may_overflow(config: OptimizerConfig) -> bool:
         case OptimizerName.adamw | OptimizerName.muon:
             if config.clip_norm is None:
                 return True
-            adam = config.clip_norm / ((1 - config.b1) * config.epsilon)
-            max_direction = max(1e6, adam)
+            adam_bound = config.clip_norm / ((1 - config.b1) * config.epsilon)
+            max_direction = max(1e6, adam_bound)
             if config.name is OptimizerName.muon:
-                groups.append((config.muon_learning_rate, config.muon_weight_decay))
+                rates.append((config.muon_learning_rate, config.muon_weight_decay))
         case _:
             assert_never(config.name)
-    return any(
-        rate * max_direction > 1e12 or rate * decay > 1 for rate, decay in groups
-    )
+    return any(rate * max_direction > 1e12 or rate * decay > 1 for rate, decay in rates)
 
 
 def num_overflows(

@@ -24,7 +24,7 @@ def key_of_step(seed: int, step: jax.Array | int) -> jax.Array:
 
 
 def random_bits(
-    key: jax.Array, name: str, shape: tuple[int, ...], first: jax.Array | int = 0
+    key: jax.Array, name: str, shape: tuple[int, ...], start: jax.Array | int = 0
 ) -> jax.Array:
     """Return a uint32 array whose lower 16 bits are as good as random.
 
@@ -32,10 +32,10 @@ def random_bits(
         key: the key of the step.
         name: the name of the array in the state. Each name gets different bits.
         shape: the shape of the array, or of a part of it.
-        first: the index along the first dim at which the part begins.
+        start: the index along the first dim at which the part begins.
     """
     array_key = hash_bits(key ^ jnp.uint32(zlib.crc32(name.encode())))
-    return hash_bits(hash_bits(entry_ids(shape, first) ^ array_key) + array_key)
+    return hash_bits(hash_bits(entry_ids(shape, start) ^ array_key) + array_key)
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
@@ -44,20 +44,20 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half
     carries into the upper half with probability (lower half) / 2**16.
     """
-    half = jnp.uint32(0xFFFF)
-    raised = (x.view(jnp.uint32) + (bits & half)) & ~half
-    return jnp.where(jnp.isfinite(x), raised.view(jnp.float32), x).astype(jnp.bfloat16)
+    lower_half = jnp.uint32(0xFFFF)
+    rounded = (x.view(jnp.uint32) + (bits & lower_half)) & ~lower_half
+    return jnp.where(jnp.isfinite(x), rounded.view(jnp.float32), x).astype(jnp.bfloat16)
 
 
-def entry_ids(shape: tuple[int, ...], first: jax.Array | int = 0) -> jax.Array:
+def entry_ids(shape: tuple[int, ...], start: jax.Array | int = 0) -> jax.Array:
     """Return a uint32 for each entry of an array, or of a part as in `random_bits`.
 
     The ids are distinct for up to 2**32 entries.
     """
     ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
     row_stride = math.prod(shape[1:]) * stride % 2**32
-    if isinstance(first, jax.Array):
-        ids += jnp.uint32(row_stride) * first.astype(jnp.uint32)
+    if isinstance(start, jax.Array):
+        ids += jnp.uint32(row_stride) * start.astype(jnp.uint32)
     for dim, size in reversed(list(enumerate(shape))):
         ids += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
         stride = stride * size % 2**32

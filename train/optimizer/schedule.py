@@ -23,8 +23,8 @@ def make_schedule(
         case Schedule.cosine:
             body = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
         case Schedule.wsd:
-            begin = config.falls_from(num_steps) - warmup
-            body = _linear_decay(begin, config.decay_within(num_steps), final)
+            decay_start = config.decay_start(num_steps) - warmup
+            body = _linear_decay(decay_start, config.num_decay_steps(num_steps), final)
         case Schedule.constant:
             body = optax.constant_schedule(1.0)
         case _:
@@ -36,13 +36,13 @@ def make_schedule(
 
 
 def _linear_decay(
-    begin: int, decay_steps: int, final: float
+    decay_start: int, decay_steps: int, final: float
 ) -> Callable[[jax.Array], jax.Array]:
     """Return a factor that falls linearly from 1 to exactly the final fraction."""
 
     def factor(step: jax.Array) -> jax.Array:
-        fraction = jnp.maximum(step - begin, 0) / max(1, decay_steps)
+        fraction = jnp.maximum(step - decay_start, 0) / max(1, decay_steps)
         decayed = 1.0 - (1.0 - final) * fraction
-        return jnp.where(step < begin + decay_steps, decayed, final)
+        return jnp.where(step < decay_start + decay_steps, decayed, final)
 
     return factor

@@ -1,9 +1,9 @@
 """One update of the weights, and the average of weights.
 
-optax computes a direction. This module scales it by the schedule at the *step*, which
-advances even if an update is skipped, and applies it. It computes in float32, whatever
-the dtypes of weights and moments are. Arrays that are stored in bfloat16 or eight bits
-are rounded stochastically, without a float32 copy. The average is always float32.
+optax computes a direction. This module scales the direction by the schedule at the
+*step*, which advances even if an update is skipped, and subtracts it from the weights.
+The update is computed in float32. Weights and moments in bfloat16 or eight bits are
+rounded stochastically, without a float32 copy. The average is always float32.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.adafactor import scale_by_adafactor
-from train.optimizer.by_layer import layer_by_layer
+from train.optimizer.by_layer import update_layer_by_layer
 from train.optimizer.moments import MomentStorage, decode_moments
 from train.optimizer.muon import muon
 from train.optimizer.overflow import may_overflow, num_overflows
@@ -40,7 +40,7 @@ class Optimizer:
     schedule: the factor on learning rates at a step.
     storage: the format of moments between updates.
     by_layer: whether layers are updated one by one.
-    in_place: see `layer_by_layer`.
+    in_place: see `update_layer_by_layer`.
     """
 
     config: OptimizerConfig
@@ -76,8 +76,8 @@ class Optimizer:
 
         An update that would write a NaN or an infinity is not accepted. Then parameters
         and state stay unchanged. If layers are updated one by one, each is checked by
-        itself, and layers before a rejected one have changed. If `accepted` is False,
-        the update is rejected in any case. `norm` is the norm of all gradients.
+        itself, and the layers before a rejected layer have changed. With `accepted`
+        False, the update is always rejected. `norm` is the norm of all gradients.
         """
         factor = self.schedule(step)
 
@@ -87,13 +87,15 @@ class Optimizer:
             new_params, new_moments, overflows = self._apply_and_check(
                 grads, moments, params, norm=norm, factor=factor, accepted=accepted
             )
-            ok = accepted & (overflows == 0)
+            part_accepted = accepted & (overflows == 0)
             new_params = self.storage.round_weights(new_params, params, step, layer)
             new_moments = self.storage.encode(new_moments, step, layer)
-            return *_select(ok, (new_params, new_moments), (params, moments)), ok
+            new_params = _select(part_accepted, new_params, params)
+            new_moments = _select(part_accepted, new_moments, moments)
+            return new_params, new_moments, part_accepted
 
         if self.by_layer:
-            params, moments, accepted = layer_by_layer(
+            params, moments, accepted = update_layer_by_layer(
                 update_part,
                 grads,
                 state.transform,
@@ -130,7 +132,7 @@ class Optimizer:
             new = weights, new_moments
             if self.config.name is not OptimizerName.muon:
                 new = self._apply(grads, moments, params, norm, factor)
-            # Norms need the squares of weights; rounding to bfloat16 adds under 1 %.
+            # Norms square the weights. Rounding moments up adds less than 1 %.
             overflows = num_overflows(new[0], _float32_tree(params), jnp.square)
             old_moments = decode_moments(moments)
             return overflows + num_overflows(new[1], old_moments, lambda x: 1.01 * x)
@@ -245,7 +247,7 @@ def make_optimizer(
 def _needs_loop(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
     """Return whether layers must be updated one by one, in a loop.
 
-    Offloaded moments need it. Eight-bit moments on a GPU need it too, because XLA would
+    Offloaded moments need the loop. So do eight-bit moments on a GPU, because XLA would
     hold the moments of all layers in float32 at once. The exceptions are Muon, which
     exchanges all matrices together, Adafactor, which has no eight-bit moments, and
     pipelines, whose stages hold different layers.
@@ -253,6 +255,6 @@ def _needs_loop(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bo
     if config.offload:
         return True
     is_pipelined = mesh is not None and mesh.shape["pipeline"] > 1
-    separable = config.name in (OptimizerName.adamw, OptimizerName.lion)
-    eight_bits = config.moment_dtype is MomentDtype.int8
-    return platform == "gpu" and eight_bits and separable and not is_pipelined
+    is_separable = config.name in (OptimizerName.adamw, OptimizerName.lion)
+    has_eight_bits = config.moment_dtype is MomentDtype.int8
+    return platform == "gpu" and has_eight_bits and is_separable and not is_pipelined

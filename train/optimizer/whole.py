@@ -1,10 +1,10 @@
 """Apply a function to whole matrices of sharded parameters, each on one device.
 
 A device holds the local part W[D/fsdp, F/tensor] of a weight W[D_fsdp, F_tensor]. A
-function of the whole matrix needs all parts in one place, but not everywhere. So each
-device takes some matrices (train/optimizer/assignment.py): one all-to-all brings their
-parts to it, and another one returns the parts of the results. No device ever gathers
-all matrices, and with more devices each one sends and computes less.
+function of the whole matrix needs all parts on one device, but not on every device. So
+each device takes some matrices (train/optimizer/assignment.py): one all-to-all brings
+their parts to it, and another one returns the parts of the results. No device ever
+gathers all matrices, and with more devices each one sends and computes less.
 """
 
 import math
@@ -22,7 +22,7 @@ from train.mesh_sizes import num_shards
 from train.optimizer.assignment import Matrices, Rounds, assign
 
 
-def on_whole_matrices(
+def map_whole_matrices(
     function: Callable[[jax.Array], jax.Array],
     arrays: list[jax.Array],
     *,
@@ -44,25 +44,25 @@ def on_whole_matrices(
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     layouts = [
-        _layout(array.shape, info, spec, sizes)
+        _make_layout(array.shape, info, spec, sizes)
         for array, info, spec in zip(arrays, infos, specs, strict=True)
     ]
 
-    def per_device(arrays: list[jax.Array]) -> list[jax.Array]:
+    def map_local_parts(arrays: list[jax.Array]) -> list[jax.Array]:
         parts = [layout.flatten(x) for layout, x in zip(layouts, arrays, strict=True)]
         for axes in dict.fromkeys(layout.axes for layout in layouts):
-            group = [i for i, layout in enumerate(layouts) if layout.axes == axes]
+            indices = [i for i, layout in enumerate(layouts) if layout.axes == axes]
             exchange = _Exchange(function, axes, sizes, dtype)
-            results = exchange.apply([parts[i] for i in group])
-            for i, result in zip(group, results, strict=True):
+            results = exchange.apply([parts[i] for i in indices])
+            for i, result in zip(indices, results, strict=True):
                 parts[i] = result
         return [
-            layout.unflatten(part).astype(array.dtype).reshape(array.shape)
+            layout.transpose(part).astype(array.dtype).reshape(array.shape)
             for layout, part, array in zip(layouts, parts, arrays, strict=True)
         ]
 
     return jax.shard_map(
-        per_device, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+        map_local_parts, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
     )(arrays)
 
 
@@ -77,43 +77,43 @@ class _ShardAxes(NamedTuple):
 class _Layout(NamedTuple):
     """How a parameter is viewed as a stack of matrices.
 
-    first, split: the first input dim of a matrix, and its first output dim.
-    transposed: whether outputs are the rows, so that matrices that are sharded over the
-        same axes can share rounds.
+    stack_dims, split: as in `ParamInfo`.
+    transposed: whether outputs are the rows. Then matrices whose inputs and outputs are
+        sharded the other way round can share rounds.
     axes: the mesh axes that shard the stack.
     """
 
-    first: int
+    stack_dims: int
     split: int
     transposed: bool
     axes: _ShardAxes
 
     def flatten(self, part: jax.Array) -> jax.Array:
         """Return a parameter, or a part of it, as [matrices, rows, columns]."""
-        fan_in = math.prod(part.shape[self.first : self.split])
+        fan_in = math.prod(part.shape[self.stack_dims : self.split])
         fan_out = math.prod(part.shape[self.split :])
-        return self.unflatten(part.reshape(-1, fan_in, fan_out))
+        return self.transpose(part.reshape(-1, fan_in, fan_out))
 
-    def unflatten(self, x: jax.Array) -> jax.Array:
-        """Return [matrices, rows, columns] as [matrices, inputs, outputs]."""
+    def transpose(self, x: jax.Array) -> jax.Array:
+        """Convert [matrices, inputs, outputs] to [matrices, rows, columns], or back."""
         return x.swapaxes(1, 2) if self.transposed else x
 
 
-def _layout(
+def _make_layout(
     shape: tuple[int, ...], info: ParamInfo, spec: PartitionSpec, sizes: dict[str, int]
 ) -> _Layout:
-    first, split = info.stack_dims, info.split
+    stack_dims, split = info.stack_dims, info.split
 
     def axes_of(dims: slice) -> tuple[str, ...]:
         entries = tuple(spec)[dims]
         return tuple(a for entry in entries for a in mesh_axes(entry) if a in sizes)
 
-    inputs, outputs = axes_of(slice(first, split)), axes_of(slice(split, None))
-    fan_in, fan_out = math.prod(shape[first:split]), math.prod(shape[split:])
+    inputs, outputs = axes_of(slice(stack_dims, split)), axes_of(slice(split, None))
+    fan_in, fan_out = math.prod(shape[stack_dims:split]), math.prod(shape[split:])
     transposed = (outputs, fan_out) > (inputs, fan_in)
     rows, columns = (outputs, inputs) if transposed else (inputs, outputs)
-    axes = _ShardAxes(axes_of(slice(first)), rows, columns)
-    return _Layout(first, split, transposed, axes)
+    axes = _ShardAxes(axes_of(slice(stack_dims)), rows, columns)
+    return _Layout(stack_dims, split, transposed, axes)
 
 
 class _Exchange(NamedTuple):
@@ -127,8 +127,8 @@ class _Exchange(NamedTuple):
     def apply(self, parts: list[jax.Array]) -> list[jax.Array]:
         """Map local parts [matrices, rows, columns] to parts of the function's results.
 
-        Devices along axes that shard nothing hold the same parts. If this saves work,
-        they take different matrices and gather the results.
+        Devices along axes that shard nothing hold the same parts. If it saves work,
+        these devices take different matrices and gather the results.
         """
         num_rows = self._num_shards(self.axes.rows)
         num_columns = self._num_shards(self.axes.columns)
@@ -157,8 +157,8 @@ class _Exchange(NamedTuple):
     ) -> jax.Array:
         """Map local parts [matrices, rows, columns] of one size to the results' parts.
 
-        Matrices are numbered by round, then by the device that takes them (its index
-        along `shared_axes`, then along the sharding axes), then within its batch.
+        Matrices are numbered by round, then by the device that takes them (by index
+        along `shared_axes`, then along the sharding axes), then within the batch.
         """
         sharding_axes = self.axes.rows + self.axes.columns
         row_shards = self._num_shards(self.axes.rows)

@@ -2,7 +2,8 @@
 
 If a target is set, the program compiles the training step, with the shardings of
 training, for a machine that may not be present. If that machine's compiler is not
-installed, the program estimates. The exit code is 0 if the step fits and 4 otherwise.
+installed, the step is estimated instead. The exit code is 0 if the step fits, and 4
+otherwise.
 """
 
 import dataclasses
@@ -44,11 +45,11 @@ def main(config: PlanConfig) -> int:
     chip = target.chip if target else chip_of(devices[0].device_kind)
     limit = memory_limit(devices[0])
     budget = memory_budget(chip, config.margin, len(devices), limit)
-    missing = target and missing_compiler(target)
-    if missing:
-        print(f"estimated, not compiled: {missing}", file=sys.stderr)
-    compiler = not missing and (config.target is not None or config.show)
-    compiles = config.search_compiles if compiler else 0
+    problem = target and missing_compiler(target)
+    if problem:
+        print(f"estimated, not compiled: {problem}", file=sys.stderr)
+    can_compile = not problem and (config.target is not None or config.show)
+    num_compiles = config.search_compiles if can_compile else 0
     if config.search or config.mesh.planned:
         check_vocab()  # before a long search
     if config.search:
@@ -56,7 +57,7 @@ def main(config: PlanConfig) -> int:
             config,
             devices,
             budget,
-            compiles=compiles,
+            compiles=num_compiles,
             minutes=config.search_minutes,
             precision=config.search_precision,
         )
@@ -70,7 +71,7 @@ def main(config: PlanConfig) -> int:
             config,
             devices,
             margin=config.margin,
-            compiles=compiles,
+            compiles=num_compiles,
             minutes=config.search_minutes,
         )
         config = layout.applied(config)
@@ -80,7 +81,7 @@ def main(config: PlanConfig) -> int:
         print_parameters(program)
         if config.plan.array is not None:
             describe_array(program, config.plan.array)
-    plan = (compile_and_read if compiler else estimate)(program, budget)
+    plan = (compile_and_read if can_compile else estimate)(program, budget)
     inspection, values = _inspect(config, plan), _plan_data(config, target, plan)
     if config.target is not None or config.show:
         values |= _page_data(plan, inspection)
@@ -118,10 +119,11 @@ def _prepare(
     if target is not None:
         prepare()
     encoding = encoding_of(config.data)
-    vocab = padded_vocab_size(encoding), encoding.n_vocab
-    settled: Any = settle(config, vocab[0])
+    vocab_size, num_tokens = padded_vocab_size(encoding), encoding.n_vocab
+    settled: Any = settle(config, vocab_size)
     devices = fake_devices(target) if target else jax.devices()
-    return settled, devices, vocab[1], partial(settle, config, *vocab)
+    check_vocab = partial(settle, config, vocab_size, num_tokens)
+    return settled, devices, num_tokens, check_vocab
 
 
 def _lay_out(
@@ -153,8 +155,8 @@ def _print(plan: "Plan", verdict: bool) -> None:
 
     print_cost(plan.cost)
     print_memory(plan.memory, plan.budget if verdict else None, plan.compilation)
-    if plan.unpredicted:
-        print(f"no prediction: {plan.unpredicted}")
+    if plan.missing_prediction:
+        print(f"no prediction: {plan.missing_prediction}")
     if not (verdict and plan.advice):
         return
     if plan.fits and plan.prediction:
@@ -198,16 +200,16 @@ def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
 
 
 def _page_data(plan: "Plan", inspection: "Inspection | None") -> dict[str, Any]:
-    """Return what the page shows in addition to the figures."""
-    from train.plan.advice import remedy, summary
+    """Return the data of the page, except the figures of plan.json."""
+    from train.plan.advice import remedy_sentences, summary_sentences
     from train.plan.compiled.trip_counts import read_module
     from train.plan.page import page_data
     from train.plan.show import inspection_data
 
     prediction, advice = plan.prediction, plan.advice
-    texts = remedy(advice) if advice else []
+    texts = remedy_sentences(advice) if advice else []
     if plan.fits and prediction and advice:
-        texts = summary(prediction, advice)
+        texts = summary_sentences(prediction, advice)
     module = read_module(plan.text) if plan.text else None
     data = page_data(plan.program, module, texts, sys.argv[1:])
     return data | {"inspection": inspection and inspection_data(inspection)}
@@ -226,7 +228,7 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
     write_atomically(folder / "plan.json", json.dumps(values, indent=1) + "\n")
     write_page(folder / "plan.html", TEMPLATE, values)
-    print(f"picture     {folder}/plan.html", file=sys.stderr)
+    print(f"page        {folder}/plan.html", file=sys.stderr)
     if config.show and plan.text:
         files = ", ".join(write_texts(plan.program, plan.text, folder))
         print(f"texts       {folder}: {files}", file=sys.stderr)

@@ -19,7 +19,7 @@ _MUCH_EXPOSED = 0.1  # fraction of the step
 _LOW_FILL = 0.9  # fraction of the matrix units that is used
 _RANGE = {
     "tpu": "low: everything that can overlap does; high: only what is scheduled to",
-    "gpu": "20 % to either side of kernels run one after the other",
+    "gpu": "20 % above and below the time of kernels that run one after another",
 }
 # Accuracy on public runs, by platform (benchmarks/results/*_published.json).
 _ACCURACY = {
@@ -52,7 +52,7 @@ class Advice:
 
     bottleneck: a sentence about the busiest resource, or about missing memory.
     change: a sentence about what to do.
-    override: the overrides that do it; "" if no override helps.
+    override: the overrides that make the change; "" if no override helps.
     changes: the changes that reduce memory, if the step does not fit.
     """
 
@@ -74,7 +74,7 @@ def advise(
     if link and link.seconds > busiest:
         bottleneck = (
             f"bound by the network: {link.name} at {link.bandwidth / 1e9:,.1f} GB/s a "
-            f"device takes {_share(link.seconds, prediction.step_s)} of the step"
+            f"device takes {_format_share(link.seconds, prediction.step_s)} of the step"
         )
         return _for_network(bottleneck, link, config, mesh)
     if prediction.memory > prediction.products:
@@ -93,7 +93,7 @@ def _for_products(
     is_exposed = exposed > _MUCH_EXPOSED * step.middle
     bottleneck = (
         "bound by computing: matrix products take "
-        f"{_share(prediction.products, step)} of the step"
+        f"{_format_share(prediction.products, step)} of the step"
     )
     if can_save_more:
         bottleneck += f", {prediction.recomputed:.2f} x what the model needs"
@@ -101,15 +101,15 @@ def _for_products(
         bottleneck += f"; the model's dims fill {prediction.fill:.0%} of matrix units"
     if link and is_exposed:
         bottleneck += (
-            f"; collectives that no product overlaps take {_share(exposed, step)}, "
-            f"most of it {link.name}"
+            "; collectives that no product overlaps take "
+            f"{_format_share(exposed, step)}, most of it {link.name}"
         )
     if can_save_more:
-        room = "if its activations fit"
+        condition = "if the saved activations fit"
         if spare_bytes is not None:
-            room += f" into the remaining {format_bytes(max(0, spare_bytes))}"
+            condition += f" into the remaining {format_bytes(max(0, spare_bytes))}"
         override = f"train.remat={format_policy(policies[0])}"
-        return Advice(bottleneck, f"recompute less, {room}", override)
+        return Advice(bottleneck, f"recompute less, {condition}", override)
     if link and is_exposed:
         return _for_network(bottleneck, link, config, mesh)
     if prediction.fill < _LOW_FILL:
@@ -123,14 +123,15 @@ def _for_products(
 def _for_memory(prediction: Prediction, config: Config) -> Advice:
     bottleneck = (
         "bound by main memory: reading and writing takes "
-        f"{_share(prediction.memory, prediction.step_s)} of the step, if no cache helps"
+        f"{_format_share(prediction.memory, prediction.step_s)} of the step, "
+        "if no cache helps"
     )
     if config.train.accumulation_steps > 1:
         return Advice(
             bottleneck,
             "use fewer, larger microbatches, if their activations fit: weights and "
             "gradients pass through memory once for each microbatch",
-            _fewer_microbatches(config),
+            _microbatches_override(config),
         )
     return Advice(
         bottleneck,
@@ -140,9 +141,10 @@ def _for_memory(prediction: Prediction, config: Config) -> Advice:
     )
 
 
-def _fewer_microbatches(config: Config) -> str:
+def _microbatches_override(config: Config) -> str:
     microbatches = config.train.accumulation_steps
-    return f"train.accumulation_steps={microbatches // _least_factor(microbatches)}"
+    microbatches //= _least_prime_factor(microbatches)
+    return f"train.accumulation_steps={microbatches}"
 
 
 def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Advice:
@@ -153,41 +155,42 @@ def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Adv
         return Advice(
             bottleneck, "keep more in the device's memory, if it fits", override
         )
-    move = partial(_move_parts, config, mesh)
+    reshard = partial(_reshard_overrides, config, mesh)
+    within = "inside a slice or node, and let only the data axis span several"
     is_slow = link.network in ("DCN", "network")
     if is_slow and "tensor" in link.axes:
-        change = "keep tensor inside a slice or node, and let only replicas cross"
-        if override := move("tensor", "data", across=True):
+        change = f"keep the tensor axis {within}"
+        if override := reshard("tensor", "data", across=True):
             return Advice(bottleneck, change, override)
     if is_slow and "fsdp" in link.axes:
-        change = "shard parameters inside a slice or node, and let only replicas cross"
-        if override := move("fsdp", "data", across=True):
+        change = f"shard parameters {within}"
+        if override := reshard("fsdp", "data", across=True):
             return Advice(bottleneck, change, override)
     if "tensor" in link.axes:
-        change = "split layers into fewer parts, if everything else fits: activations "
-        change += "travel in every layer"
-        if override := move("tensor", "fsdp", across=False):
+        change = "shard each layer over fewer devices, if the step still fits: all "
+        change += "layers send activations"
+        if override := reshard("tensor", "fsdp", across=False):
             return Advice(bottleneck, change, override)
     if config.train.accumulation_steps > 1:
         change = "use fewer, larger microbatches, if their activations fit: parameters "
         change += "are gathered, and gradients reduced, for each microbatch"
-        return Advice(bottleneck, change, _fewer_microbatches(config))
+        return Advice(bottleneck, change, _microbatches_override(config))
     change = "give each chip more tokens, if they fit: the traffic of parameters and "
     change += "gradients does not grow with the batch"
     return Advice(bottleneck, change, f"data.batch_size={2 * config.data.batch_size}")
 
 
-def _move_parts(
+def _reshard_overrides(
     config: Config, mesh: Mesh, source: str, target: str, *, across: bool
 ) -> str:
-    """Return overrides for fewer parts along one mesh axis and more along another.
+    """Return overrides that shrink the `source` mesh axis and enlarge `target`.
 
     The factor is the number of slices or nodes along `source` if `across`, otherwise
     the least prime factor of the size of `source`. If the new mesh needs more rows, the
-    batch grows by the factor. Returns "" if no valid config has fewer parts.
+    batch grows by the factor. Returns "" if no smaller `source` is valid.
     """
     size, dcn = mesh.shape[source], config.mesh.dcn
-    factor = getattr(dcn, source) if across else _least_factor(size)
+    factor = getattr(dcn, source) if across else _least_prime_factor(size)
     if factor == 1:
         return ""
     sizes = {source: size // factor, target: factor * mesh.shape[target]}
@@ -207,11 +210,11 @@ def _move_parts(
     return ""
 
 
-def _least_factor(number: int) -> int:
+def _least_prime_factor(number: int) -> int:
     return next((n for n in range(2, number + 1) if number % n == 0), 1)
 
 
-def _share(seconds: float, step: Range) -> str:
+def _format_share(seconds: float, step: Range) -> str:
     return f"{format_seconds(seconds)} ({seconds / step.middle:.0%})"
 
 
@@ -230,9 +233,9 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
         ]
         for link in prediction.links
     ]
-    headers = ["resource", "busy", "overlapped", "work is"]
+    headers = ["resource", "busy", "overlapped", "source"]
     print_table(rows, headers, "time of a step by resource (computed)")
-    print_texts(summary(prediction, advice))
+    print_texts(summary_sentences(prediction, advice))
 
 
 def print_texts(texts: Iterable[tuple[str, str]]) -> None:
@@ -241,7 +244,7 @@ def print_texts(texts: Iterable[tuple[str, str]]) -> None:
         print(f"{name:<11} {text}")
 
 
-def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
+def summary_sentences(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     """Return titles and sentences about the speed, the bottleneck and its remedy."""
     step, middle, mfu = prediction.step_s, prediction.middle, prediction.range("mfu")
     speed = prediction.range("tokens_per_second")
@@ -249,28 +252,29 @@ def summary(prediction: Prediction, advice: Advice) -> list[tuple[str, str]]:
     return [
         (
             "predicted",
-            f"{_format(step, format_seconds)} a step, estimated "
+            f"{_format_range(step, format_seconds)} a step, estimated "
             f"({_RANGE[prediction.platform]})",
         ),
         (
             "tokens/s",
-            f"{_format(speed, format_count)}, {_format(per_chip, format_count)} a chip"
-            f"; middle {format_count(middle.tokens_per_second)} and "
+            f"{_format_range(speed, format_count)}, "
+            f"{_format_range(per_chip, format_count)} a chip; middle "
+            f"{format_count(middle.tokens_per_second)} and "
             f"{format_count(middle.tokens_per_second_per_chip)}",
         ),
-        ("so far", _ACCURACY[prediction.platform]),
+        ("accuracy", _ACCURACY[prediction.platform]),
         (
             "MFU",
             f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
             "causal not halved)",
         ),
-        *remedy(advice),
+        *remedy_sentences(advice),
     ]
 
 
 def print_remedy(advice: Advice) -> None:
     """Print why a step does not fit, and the memory needed after each change."""
-    print_texts(remedy(advice))
+    print_texts(remedy_sentences(advice))
     rows = [
         [c.override, c.change, format_bytes(c.needed_bytes), "yes" if c.fits else "no"]
         for c in advice.changes
@@ -280,7 +284,7 @@ def print_remedy(advice: Advice) -> None:
         print_table(rows, headers, "changes, each on top of those above it (estimated)")
 
 
-def remedy(advice: Advice) -> list[tuple[str, str]]:
+def remedy_sentences(advice: Advice) -> list[tuple[str, str]]:
     """Return titles and sentences about the bottleneck and its remedy."""
     override = f": {advice.override}" if advice.override else ""
     return [
@@ -289,5 +293,5 @@ def remedy(advice: Advice) -> list[tuple[str, str]]:
     ]
 
 
-def _format(values: Range, format_value: Callable[[float], str]) -> str:
+def _format_range(values: Range, format_value: Callable[[float], str]) -> str:
     return f"{format_value(values.low)} to {format_value(values.high)}"

@@ -46,8 +46,8 @@ def compile_step(program: Program) -> Compiled:
         OutOfMemory: if the compiler reports that the step does not fit.
     """
     # GPU autotuning needs the device, which may not be present.
-    gpu = program.mesh.devices.flat[0].platform == "gpu"
-    options: Any = {"xla_gpu_autotune_level": 0} if gpu else None
+    on_gpu = program.mesh.devices.flat[0].platform == "gpu"
+    options: Any = {"xla_gpu_autotune_level": 0} if on_gpu else None
     lowered = lower_step(program)[1]
     try:
         return lowered.compile(compiler_options=options)
@@ -76,13 +76,14 @@ def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilati
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """Parse a compiler's message about a lack of device memory; None for others."""
+    """Parse a compiler's out-of-memory message; return None for other messages."""
     for pattern in _OUT_OF_MEMORY:
         if match := re.search(pattern, message):
             number, unit, limit, limit_unit = match.groups()
-            return OutOfMemory(_bytes(number, unit), _bytes(limit, limit_unit))
+            available = _parse_bytes(limit, limit_unit)
+            return OutOfMemory(_parse_bytes(number, unit), available)
     return None
 
 
-def _bytes(number: str, unit: str) -> int:
+def _parse_bytes(number: str, unit: str) -> int:
     return math.ceil(float(number) * _UNITS[unit])

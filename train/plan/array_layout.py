@@ -31,13 +31,14 @@ def layout_data(program: Program) -> dict[str, Any]:
 
     Returns:
         axes: [name, size] of each mesh axis, the slowest network first.
-        unit: what a panel is part of: `slice`, `node` or `process`.
+        unit: the kind of group that holds a panel: `slice`, `node` or `process`.
         planes: the number of panels in a unit.
         columns: the number of columns of a panel.
         drawn: the number of panels that are drawn at a time.
         patterns: `places` (positions in `mesh.devices.flat`) and `hosts` of the devices
-            of a panel, each relative to the least.
-        runs: [pattern, first place, step, first host, step, number of panels].
+            of a panel, each relative to the least of the panel.
+        runs: sequences of panels with the same pattern, each as [pattern, first place,
+            step, first host, step, number of panels].
         arrays: name, type, shape, bytes on a device, and spec, which lists for each dim
             the indices of its mesh axes.
     """
@@ -45,7 +46,7 @@ def layout_data(program: Program) -> dict[str, Any]:
     place_of = {device: position for position, device in enumerate(mesh.devices.flat)}
     panels = dict[tuple[int, ...], list[Device]]()
     for device in mesh.devices.flat:
-        panels.setdefault(_panel(device), []).append(device)
+        panels.setdefault(_panel_key(device), []).append(device)
     panel = next(iter(panels.values()))
     is_flat = not _on_grid(panel[0])
     columns = len(panel) if is_flat else len({_column(device) for device in panel})
@@ -61,7 +62,7 @@ def layout_data(program: Program) -> dict[str, Any]:
         }
         if pattern not in patterns:
             patterns.append(pattern)
-        _append(runs, patterns.index(pattern), first_place, first_host)
+        _append_panel(runs, patterns.index(pattern), first_place, first_host)
     return {
         "axes": [[name, size] for name, size in mesh.shape.items()],
         "unit": {"tpu": "slice", "cpu": "process"}.get(panel[0].platform, "node"),
@@ -70,11 +71,11 @@ def layout_data(program: Program) -> dict[str, Any]:
         "drawn": max(1, _CHIPS_DRAWN // len(panel)),
         "patterns": patterns,
         "runs": runs,
-        "arrays": [_array(name, leaf) for name, leaf in arrays_of(program)],
+        "arrays": [_array_data(name, leaf) for name, leaf in arrays_of(program)],
     }
 
 
-def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
+def _append_panel(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
     """Extend the last run by a panel that continues it, or start a run."""
     if runs and runs[-1][0] == pattern:
         _, first_place, step, first_host, host_step, count = runs[-1]
@@ -88,7 +89,7 @@ def _append(runs: list[list[int]], pattern: int, place: int, host: int) -> None:
 
 
 def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
-    """Yield parameters, the batch, and the state except parameter-shaped moments."""
+    """Yield the arrays of parameters, batch and state, except moments, by name."""
     params = list(named(program.state.params))
     yield from params
     for name, leaf in named(program.batch._asdict()):
@@ -99,7 +100,7 @@ def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
             yield name, leaf
 
 
-def _array(name: str, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _array_data(name: str, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     names, rank = sharding.mesh.axis_names, len(leaf.shape)
@@ -117,7 +118,7 @@ def _on_grid(device: Device) -> bool:
     return device.platform == "tpu"
 
 
-def _panel(device: Device) -> tuple[int, ...]:
+def _panel_key(device: Device) -> tuple[int, ...]:
     if not _on_grid(device):
         return (device.process_index,)
     return getattr(device, "slice_index", 0), *device.coords[2:]
@@ -134,13 +135,13 @@ def _column(device: Device) -> tuple[int, int]:
     return device.id, 0
 
 
-def describe_array(program: Program, wanted: str) -> None:
+def describe_array(program: Program, name: str) -> None:
     """Print which device holds which slice of a parameter.
 
     Raises:
         ConfigError: if there is no such parameter.
     """
-    array, sizes = array_slices(program, wanted), program.mesh.shape
+    array, sizes = array_slices(program, name), program.mesh.shape
     rows = [
         [
             shard["device"],
@@ -150,11 +151,11 @@ def describe_array(program: Program, wanted: str) -> None:
         for shard in array["held"]
     ]
     shape = "x".join(map(str, array["shape"]))
-    title = f"{wanted} {shape} {array['dtype']}, {tuple(array['spec'])}"
+    title = f"{name} {shape} {array['dtype']}, {tuple(array['spec'])}"
     print_table(rows, ["device", "mesh position", "holds"], title)
 
 
-def array_slices(program: Program, wanted: str) -> dict[str, Any]:
+def array_slices(program: Program, name: str) -> dict[str, Any]:
     """Return which device holds which slice of a parameter, as plain values.
 
     Returns:
@@ -164,11 +165,11 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
     Raises:
         ConfigError: if there is no such parameter.
     """
-    leaf, mesh = find_array(program.state.params, wanted), program.mesh
+    leaf, mesh = find_array(program.state.params, name), program.mesh
     positions = {device: index for index, device in np.ndenumerate(mesh.devices)}
     indices = leaf.sharding.devices_indices_map(leaf.shape)
     return {
-        "name": wanted,
+        "name": name,
         "shape": list(leaf.shape),
         "dtype": str(leaf.dtype),
         "spec": list(leaf.sharding.spec),
@@ -177,8 +178,8 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
                 "device": str(device),
                 "position": dict(zip(mesh.axis_names, positions[device], strict=True)),
                 "slice": [
-                    part.indices(size)[:2]
-                    for part, size in zip(index, leaf.shape, strict=True)
+                    dim_slice.indices(size)[:2]
+                    for dim_slice, size in zip(index, leaf.shape, strict=True)
                 ],
             }
             for device, index in indices.items()
@@ -186,14 +187,14 @@ def array_slices(program: Program, wanted: str) -> dict[str, Any]:
     }
 
 
-def find_array(params: Any, wanted: str) -> Any:
-    """Return the parameter of a name.
+def find_array(params: Any, name: str) -> Any:
+    """Return the parameter with a given name.
 
     Raises:
-        ConfigError: if there is none. The error lists the names of all parameters.
+        ConfigError: if no parameter has the name. The error lists all names.
     """
     arrays = dict(named(params))
-    if wanted not in arrays:
+    if name not in arrays:
         rule = "must be the name of a parameter, one of: " + ", ".join(arrays)
-        raise ConfigError([Mistake("plan.array", wanted, rule)])
-    return arrays[wanted]
+        raise ConfigError([Mistake("plan.array", name, rule)])
+    return arrays[name]

@@ -9,7 +9,7 @@ from train.hardware.chips import Chip
 from train.mesh import Device
 from train.plan.config import MARGIN
 
-_LIMIT_TOLERANCE = 0.05  # drivers and vendors' units of a GB differ by less
+_LIMIT_TOLERANCE = 0.05  # the driver's and the vendor's figures differ by less
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -42,26 +42,28 @@ def memory_budget(
         chip: the device's chip; None means that the devices share the host's memory.
         margin: the fraction of the memory that must stay free.
         num_devices: the number of devices that share the host's memory.
-        limit: a real device's `memory_limit`. It replaces the chip's figure only if
-            they differ by more than 5 %, so that plans elsewhere are usually the same.
+        limit: a real device's `memory_limit`. It replaces the chip's figure only if the
+            two differ by more than 5 %, so that plans on other machines usually agree.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
-        program = total
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total_bytes = host_bytes // num_devices
+        program_bytes = total_bytes
     elif chip.program_bytes:
-        program = chip.program_bytes
-        total = max(chip.hbm_bytes // chip.devices, program)
+        program_bytes = chip.program_bytes
+        total_bytes = max(chip.hbm_bytes // chip.devices, program_bytes)
     else:
-        total, fraction = chip.hbm_bytes // chip.devices, memory_fraction()
-        program = int(fraction * total)
+        total_bytes, fraction = chip.hbm_bytes // chip.devices, memory_fraction()
+        program_bytes = int(fraction * total_bytes)
         note = (
             f"JAX takes {fraction:.0%} of a GPU; to change that, here and in training, "
             f"set {_FRACTION_VARIABLES[0]}=0.92, say, in the environment"
         )
-    if limit is not None and abs(limit / program - 1) > _LIMIT_TOLERANCE:
-        total, program = total * limit // program, limit
-    return MemoryBudget(total, program, min(program, int((1 - margin) * total)), note)
+    if limit is not None and abs(limit / program_bytes - 1) > _LIMIT_TOLERANCE:
+        total_bytes, program_bytes = total_bytes * limit // program_bytes, limit
+    available = min(program_bytes, int((1 - margin) * total_bytes))
+    return MemoryBudget(total_bytes, program_bytes, available, note)
 
 
 def memory_limit(device: Device) -> int | None:

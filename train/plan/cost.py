@@ -1,11 +1,11 @@
 """The FLOPs, bytes and collectives of one device in one step.
 
 The costs are read from the compiled program (compiled/step.py) or estimated without a
-compiler (estimated/step.py). Both count in the same way.
+compiler (estimated/step.py). Both count the same quantities.
 
-FLOPs are those of matrix products only, two for each multiplication and addition. Bytes
-of main memory are those that each instruction reads and writes by itself, as if no
-cache kept anything from one to the next.
+FLOPs are those of matrix products only, two for each multiplication and addition.
+Main-memory bytes are counted for each instruction separately, as if no cache kept data
+between instructions.
 
 For a collective in groups of n devices, `payload` is the bytes of the gathered array,
 of the array that is reduced (and scattered), or of one device's input of an all-to-all
@@ -42,8 +42,8 @@ class Flops:
     attention: FLOPs of attention kernels, without the blocks that they skip.
     whole_attention: FLOPs of attention kernels as if they skipped no block.
     unknown: kernels whose FLOPs are not counted.
-    eight_bits: the part of products whose operands have eight bits.
-    grouped: the part of products that multiply rows grouped by expert.
+    eight_bits: the FLOPs in `products` whose operands have eight bits.
+    grouped: the FLOPs in `products` that multiply rows grouped by expert.
     """
 
     products: float
@@ -59,8 +59,8 @@ class Flops:
         return self.products + self.attention
 
 
-def expected_part(scope: str) -> float:
-    """Return the fraction of used rows that a scope states (model/scopes.py), or 1."""
+def expected_fraction(scope: str) -> float:
+    """Return the expected fraction of used rows that a scope states, or 1."""
     numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
     return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
 
@@ -74,8 +74,8 @@ def computed_blocks(scope: str) -> tuple[int, int] | None:
     return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None
 
 
-def taken_part(scopes: Iterable[str], outside: str = "") -> Fraction | None:
-    """Return how often a branch is taken, or None if no scope states this.
+def taken_fraction(scopes: Iterable[str], outside: str = "") -> Fraction | None:
+    """Return the fraction of executions that take a branch; None if no scope states it.
 
     Args:
         scopes: the scopes of the instructions in the branch.
@@ -83,9 +83,9 @@ def taken_part(scopes: Iterable[str], outside: str = "") -> Fraction | None:
     """
     depth = len(_TAKEN.findall(outside))
     matches = [
-        scopes_found[depth]
-        for scopes_found in map(_TAKEN.findall, scopes)
-        if len(scopes_found) > depth
+        fractions[depth]
+        for fractions in map(_TAKEN.findall, scopes)
+        if len(fractions) > depth
     ]
     return Fraction(int(matches[0][0]), int(matches[0][1])) if matches else None
 
@@ -126,7 +126,7 @@ class CollectiveTotal:
     network: the slowest network that a group crosses.
     sent: the bytes that each device sends.
     overlapped: the fraction of `sent` that is overlapped with matrix products.
-    serves: the part of the model, if the totals are itemized by use; otherwise "".
+    serves: the part of the model that uses the result, or "" for all parts.
     links: the links of a TPU chip over which a group sends; 0 if this is unknown.
     """
 
@@ -169,13 +169,13 @@ class StepCost:
         values = dataclasses.asdict(self)
         del values["flops"], values["hbm_bytes"]
         flops_values = dataclasses.asdict(flops)
-        hbm_bytes = {
+        traffic_values = {
             "memory_bytes": hbm_bytes.total,
             "product_bytes": hbm_bytes.products,
         }
         ratio = flops.total / self.model_flops
         return values | {
-            "work": flops_values | hbm_bytes,
+            "work": flops_values | traffic_values,
             "executed_over_model_flops": ratio,
         }
 
@@ -199,21 +199,21 @@ def print_cost(cost: StepCost) -> None:
     headers = ["axes", "network", "links", "kind", "times", "payload", "sent"]
     headers.append("overlapped")
     print_table(
-        [cells(total) for total in cost.sent],
+        [table_cells(total) for total in cost.sent],
         headers,
-        "collectives of a step (links: of a chip, that its groups span; sent: by each "
-        "device, in rings; overlapped: beside products)",
+        "collectives of a step (links: of a chip, used by a group; sent: by each "
+        "device, in rings; overlapped: with products)",
     )
     print_table(
-        [[*cells(total), total.serves] for total in cost.outside_layers],
+        [[*table_cells(total), total.serves] for total in cost.outside_layers],
         [*headers, "for"],
-        "of these outside the layers",
+        "collectives outside the layers",
     )
     if cost.unread:
         print(f"not read    {len(cost.unread)} lines of the program's text")
 
 
-def cells(total: CollectiveTotal) -> list[str]:
+def table_cells(total: CollectiveTotal) -> list[str]:
     """Return the total as a table row, with the columns of `print_cost`."""
     return [
         " ".join(total.axes) or "none",

@@ -17,7 +17,7 @@ from train.plan.advice import Advice, SuggestedChange
 from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
-from train.plan.precision import SMALLER, Change
+from train.plan.precision import MEMORY_SAVING, Change
 from train.plan.recomputing import format_policy, policies_keeping_less
 from train.program import Program, make_program
 from train.units import format_bytes
@@ -37,7 +37,7 @@ def make_fit(
 ) -> Advice:
     """Return advice with the changes that make a step fit into a device's memory.
 
-    `searchable` tells whether a search is possible: it needs the rates of the chips.
+    `searchable` says whether a search is possible, which needs the chips' rates.
     """
     needed, state_bytes = memory.needed.bytes, memory.held
     bottleneck = (
@@ -45,20 +45,20 @@ def make_fit(
         f"{format_bytes(needed - budget.available)} more than is available. State and "
         f"batch take {format_bytes(state_bytes)}."
     )
-    # Assume that the compiler needs as much more than the estimate after each change.
+    # Assume that no change alters the compiler's excess over the estimate.
     beyond_estimate = needed - estimate_memory(program).needed.bytes
-    generators = [_recompute, _split_batch, _shard]
+    proposals = [_recompute, _split_batch, _shard]
     if 2 * state_bytes > budget.available:
-        generators.insert(0, generators.pop())
-    generators.append(partial(_shard, across=True))
+        proposals.insert(0, proposals.pop())
+    proposals.append(partial(_shard, across=True))
     # These come last because they cost precision or time.
-    smaller_by_key = itertools.groupby(SMALLER, lambda change: change.key)
-    generators += [partial(_make_smaller, tuple(group)) for _, group in smaller_by_key]
+    saving_by_key = itertools.groupby(MEMORY_SAVING, lambda change: change.key)
+    proposals += [partial(_save_memory, tuple(group)) for _, group in saving_by_key]
     changes = list[SuggestedChange]()
-    for generate in generators:
+    for propose in proposals:
         candidates = [
             (beyond_estimate + estimate_memory(change.program).needed.bytes, change)
-            for change in generate(program)
+            for change in propose(program)
         ]
         fitting = (pair for pair in candidates if pair[0] <= budget.available)
         smallest = min(candidates, key=lambda pair: pair[0], default=(needed, None))
@@ -72,7 +72,7 @@ def make_fit(
         )
         if fits:
             override = " ".join(change.override for change in changes)
-            remedy = "make these changes; then it fits, estimated"
+            remedy = "make these changes; the step is then estimated to fit"
             return Advice(bottleneck, remedy, override, tuple(changes))
     change_text = "use more or larger chips, or split layers into more parts"
     if changes:
@@ -84,7 +84,7 @@ def make_fit(
 
 
 def _shard(program: Program, across: bool = False) -> list[_Candidate]:
-    """Return the change that shards the state over replicas, also `across` slices."""
+    """Return the change that shards the state over replicas, even `across` slices."""
     config, shape = program.config, program.mesh.shape
     dcn = config.mesh.dcn
     replicas = 1 if across else dcn.data
@@ -135,8 +135,8 @@ def _split_batch(program: Program) -> list[_Candidate]:
     return candidates
 
 
-def _make_smaller(changes: Sequence[Change], program: Program) -> list[_Candidate]:
-    """Return the changes to keys at their defaults that these devices support."""
+def _save_memory(changes: Sequence[Change], program: Program) -> list[_Candidate]:
+    """Return those of `changes` that alter a default and that the devices support."""
     devices, candidates = list(program.mesh.devices.flat), list[_Candidate]()
     for change in changes:
         config = change.applied(program.config)

@@ -9,8 +9,8 @@ order in which XLA scheduled them. The model:
   group. Collectives on the same network and mesh axes run one after the other.
 - Asynchronous work starts when its lane is free, and the instruction that needs the
   result waits for its end. The device waits at once for synchronous collectives.
-- Asynchronous copies between memories have a separate lane. The bandwidth that they
-  take from overlapped instructions is neglected.
+- Asynchronous copies between memories have a separate lane. The bandwidth that
+  copies take from overlapped instructions is neglected.
 
 So the simulated times are the shortest that the schedule allows, without overheads.
 """
@@ -97,16 +97,16 @@ def layer_loops(module: Module) -> dict[str, Loop]:
         if any(outer.body in bodies for outer in executed.loops):
             continue  # a loop inside a layer
         loops = (*executed.loops, loop)
-        inner = Executed(loop.instruction, executed.times, loops)
-        scope, _, pass_name = scope_of(inner, loop.instruction).partition(" ")
+        in_loop = Executed(loop.instruction, executed.times, loops)
+        scope, _, pass_name = scope_of(in_loop, loop.instruction).partition(" ")
         if scope == "layers" and pass_name:
             loops_by_pass.setdefault(pass_name, []).append(loop)
 
-    def flops(loop: Loop) -> float:
+    def loop_flops(loop: Loop) -> float:
         return loop.trips * computed_flops(loop.body.order)
 
     return {
-        name: max(loops_by_pass[name], key=flops)
+        name: max(loops_by_pass[name], key=loop_flops)
         for name in sorted(loops_by_pass, reverse=True)
     }
 
@@ -116,7 +116,7 @@ class _Cost:
     """The cost of an instruction.
 
     collectives: the collectives that the instruction starts.
-    until: the instruction that waits for an asynchronous copy; otherwise "".
+    waiter: the instruction that waits for an asynchronous copy; otherwise "".
     """
 
     kind: str
@@ -124,7 +124,7 @@ class _Cost:
     label: str
     detail: str
     collectives: tuple[Collective, ...] = ()
-    until: str = ""
+    waiter: str = ""
 
 
 class _Device:
@@ -145,7 +145,7 @@ class _Device:
     def finish(self) -> list[Span]:
         """Complete pending asynchronous operations and return all spans."""
         for name in sorted(self._pending, key=lambda name: self._pending[name]):
-            self._wait(name)
+            self._wait_for(name)
         return [span for span in self._spans if span.seconds > 0]
 
     def run(self, computation: Computation) -> None:
@@ -153,33 +153,33 @@ class _Device:
         for executed in self._bodies[computation]:
             instruction = executed.instruction
             if instruction.name in self._pending:
-                self._wait(instruction.name)
+                self._wait_for(instruction.name)
             if instruction.opcode == "while":
                 for _ in range(instruction.loop.trips):
                     self.run(instruction.body)
             elif instruction.opcode in ("call", "conditional"):
                 # The branch that is taken most often represents all branches.
-                self.run(max(instruction.called, key=self._times))
+                self.run(max(instruction.called, key=self._executions))
             else:
-                self._step(instruction, self._cost_of(executed))
+                self._run_instruction(instruction, self._cost_of(executed))
 
-    def _times(self, called: Computation) -> int:
+    def _executions(self, called: Computation) -> int:
         return max((executed.times for executed in self._bodies[called]), default=0)
 
-    def _step(self, instruction: Instruction, cost: _Cost) -> None:
-        if cost.until:
-            self._expect(cost.until, self._book(COPIES, cost), cost.label)
+    def _run_instruction(self, instruction: Instruction, cost: _Cost) -> None:
+        if cost.waiter:
+            self._add_pending(cost.waiter, self._add_span(COPIES, cost), cost.label)
             return
-        sent = [(c, self._send(c)) for c in cost.collectives]
+        ends = [(c, self._start_collective(c)) for c in cost.collectives]
         if cost.seconds:
-            self._now = self._book(COMPUTE, cost)
-        for collective, end in sent:
-            until = collective.until if collective.is_async else instruction.name
-            self._expect(until, end, _collective_label(collective))
+            self._now = self._add_span(COMPUTE, cost)
+        for collective, end in ends:
+            waiter = collective.waiter if collective.is_async else instruction.name
+            self._add_pending(waiter, end, _collective_label(collective))
             if not collective.is_async:
-                self._wait(until)
+                self._wait_for(waiter)
 
-    def _send(self, collective: Collective) -> float:
+    def _start_collective(self, collective: Collective) -> float:
         group = collective.group
         axes = " and ".join(group.axes) or "no axis"
         seconds = collective.sent / self._rates.send(group)
@@ -189,12 +189,12 @@ class _Device:
         )
         lane = f"{group.network}: {axes}"
         label = _collective_label(collective)
-        return self._book(lane, _Cost(collective.kind, seconds, label, detail))
+        return self._add_span(lane, _Cost(collective.kind, seconds, label, detail))
 
-    def _expect(self, until: str, end: float, label: str) -> None:
-        self._pending[until] = max((end, label), self._pending.get(until, (0.0, "")))
+    def _add_pending(self, waiter: str, end: float, label: str) -> None:
+        self._pending[waiter] = max((end, label), self._pending.get(waiter, (0.0, "")))
 
-    def _book(self, lane: str, cost: _Cost) -> float:
+    def _add_span(self, lane: str, cost: _Cost) -> float:
         """Add a span as soon as its lane is free, and return its end."""
         start = max(self._now, self._free.get(lane, 0.0))
         self._spans.append(
@@ -210,11 +210,11 @@ class _Device:
         self._free[lane] = start + cost.seconds
         return start + cost.seconds
 
-    def _wait(self, name: str) -> None:
+    def _wait_for(self, name: str) -> None:
         end, label = self._pending.pop(name)
         if end > self._now:
             wait = _Cost(WAIT, end - self._now, f"waits for {label}", "")
-            self._book(COMPUTE, wait)
+            self._add_span(COMPUTE, wait)
             self._now = self._free[COMPUTE] = end
 
     def _cost(self, executed: Executed) -> _Cost:
@@ -236,12 +236,13 @@ class _Device:
         busy_s += attention / self._rates.flops
         seconds = max(busy_s, traffic / self._rates.memory)
         kind = ATTENTION if attention else PRODUCT if products else MEMORY
-        dones = [u.name for u in instruction.users if u.opcode.endswith("-done")]
-        until = dones[0] if opcode.endswith("-start") and seconds and dones else ""
+        done_names = [u.name for u in instruction.users if u.opcode.endswith("-done")]
+        is_copy = opcode.endswith("-start") and seconds and done_names
+        waiter = done_names[0] if is_copy else ""
         flops_text = f"{format_flops(flops)}, " if flops else ""
         detail = f"{instruction.name}: {flops_text}{format_bytes(traffic)}"
-        label = "attention" if attention else _label(instruction)
-        return _Cost(kind, seconds, label, detail, collectives, until)
+        label = "attention" if attention else _instruction_label(instruction)
+        return _Cost(kind, seconds, label, detail, collectives, waiter)
 
 
 def _collective_label(collective: Collective) -> str:
@@ -249,7 +250,7 @@ def _collective_label(collective: Collective) -> str:
     return f"{collective.kind} {', '.join(uses) or 'scalars'}"
 
 
-def _label(instruction: Instruction) -> str:
+def _instruction_label(instruction: Instruction) -> str:
     name = instruction.op_name
     label = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
     return label + (", again" if "rematted_computation" in name else "")

@@ -2,7 +2,7 @@
 
 Each figure is computed (exact, from shapes and shardings), compiled (reported by the
 compiler) or estimated. The compiler's temporaries include gradients and activations.
-The item `gradients` is the size of all gradients, if all exist at once.
+The item `gradients` assumes that all gradients exist at once.
 """
 
 import dataclasses
@@ -41,12 +41,12 @@ class Figure:
 class DeviceMemory:
     """The memory that a step needs.
 
-    parts: bytes on one device, by name. They overlap: arguments are the state and the
+    parts: bytes on one device, by name. Some overlap: arguments are the state and the
         batch, and gradients are among the temporaries.
     needed: the total on one device.
     host: bytes in host memory for one device, by name.
     devices_per_host: the number of devices that share one host's memory.
-    host_save: the most bytes on one host while an asynchronous save copies from it.
+    host_save: the most bytes that an asynchronous save keeps in one host's memory.
     checkpoint: bytes on disk, before compression.
     temporaries: the contents of one device's temporaries, by name.
     """
@@ -109,12 +109,12 @@ def device_memory(
         parts |= {name: Figure(size, COMPILED) for name, size in sizes.items()}
         host = _compiled_host_parts(compiled)
     saved = jax.tree.leaves(as_saved(state))
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+    checkpoint_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
     return DeviceMemory(
         parts=parts,
         needed=needed,
         host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
-        checkpoint=Figure(size, COMPUTED),
+        checkpoint=Figure(checkpoint_bytes, COMPUTED),
         host=host,
         devices_per_host=len(_first_host_positions(program.mesh)),
     )
@@ -125,17 +125,17 @@ def print_memory(
 ) -> None:
     """Print every figure and its source; with a budget also whether the step fits."""
     meanings = {
-        "arguments": "state and batch, as they lie in memory",
+        "arguments": "state and batch, as laid out in memory",
         "temporaries": "activations, gradients, buffers",
-        "outputs": "what is not written over the arguments",
-        "gradients": "among the temporaries, if all exist at once",
+        "outputs": "results that do not reuse the arguments' memory",
+        "gradients": "part of the temporaries, if all exist at once",
     }
     rows = [
         [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
         for name, figure in memory.parts.items()
         if figure.bytes and name not in memory.temporaries
     ]
-    print_table(rows, ["memory of a device", "bytes", "is", ""], "memory")
+    print_table(rows, ["memory of a device", "bytes", "source", ""], "memory")
     rows = [
         [name, format_bytes(figure.bytes)]
         for name, figure in memory.temporaries.items()
@@ -143,8 +143,8 @@ def print_memory(
     ]
     if rows:
         total = sum(figure.bytes for figure in memory.temporaries.values())
-        rows.append(["together", format_bytes(total)])
-        title = "what the temporaries hold, estimated from shapes"
+        rows.append(["total", format_bytes(total)])
+        title = "contents of the temporaries, estimated from shapes"
         print_table(rows, ["temporaries", "bytes"], title)
     if compilation:
         print(
@@ -156,14 +156,14 @@ def print_memory(
             f"{name} {format_bytes(part.bytes)}" for name, part in memory.host.items()
         )
         print(
-            f"host        {format_bytes(memory.host_held)} while training, of "
-            f"{memory.devices_per_host} devices each: {', '.join(parts)}"
+            f"host        {format_bytes(memory.host_held)} while training, for "
+            f"{memory.devices_per_host} devices, each with {', '.join(parts)}"
         )
     print(f"host        {format_bytes(memory.host_save.bytes)} at most during a save")
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
     if budget is None:
         return
-    program_note = f", of which a program has {format_bytes(budget.program)}"
+    program_note = f", of which a program can use {format_bytes(budget.program)}"
     print(
         f"memory      {format_bytes(budget.total)} a device"
         f"{program_note if budget.program < budget.total else ''}; "
@@ -174,16 +174,16 @@ def print_memory(
     needed = memory.needed.bytes
     spare = budget.available - needed
     print(f"needed      {format_bytes(needed)} a device, {memory.needed.how}")
-    fits = f"yes, {format_bytes(spare)} to spare"
-    lacks = f"no, {format_bytes(-spare)} too much"
-    print(f"fits        {fits if memory.fits(budget) else lacks}")
+    surplus = f"yes, {format_bytes(spare)} to spare"
+    shortage = f"no, {format_bytes(-spare)} too much"
+    print(f"fits        {surplus if memory.fits(budget) else shortage}")
 
 
 def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
     """Return the bytes of one device that the compiler reports, by name.
 
     XLA:TPU counts the carry of a loop twice in the size of temporaries (docs/log). So
-    there the temporaries are derived from the peak.
+    on TPUs the temporaries are derived from the peak.
     """
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
@@ -228,7 +228,7 @@ def _per_device(tree: Any) -> Figure:
 
 
 def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
-    """Count the bytes that one host's devices hold, each replicated shard once."""
+    """Count the bytes on one host's devices, counting each replicated shard once."""
     positions, total = _first_host_positions(mesh), 0
     for leaf in leaves:
         sharding = leaf.sharding

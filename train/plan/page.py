@@ -30,7 +30,7 @@ from train.program import Program
 
 TEMPLATE = Path(__file__).with_name("plan.html")
 _PIXELS = 1000  # assumed width of a timeline
-_LONGEST = 8  # labels listed for each timeline
+_MAX_LABELS = 8  # labels listed for each timeline
 
 
 def page_data(
@@ -95,7 +95,7 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
     for span in timeline.spans:
         lanes[span.lane].append(span)
         labels[span.label, span.lane].append(span.seconds)
-    order = sorted(lanes, key=lambda lane: (lane != COMPUTE, lane == COPIES, lane))
+    lane_names = sorted(lanes, key=lambda lane: (lane != COMPUTE, lane == COPIES, lane))
     resolution_s = timeline.seconds / _PIXELS
     longest = sorted(labels.items(), key=lambda item: -sum(item[1]))
     return {
@@ -110,17 +110,17 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
                 "busy": sum(s.seconds for s in lanes[lane] if s.kind != WAIT),
                 "spans": [asdict(span) for span in merge(lanes[lane], resolution_s)],
             }
-            for lane in order
+            for lane in lane_names
         ],
         "longest": [
             {"label": label, "lane": lane, "times": len(s), "seconds": sum(s)}
-            for (label, lane), s in longest[:_LONGEST]
+            for (label, lane), s in longest[:_MAX_LABELS]
         ],
     }
 
 
 def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Join adjacent spans that look like one, and drop spans too short to see.
+    """Join adjacent spans that are drawn as one, and drop spans too short to see.
 
     A joined span has the label of the longest span in it.
 

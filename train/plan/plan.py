@@ -29,11 +29,11 @@ from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
 from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
-from train.plan.scaling import Scaled, weak_scaling
+from train.plan.scaling import ScalingPoint, weak_scaling
 from train.program import Program
 from train.units import format_flops
 
-_MIN_COUNTED = 0.98  # the part of the needed FLOPs that must be counted
+_MIN_COUNTED = 0.98  # fraction of the needed FLOPs that must be counted
 
 
 class ImpossibleCost(Exception):
@@ -45,7 +45,7 @@ class Plan:
     """The plan of one step, with figures for one device.
 
     program: the planned program.
-    budget: the memory that a device has.
+    budget: the memory that a device can give the step.
     memory: the memory that the step needs.
     cost: the step's FLOPs, bytes and collectives.
     text: the optimized HLO; None if there is no compiled program to read.
@@ -70,7 +70,7 @@ class Plan:
         return self._predicted if isinstance(self._predicted, Prediction) else None
 
     @property
-    def unpredicted(self) -> str:
+    def missing_prediction(self) -> str:
         """Why there is no prediction."""
         return "" if isinstance(self._predicted, Prediction) else self._predicted
 
@@ -107,7 +107,7 @@ class Plan:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The bottleneck (memory, if the step does not fit) and its remedy."""
+        """The bottleneck (memory, if the step does not fit) and remedy, if known."""
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
             has_prediction = self.prediction is not None
@@ -120,24 +120,24 @@ class Plan:
         advice = advise(self.prediction, config, mesh, spare)
         if not advice.override.startswith("train.remat="):
             return advice
-        speeds = dict[str, float]()
+        step_times = dict[str, float]()  # seconds, by override
         for policy in policies_keeping_more(config.train.remat, config.train.offload):
             train = replace(config.train, remat=policy)
             other_plan = estimate(self.program.with_train_config(train), self.budget)
             if other_plan.fits:
-                speeds[f"train.remat={format_policy(policy)}"] = _step_s(other_plan)
-        if not speeds:
-            change = "recomputing less does not fit, but with other meshes may"
+                step_times[f"train.remat={format_policy(policy)}"] = _step_s(other_plan)
+        if not step_times:
+            change = "recomputing less does not fit here, but may on another mesh"
             return replace(advice, change=change, override="search=true")
-        best = min(speeds, key=speeds.__getitem__)
-        if speeds[best] >= _step_s(estimate(self.program, self.budget)):
-            change = "recomputing less fits, but by the estimate is no faster"
+        best = min(step_times, key=step_times.__getitem__)
+        if step_times[best] >= _step_s(estimate(self.program, self.budget)):
+            change = "recomputing less fits, but is estimated to be no faster"
             return replace(advice, change=change, override="")
         return replace(advice, override=best)
 
     @cached_property
-    def scaling(self) -> list[Scaled]:
-        """The weak scaling; [] for a single slice or a step that does not fit."""
+    def scaling(self) -> list[ScalingPoint]:
+        """Predictions for more slices; [] for one, or if the step does not fit."""
         program, chip = self.program, self._chip
         if chip is None or self.prediction is None or not self.fits:
             return []
@@ -178,7 +178,7 @@ class Plan:
 
 
 def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Return a plan estimated from shapes, without a compiler, in milliseconds.
+    """Return a plan estimated from shapes; this takes milliseconds and no compiler.
 
     `budget` defaults to the memory of the device's chip, less the default margin.
     """

@@ -1,6 +1,6 @@
 """Changes of a config that save memory or time with fewer bits or host memory.
 
-The changes may alter what is learned slightly, or transfer a part of the state over
+The changes may slightly alter what is learned, or transfer a part of the state over
 PCIe in each step. So a plan suggests them only if nothing else makes a step fit, and a
 search tries them only with `search_precision=true`.
 """
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 
 # Changes that save memory, the least costly in time first.
-SMALLER = (
+MEMORY_SAVING = (
     Change("optimizer", "moment_dtype", MomentDtype.bfloat16, "bfloat16 moments"),
     Change("optimizer", "moment_dtype", MomentDtype.int8, "moments of eight bits"),
     Change("optimizer", "offload", True, "moments in host memory"),
@@ -57,7 +57,7 @@ SMALLER = (
 CHANGES = {
     change.override: change
     for change in (
-        *SMALLER,
+        *MEMORY_SAVING,
         Change("model", "compute_dtype", ComputeDtype.float8, "float8 products"),
         Change("model", "compute_dtype", ComputeDtype.int8, "int8 products"),
     )
@@ -76,5 +76,5 @@ def combinations(config: Any) -> list[tuple[str, ...]]:
     changes = [change for change in CHANGES.values() if change.applies_to(config)]
     by_key = itertools.groupby(changes, lambda change: change.key)
     options = [("", *(change.override for change in group)) for _, group in by_key]
-    selections = (tuple(filter(None, each)) for each in itertools.product(*options))
+    selections = (tuple(filter(None, choice)) for choice in itertools.product(*options))
     return sorted(filter(None, selections), key=len)

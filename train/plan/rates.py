@@ -42,19 +42,21 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     Raises:
         NotStated: if the vendor does not state a figure. `Rates.send` raises it too.
     """
-    share, bfloat16 = chip.achievable, chip.flops["bfloat16"]
+    achievable, bfloat16 = chip.achievable, chip.flops["bfloat16"]
     return Rates(
-        flops=share.products * bfloat16 / chip.devices,
-        memory=share.memory * stated(chip, "hbm_bandwidth") / chip.devices,
+        flops=achievable.products * bfloat16 / chip.devices,
+        memory=achievable.memory * stated(chip, "hbm_bandwidth") / chip.devices,
         send=lambda group: bandwidth(
             mesh, group.axes, group.network, chip, group.links
         ),
-        eight_bits=share.products * chip.flops.get(compute, bfloat16) / chip.devices,
+        eight_bits=(
+            achievable.products * chip.flops.get(compute, bfloat16) / chip.devices
+        ),
     )
 
 
 @dataclass(frozen=True)
-class Busy:
+class BusyTimes:
     """The busy times of a device's units in a step.
 
     products: seconds of matrix products, ignoring memory.
@@ -69,7 +71,7 @@ class Busy:
     fill: float
 
 
-def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
+def busy_times_of(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> BusyTimes:
     """Return how long a device computes, reads and writes in a step.
 
     Raises:
@@ -79,23 +81,25 @@ def busy(cost: StepCost, config: Config, mesh: Mesh, chip: Chip) -> Busy:
     rates = rates_of(mesh, chip, model.compute_dtype)
     flops, hbm_bytes = cost.flops, cost.hbm_bytes
     saved_s = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
-    tensor, kernel = mesh.shape["tensor"], chip.achievable.attention
-    if kernel is None:
+    tensor, attention_rates = mesh.shape["tensor"], chip.achievable.attention
+    if attention_rates is None:
         fill, attention_fill = matrix_fill(model, tensor, chip.matrix_unit)
-        filled = flops.products / fill + flops.attention / attention_fill
-        products = filled / rates.flops - saved_s / fill
-        fill = flops.total / filled if filled else 1.0
+        padded_flops = flops.products / fill + flops.attention / attention_fill
+        products_s = padded_flops / rates.flops - saved_s / fill
+        fill = flops.total / padded_flops if padded_flops else 1.0
     else:
         fill = depth_fill(model, tensor, chip.achievable.half_depth)
         peak = chip.flops["bfloat16"] / chip.devices
-        attention = flops.attention / (kernel.fraction(model.head_size, length) * peak)
+        fraction = attention_rates.fraction(model.head_size, length)
+        attention_s = flops.attention / (fraction * peak)
         # The time lost in short contractions does not depend on the operands' dtype.
-        products = flops.products / fill / rates.flops - saved_s + attention
-    group = chip.achievable.grouped
-    factor = max(1 / group.rate, rates.flops * fill / (group.intensity * rates.memory))
-    products += (factor - 1) * flops.grouped / fill / rates.flops
-    memory = hbm_bytes.total / rates.memory
-    return Busy(products, memory, hbm_bytes.products / rates.memory, fill)
+        products_s = flops.products / fill / rates.flops - saved_s + attention_s
+    grouped = chip.achievable.grouped
+    tile_rate = grouped.intensity * rates.memory
+    slowdown = max(1 / grouped.rate, rates.flops * fill / tile_rate)
+    products_s += (slowdown - 1) * flops.grouped / fill / rates.flops
+    memory_s = hbm_bytes.total / rates.memory
+    return BusyTimes(products_s, memory_s, hbm_bytes.products / rates.memory, fill)
 
 
 def matrix_fill(
@@ -104,7 +108,7 @@ def matrix_fill(
     """Return the fractions of matrix units that weights and attention fill.
 
     A dim that is not a multiple of a unit's rows or columns leaves some of them idle;
-    with None any dim fills the units. `tensor` devices share a layer.
+    if `unit` is None, any dim fills the units. `tensor` devices share a layer.
     """
     if unit is None:
         return 1.0, 1.0
@@ -118,26 +122,26 @@ def matrix_fill(
     return used / padded_area, model.head_size / padded(model.head_size)
 
 
-def depth_fill(model: ModelConfig, tensor: int, half: float) -> float:
+def depth_fill(model: ModelConfig, tensor: int, half_depth: float) -> float:
     """Return the fraction of the rate of long contractions that products reach.
 
-    Each matrix is in three products: the forward pass contracts its rows, the gradient
-    of its input its columns, and its own gradient the tokens. A contraction of `half`
-    elements reaches half of the rate. `tensor` devices share a layer.
+    Each matrix is in three products. The forward pass contracts the matrix's rows, the
+    gradient of the input contracts the columns, and the matrix's gradient contracts
+    the tokens. A contraction of `half_depth` elements reaches half of the rate.
     """
     matrices = _matrices(model, tensor)
     used = sum(rows * columns for rows, columns in matrices)
-    lost = sum((half * columns + half * rows) / 3 for rows, columns in matrices)
+    lost = sum((half_depth * m + half_depth * n) / 3 for n, m in matrices)
     return used / (used + lost)
 
 
 def _matrices(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
-    """Return the local rows and columns of the matrices that a token meets."""
+    """Return the local rows and columns of the matrices that multiply a token."""
     D, H = model.embed_dim, model.head_size
     heads, kv = model.num_heads * H // tensor, max(1, model.kv_heads // tensor) * H
     attention = [(D, heads)] * 2 + [(D, kv)] * 2
     matrices_per_mlp, expert_layers = 3 if model.gated else 2, model.expert_layers
-    # Experts that every token takes are one MLP (model/experts/experts.py).
+    # The shared experts are one MLP (model/experts/experts.py).
     F, shared = model.expert_size, model.shared_experts * model.expert_size
     sizes = [model.mlp_size] * (model.num_layers - expert_layers)
     sizes += [*[F] * model.experts_per_token, shared] * expert_layers

@@ -1,10 +1,10 @@
 """The rematerialisation policies that a plan compares.
 
-Every product of a layer needs the same number of saved bytes for each FLOP that is not
-recomputed: 2 / (2 D) in bfloat16, where D is the contracted dim. Attention's output
-needs 2 / (2 T) for T positions, and its kernel is slower for each FLOP. So attention is
-saved first, then its inputs and output, and then the intermediates of the MLP, which
-are the largest.
+Saving the result of a product takes 2 / (2 D) bytes in bfloat16 for each FLOP that is
+not recomputed, where D is the contracted dim. Saving attention's result takes 2 / (2 T)
+for T positions, and the attention kernel is slower for each FLOP. So attention's result
+is saved first, then the results of the query, key, value and output projections, and
+then the intermediates of the MLP, which are the largest.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _QKVO: tuple[Intermediate, ...] = ("query", "key", "value", "attention_output")
 _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
 _OTHERS = "intermediates other than products"
 # Sorted from the policy that saves least to the one that saves most.
-WAYS: tuple[RematPolicy, ...] = (
+POLICIES: tuple[RematPolicy, ...] = (
     Remat.full,
     ("attention",),
     ("attention", *_QKVO),
@@ -31,9 +31,9 @@ WAYS: tuple[RematPolicy, ...] = (
 
 
 def policies_for(model: ModelConfig) -> list[RematPolicy]:
-    """Return the policies that are distinct for a model, the least saving first."""
+    """Return the policies that are distinct for a model, in the order of POLICIES."""
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
-    return [p for p in WAYS if not (no_mlp and {*_MLP} <= {*p})]
+    return [p for p in POLICIES if not (no_mlp and {*_MLP} <= {*p})]
 
 
 def format_policy(policy: RematPolicy) -> str:
@@ -52,14 +52,14 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def policies_with_offload(offload: Sequence[OffloadName]) -> list[RematPolicy]:
-    """Return the policies that save nothing offloaded, the least saving first."""
-    return [p for p in WAYS if not (offload and _saved(p) & {*offload, _OTHERS})]
+    """Return the policies that save no offloaded result, in the order of POLICIES."""
+    return [p for p in POLICIES if not (offload and _saved(p) & {*offload, _OTHERS})]
 
 
 def policies_keeping_less(
     policy: RematPolicy, offload: Sequence[OffloadName] = ()
 ) -> list[RematPolicy]:
-    """Return the policies that save less than `policy`, the most saving first."""
+    """Return the policies that save less than `policy`, from most to least saved."""
     candidates = reversed(policies_with_offload(offload))
     return [p for p in candidates if _saved(p) < _saved(policy)]
 
@@ -67,7 +67,7 @@ def policies_keeping_less(
 def policies_keeping_more(
     policy: RematPolicy, offload: Sequence[OffloadName] = ()
 ) -> list[RematPolicy]:
-    """Return the policies that save more than `policy`, the least saving first."""
+    """Return the policies that save more than `policy`, in the order of POLICIES."""
     return [p for p in policies_with_offload(offload) if _saved(p) > _saved(policy)]
 
 

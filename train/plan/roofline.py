@@ -13,13 +13,14 @@ pessimistic: only matrix products hide their own memory traffic; all other instr
 
 The middle of a range is the mean of both times. On GPUs kernels run one after another,
 as in the pessimistic case; the range is the error seen in public runs. Between slices
-or nodes each hop of a collective costs a start-up, and all wait for the slowest part.
+or nodes each hop of a collective costs a start-up, and all wait for the slowest slice
+or node.
 
-Rates are those of the vendors times the fraction that programs achieve
-(hardware/achievable.py), and for matrix products times what the model's dims allow
+Rates are the vendors' figures times the fraction that programs achieve
+(hardware/achievable.py). The model's dims lower the rate of matrix products further
 (rates.py). Input, checkpoints and kernel launches are not included.
 
-FLOPs, bytes and seconds are of one JAX device and one step.
+FLOPs, bytes and seconds refer to one JAX device and one step.
 """
 
 import dataclasses
@@ -31,11 +32,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from train.config import Config
-from train.hardware.achievable import slowest
+from train.hardware.achievable import slowest_ratio
 from train.hardware.chips import Chip
-from train.hardware.interconnect import bandwidth, hops, num_parts, stated
+from train.hardware.interconnect import bandwidth, hops, num_slices_along, stated
 from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, StepCost
-from train.plan.rates import Busy, busy
+from train.plan.rates import BusyTimes, busy_times_of
 
 PCIE = "PCIe"  # between a device and its host's memory
 FAR = ("DCN", "network")  # networks between slices, or nodes
@@ -62,6 +63,7 @@ class Link:
 
     bandwidth: bytes a second that a device can send, averaged over the collectives,
         which may use only some of a chip's links.
+    sent: the bytes that a device sends in a step.
     seconds: the time of the collectives if nothing else slows them.
     hidden: the part of `seconds` that is overlapped with matrix products.
     waited_for: the part of `seconds` that no schedule could hide.
@@ -109,7 +111,7 @@ class Prediction:
     recomputed: executed FLOPs over model FLOPs.
     step_s: seconds of a step.
     tokens: tokens of a step on all devices.
-    peak: model FLOPs in a second at an MFU of 1.
+    peak: a device's model FLOPs per second at an MFU of 1.
     how: whether the cost is compiled or estimated.
     platform: tpu or gpu.
     """
@@ -129,7 +131,7 @@ class Prediction:
     how: str
     platform: str
 
-    def at(self, step_s: float) -> Speed:
+    def speed_at(self, step_s: float) -> Speed:
         """Return the speed if a step takes `step_s` (MFU: train/model_flops.py)."""
         rate = self.tokens / step_s
         mfu = self.model_flops / step_s / self.peak
@@ -138,11 +140,11 @@ class Prediction:
     @property
     def middle(self) -> Speed:
         """The speed at the middle of the range of `step_s`."""
-        return self.at(self.step_s.middle)
+        return self.speed_at(self.step_s.middle)
 
     def range(self, field: str) -> Range:
         """Return the predicted range of a field of `Speed`."""
-        slow, fast = self.at(self.step_s.high), self.at(self.step_s.low)
+        slow, fast = self.speed_at(self.step_s.high), self.speed_at(self.step_s.low)
         return Range(getattr(slow, field), getattr(fast, field))
 
     def as_json(self) -> dict[str, Any]:
@@ -158,7 +160,11 @@ class Prediction:
 
 
 def predict(
-    cost: StepCost, config: Config, mesh: Mesh, chip: Chip, parts: int | None = None
+    cost: StepCost,
+    config: Config,
+    mesh: Mesh,
+    chip: Chip,
+    num_domains: int | None = None,
 ) -> Prediction:
     """Predict the speed of a step.
 
@@ -167,25 +173,25 @@ def predict(
         config: the config of the step.
         mesh: the devices, which need not be present.
         chip: the chip of each device.
-        parts: the number of TPU slices or GPU nodes; None means that of the mesh.
+        num_domains: the number of TPU slices or GPU nodes; None means those of `mesh`.
 
     Raises:
         NotStated: if the vendor does not state a rate that the step needs.
     """
-    num_domains = num_parts(mesh, mesh.axis_names)
-    parts = parts or num_domains
-    units = busy(cost, config, mesh, chip)
-    links = _links(cost.sent, mesh, chip, parts / num_domains)
+    mesh_domains = num_slices_along(mesh, mesh.axis_names)
+    num_domains = num_domains or mesh_domains
+    busy_times = busy_times_of(cost, config, mesh, chip)
+    links = _time_links(cost.sent, mesh, chip, num_domains / mesh_domains)
     if cost.host_bytes:
         links += (_host_link(cost.host_bytes, chip),)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    step = _step_seconds(units, links, on_tpu)
-    slow = slowest(parts, chip.achievable.spread)
+    step = _step_seconds(busy_times, links, on_tpu)
+    slowdown = slowest_ratio(num_domains, chip.achievable.spread)
     return Prediction(
-        **dataclasses.asdict(units),
+        **dataclasses.asdict(busy_times),
         links=links,
         recomputed=cost.flops.total / cost.model_flops,
-        step_s=Range(slow * step.low, slow * step.high),
+        step_s=Range(slowdown * step.low, slowdown * step.high),
         tokens=config.data.batch_size * config.data.sequence_length,
         devices=mesh.size,
         chips=mesh.size // chip.devices,
@@ -202,42 +208,41 @@ def _host_link(sent: int, chip: Chip) -> Link:
     return Link((), PCIE, rate, sent, sent / rate, hidden=0.0, waited_for=0.0)
 
 
-def _step_seconds(units: Busy, links: Iterable[Link], on_tpu: bool) -> Range:
+def _step_seconds(busy_times: BusyTimes, links: Iterable[Link], on_tpu: bool) -> Range:
     """Return the seconds of a step, as defined in this module's docstring."""
-    products, memory, product_memory = (
-        units.products,
-        units.memory,
-        units.product_memory,
-    )
+    products, memory = busy_times.products, busy_times.memory
+    product_memory = busy_times.product_memory
     hidden = sum(link.hidden for link in links)
     exposed = sum(link.exposed for link in links)
-    slow = max(products, product_memory, hidden) + memory - product_memory + exposed
+    pessimistic_s = max(products, product_memory, hidden) + memory - product_memory
+    pessimistic_s += exposed
     if not on_tpu:
-        return Range((1 - GPU_SPREAD) * slow, (1 + GPU_SPREAD) * slow)
+        return Range((1 - GPU_SPREAD) * pessimistic_s, (1 + GPU_SPREAD) * pessimistic_s)
     overlappable = [link.seconds - link.waited_for for link in links]
-    waited_for = sum(link.waited_for for link in links)
-    return Range(max(products, memory, *overlappable, 0.0) + waited_for, slow)
+    unhideable = sum(link.waited_for for link in links)
+    optimistic_s = max(products, memory, *overlappable, 0.0) + unhideable
+    return Range(optimistic_s, pessimistic_s)
 
 
-def _links(
+def _time_links(
     sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
 ) -> tuple[Link, ...]:
-    """Time collectives on `growth` times the slices or nodes of the mesh."""
+    """Return the links for `growth` times as many slices or nodes as the mesh has."""
     groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
     for total in sent:
         groups[total.axes, total.network].append(total)
     links = []
     for (axes, network), totals in groups.items():
-        parts = num_parts(mesh, axes) * growth if network in FAR else 1
+        num_domains = num_slices_along(mesh, axes) * growth if network in FAR else 1
         rates = [bandwidth(mesh, axes, network, chip, t.links) for t in totals]
         times = [
-            _time_collectives(total, rate, parts, mesh, chip)
+            _time_collectives(total, rate, num_domains, mesh, chip)
             for total, rate in zip(totals, rates, strict=True)
         ]
         seconds, hidden = (sum(column) for column in zip(*times, strict=True))
         total_sent = sum(t.sent for t in totals)
         sending_s = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
-        never_hidden = ACTIVATION_AXES & {*axes} or network == "DCN"
+        is_unhideable = ACTIVATION_AXES & {*axes} or network == "DCN"
         link = Link(
             axes=axes,
             network=network,
@@ -245,16 +250,16 @@ def _links(
             sent=total_sent,
             seconds=seconds,
             hidden=hidden,
-            waited_for=seconds - hidden if never_hidden else 0.0,
+            waited_for=seconds - hidden if is_unhideable else 0.0,
         )
         links.append(link)
     return tuple(sorted(links, key=lambda link: -link.seconds))
 
 
 def _time_collectives(
-    total: CollectiveTotal, rate: float, parts: float, mesh: Mesh, chip: Chip
+    total: CollectiveTotal, rate: float, num_domains: float, mesh: Mesh, chip: Chip
 ) -> tuple[float, float]:
-    """Return the seconds of collectives, and the seconds that products hide.
+    """Return the seconds of collectives, and how many of these products hide.
 
     Between TPU slices the hosts start each transfer; this start-up is never hidden.
     """
@@ -263,7 +268,8 @@ def _time_collectives(
     distance = num_hops if total.kind.endswith("all-to-all") else 1.0
     seconds = total.sent * distance / rate
     rounds = total.count * (2 if total.kind == "all-reduce" else 1)
-    start_s = rounds * (achievable.start_s + achievable.hop_s * max(0.0, parts - 1))
+    round_s = achievable.start_s + achievable.hop_s * max(0.0, num_domains - 1)
+    start_s = rounds * round_s
     if total.network == "ICI":
         return seconds, seconds * total.overlapped
     if total.network == "DCN":

@@ -3,8 +3,8 @@
 The prediction starts from one program for several slices. Three costs grow with the
 number n of slices: the factor (n-1)/n of ring traffic, the start-up of each hop, and
 the delay of the slowest slice. A single slice does not use the data center's network.
-Between TPU slices a ring has one chip of each slice. A ring of GPUs has all members in
-all nodes, and within a node it uses NVLink.
+Between TPU slices a ring has one chip of each slice. A ring of GPUs has all GPUs
+of all nodes, and within a node it uses NVLink.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,22 +15,22 @@ from jax.sharding import Mesh
 from train.config import Config
 from train.console import print_table
 from train.hardware.chips import Chip
-from train.hardware.interconnect import num_parts, num_slices
+from train.hardware.interconnect import num_slices, num_slices_along
 from train.mesh_sizes import num_shards
 from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.roofline import FAR, Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
 # The unit of scaling, its network, and the error seen in public runs, by platform.
-_WORDS = {
+_LABELS = {
     "tpu": ("slices", "DCN", "four public runs on v5e, up to 32, within 3 points"),
-    "gpu": ("nodes", "network", "no public series judged it"),
+    "gpu": ("nodes", "network", "not compared with public runs"),
 }
-POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
+SLICE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScalingPoint:
     """The prediction for a number of slices.
 
     sent: the bytes that each chip sends to other slices in a step.
@@ -48,25 +48,25 @@ def weak_scaling(
     config: Config,
     mesh: Mesh,
     chip: Chip,
-    points: Iterable[int] = POINTS,
-) -> list[Scaled]:
+    slice_counts: Iterable[int] = SLICE_COUNTS,
+) -> list[ScalingPoint]:
     """Predict the speed of a program on other numbers of slices.
 
-    The arguments are those of `predict`; `points` are the numbers of slices.
+    The arguments are those of `predict`; `slice_counts` are the numbers of slices.
 
     Returns:
-        [] for a program on one slice, or with pipeline stages across slices, because
-        more stages need more layers.
+        A point for each number of slices; [] for a program on one slice, or with
+        pipeline stages across slices, because more stages need more layers.
 
     Raises:
         NotStated: if the vendor does not state a rate that the step needs.
     """
     planned_slices = num_slices(mesh.devices.flat)
-    if planned_slices < 2 or num_parts(mesh, ["pipeline"]) > 1:
+    if planned_slices < 2 or num_slices_along(mesh, ["pipeline"]) > 1:
         return []
 
     def predict_at(slices: int) -> tuple[float, Prediction]:
-        sent = [_scaled(total, mesh, slices) for total in cost.sent]
+        sent = [_scale_total(total, mesh, slices) for total in cost.sent]
         prediction = predict(replace(cost, sent=sent), config, mesh, chip, slices)
         growth = slices / planned_slices
         sent_far = sum(total.sent for total in sent if total.network in FAR)
@@ -77,19 +77,19 @@ def weak_scaling(
             chips=round(prediction.chips * growth),
         )
 
-    alone = predict_at(1)[1].step_s
+    single = predict_at(1)[1].step_s
     rows = []
-    for slices in points:
+    for slices in slice_counts:
         sent, prediction = predict_at(slices)
         step = prediction.step_s
-        low, high = sorted((alone.low / step.low, alone.high / step.high))
-        rows.append(Scaled(slices, sent, prediction, Range(low, high)))
+        low, high = sorted((single.low / step.low, single.high / step.high))
+        rows.append(ScalingPoint(slices, sent, prediction, Range(low, high)))
     return rows
 
 
-def print_weak_scaling(rows: Sequence[Scaled]) -> None:
+def print_weak_scaling(rows: Sequence[ScalingPoint]) -> None:
     """Print a table with one row for each number of slices or nodes."""
-    unit, network, accuracy = _WORDS[rows[0].prediction.platform]
+    unit, network, accuracy = _LABELS[rows[0].prediction.platform]
     print_table(
         [
             [
@@ -103,24 +103,25 @@ def print_weak_scaling(rows: Sequence[Scaled]) -> None:
             ]
             for row in rows
         ],
-        [unit, "chips", f"{network} a chip", "a step", "tokens/s", "kept"],
-        f"more {unit} (bytes of rings, latency of each hop, the slowest of them; "
+        [unit, "chips", f"{network} a chip", "a step", "tokens/s", "efficiency"],
+        f"more {unit} (with ring bytes, hop latency and the slowest of the {unit}; "
         f"{accuracy})",
     )
 
 
-def _scaled(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
+def _scale_total(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
     """Scale the traffic of a collective to another number of slices."""
     if total.network not in FAR:
         return total
-    near = 1  # members of a group in one slice
+    local_size = 1  # members of a group in one slice or node
     if total.network != "DCN":
-        near = num_shards(mesh.shape, total.axes) // num_parts(mesh, total.axes)
-    if slices == near == 1:
+        spanned_slices = num_slices_along(mesh, total.axes)
+        local_size = num_shards(mesh.shape, total.axes) // spanned_slices
+    if slices == local_size == 1:
         return replace(total, count=0, sent=0.0)
-    old, new = (
-        sent_bytes(total.kind, 1, near * count)
+    old_factor, new_factor = (
+        sent_bytes(total.kind, 1, local_size * count)
         for count in (num_slices(mesh.devices.flat), slices)
     )
     network = "NVLink" if slices == 1 else total.network
-    return replace(total, network=network, sent=total.sent * new / old)
+    return replace(total, network=network, sent=total.sent * new_factor / old_factor)

@@ -12,7 +12,7 @@ from train.plan.compiled.inspection import Inspection
 from train.program import Program
 from train.units import format_bytes
 
-_MAX_NAMED = 3  # arrays named in the sentence about copied arrays
+_MAX_NAMED = 3  # arrays named in the sentence about updates in place
 
 
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
@@ -33,11 +33,11 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
 
 def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     """Return the summary of a compiled step as pairs of a title and a sentence."""
-    updated, copied = inspection.in_place
+    updated, others = inspection.in_place
     in_place = f"all {len(updated)} arrays of the state are updated in place"
-    if copied:
-        examples = ", ".join(copied[:_MAX_NAMED]) + ", ..." * (len(copied) > _MAX_NAMED)
-        in_place = f"{len(updated)} of {len(updated + copied)} arrays of the state are "
+    if others:
+        examples = ", ".join(others[:_MAX_NAMED]) + ", ..." * (len(others) > _MAX_NAMED)
+        in_place = f"{len(updated)} of {len(updated + others)} arrays of the state are "
         in_place += f"updated in place, but not {examples}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
     total = sum(inspection.operand_bytes.values())

@@ -28,7 +28,7 @@ RECORD = "init_from.json"
 _RECORD_REMEDY = (
     "Delete it if init_from still holds what the run began with: it is written again."
 )
-_AGAIN = "Bring it back, or take another run.name"
+_REMEDY = "Bring it back, or take another run.name"
 
 
 def check_weights(path: str, program: Program) -> dict[str, str]:
@@ -47,12 +47,12 @@ def start_from(path: str, program: Program) -> TrainState:
     Vocabulary rows that the weights lack keep their random initial values.
 
     Raises:
-        ConfigError: as `check_weights`.
-        DataError: as `check_weights`, or if values of the weights are not finite.
+        ConfigError: as in `check_weights`.
+        DataError: as in `check_weights`, or if values of the weights are not finite.
     """
-    read = read_run_weights if is_run(path) else read_folder
+    read_weights = read_run_weights if is_run(path) else read_folder
     check_weights(path, program)
-    state = read(path, program)
+    state = read_weights(path, program)
     if program.state.optimizer.average is not None:
         average = averages(state.params)
         state = state._replace(optimizer=state.optimizer._replace(average=average))
@@ -64,8 +64,8 @@ def start_from(path: str, program: Program) -> TrainState:
     return state
 
 
-def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
-    """Record digests of the weights' files, or compare the digests with the record.
+def record_or_check_files(path: str, run: epath.Path, cluster: Cluster) -> None:
+    """Record the digests of the weight files, or compare them with recorded digests.
 
     Each process hashes some of the files, and process 0 compares all digests.
 
@@ -78,17 +78,17 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
         DataError: with the name of a file that has changed since the first start.
     """
     record = run / RECORD
-    recorded = cluster.broadcast(lambda: _read_recorded(record))
+    recorded = cluster.broadcast(lambda: _read_recorded_digests(record))
     try:
-        names = sealed_files(path) if is_run(path) else recorded
+        files = sealed_files(path) if is_run(path) else recorded
         hashed = digests(
             run_folder(path),
             cluster.process,
             cluster.processes,
-            names=names or weight_files(Path(path)),
+            names=files or weight_files(Path(path)),
         )
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from error
+        raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
     if cluster.processes > 1:
         texts = cluster.gather("init_from", json.dumps(hashed))
         hashed = {k: v for text in texts for k, v in json.loads(text).items()}
@@ -104,13 +104,13 @@ def hold_to_first(path: str, run: epath.Path, cluster: Cluster) -> None:
         ]:
             raise DataError(
                 f"{path}/{differing[0]}: is not what the first start of this run read, "
-                f"by its size and SHA-256 in {RECORD}. {_AGAIN}"
+                f"by its size and SHA-256 in {RECORD}. {_REMEDY}"
             )
 
     cluster.on_leader(compare_or_record)
 
 
-def _read_recorded(record: epath.Path) -> dict[str, Any]:
+def _read_recorded_digests(record: epath.Path) -> dict[str, Any]:
     """Return the recorded size and SHA-256 of each file; empty without a record."""
     record_values = read_record(record, _RECORD_REMEDY) or {}
     if not all(isinstance(digest, list) for digest in record_values.values()):

@@ -18,7 +18,7 @@ from model.choices import Mlp, Position
 from model.config import ModelConfig
 from model.params import named
 from train.errors import ConfigError, Mistake, as_typed
-from train.pretrained.families import FAMILIES, SOME, Family
+from train.pretrained.families import FAMILIES, NOT_NULL, Family
 from train.pretrained.settings import (
     KEYS,
     NULL_IS_NONE,
@@ -28,12 +28,12 @@ from train.pretrained.settings import (
     rope_of,
     with_layer_types,
 )
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 from train.program import Program
 
 _KEY = "init_from"
 _INDEX = "model.safetensors.index.json"
-_AGAIN = "Fetch or export the folder again"
+_REMEDY = "Fetch or export the folder again"
 # Older files also contain masks and rotary frequencies, which are ignored.
 _IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -57,27 +57,27 @@ class Folder:
             raise ConfigError([Mistake(_KEY, path, rule)]) from None
         folder = Path(path)
         self.settings = _settings_in(path)
-        listed, files = _listed(folder)
+        file_of, files = _read_index(folder)
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
-        stored = set[str]()
-        prefix = family.table.split(".")[0] + "."
+        stored_names = set[str]()
+        prefix = family.embedding_tensor.split(".")[0] + "."
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(folder / file, "numpy"))
             except (OSError, SafetensorError) as error:
                 raise _unreadable(folder / file, error) from error
-            stored |= {*opened.keys()}
+            stored_names |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, a safetensors file is not iterable
                 # GPT-2's files on the hub lack the prefix.
-                is_full = name.startswith((prefix, "lm_head"))
-                full_name = name if is_full else prefix + name
+                has_prefix = name.startswith((prefix, "lm_head"))
+                full_name = name if has_prefix else prefix + name
                 if not full_name.endswith(_IGNORED_TENSORS):
                     self.shapes[full_name] = tuple(opened.get_slice(name).get_shape())
                     self._files[full_name] = opened, name, file
-        if missing_names := {*listed} - stored:
+        if missing_names := {*file_of} - stored_names:
             missing = min(missing_names)
-            file, rule = folder / listed[missing], f"which {_INDEX} says it holds"
-            raise DataError(f"{file}: lacks {missing}, {rule}. {_AGAIN}")
+            file, rule = folder / file_of[missing], f"which {_INDEX} says it holds"
+            raise DataError(f"{file}: lacks {missing}, {rule}. {_REMEDY}")
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
         """Return the part of a tensor in one slice of each dim."""
@@ -102,24 +102,24 @@ def weight_files(folder: Path) -> list[str]:
     Raises:
         DataError: if the index is damaged.
     """
-    listed, files = _listed(folder)
-    return ["config.json", *([_INDEX] if listed else []), *files]
+    file_of, files = _read_index(folder)
+    return ["config.json", *([_INDEX] if file_of else []), *files]
 
 
-def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the index (tensor to file; empty if none), and all files of tensors."""
+def _read_index(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each tensor in the index, if there is one, and all files."""
     index = folder / _INDEX
     if not index.exists():
         return {}, ["model.safetensors"]
     try:
-        listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return listed, sorted({*listed.values()})
+        file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return file_of, sorted({*file_of.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unreadable(index, error) from error
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:
-    return DataError(f"{file}: cannot be read ({error}). {_AGAIN}")
+    return DataError(f"{file}: cannot be read ({error}). {_REMEDY}")
 
 
 def check_folder(path: str, program: Program) -> dict[str, str]:
@@ -132,16 +132,18 @@ def check_folder(path: str, program: Program) -> dict[str, str]:
     family = family_of_folder(path, program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
-        parts = parts_of_folder(folder, family, program)
-        if rules := [*_tensor_differences(folder, parts, program)]:
+        tensors = tensors_of_folder(folder, family, program)
+        if rules := [*_tensor_differences(folder, tensors, program)]:
             raise ConfigError([Mistake(_KEY, path, rule) for rule in rules])
         return {"weights to start from": folder.digest}
 
 
-def parts_of_folder(folder: Folder, family: Family, program: Program) -> Parts:
-    """Return the map from parameters to tensors, for the folder's vocabulary size."""
-    rows = folder.shapes.get(family.table, (0,))[0]
-    return Parts(family, program.config.model, program.infos, rows)
+def tensors_of_folder(
+    folder: Folder, family: Family, program: Program
+) -> FamilyTensors:
+    """Return the tensors of the program's model with the folder's vocabulary size."""
+    vocab_size = folder.shapes.get(family.embedding_tensor, (0,))[0]
+    return FamilyTensors(family, program.config.model, program.infos, vocab_size)
 
 
 def _settings_in(path: str) -> dict[str, Any]:
@@ -154,27 +156,27 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 
 def family_of_folder(path: str, model: ModelConfig) -> Family:
-    """Return the family of a folder's model, which must have the settings of `model`.
+    """Return the family of a folder's model, whose settings must agree with `model`.
 
     Raises:
         ConfigError: if settings differ, with the overrides that adopt the folder's.
     """
     theirs = _settings_in(path)
     kind, quantization = theirs.get("model_type"), theirs.get("quantization_config")
-    named = [f for f in FAMILIES if kind in (f.name, *f.compatible_types)]
+    candidates = [f for f in FAMILIES if kind in (f.name, *f.compatible_types)]
     if quantization:
         rule = f"holds quantized weights ({quantization.get('quant_method')}), which "
         rule += "cannot be read; load it in transformers with dequantize=True in its "
         rule += "quantization_config, and start from the folder that save_pretrained "
         rule += "writes"
-    elif not named:
+    elif not candidates:
         rule = f"holds a model of type {kind}, which is none of "
         rule += ", ".join(family.name for family in FAMILIES)
     else:
-        family = min(named, key=lambda family: len(family.unmet(model)))
+        family = min(candidates, key=lambda family: len(family.unmet_needs(model)))
         differing = {
-            f"model.{key}": (have, None if callable(family.needs[key]) else need)
-            for key, (have, need) in family.unmet(model).items()
+            f"model.{key}": (value, None if callable(family.needs[key]) else need)
+            for key, (value, need) in family.unmet_needs(model).items()
         }
         differing |= _differing_settings(theirs, family, model)
         if theirs.get("vocab_size", 0) > (model.vocab_size or 0):
@@ -182,7 +184,7 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
         if not differing:
             return family
         our_settings = family.settings(model)
-        for name, key in _keys(family).items():  # settings that depend on keys
+        for name, key in _keys(family).items():  # set null keys to the folder's values
             their_value = theirs.get(name) if name in our_settings else None
             if their_value is not None and getattr(model, key) is None:
                 if name == "layer_types":
@@ -190,14 +192,15 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
                 differing.setdefault(f"model.{key}", (None, their_value))
         rule = f"holds a model of type {kind}, and model.* makes another:"
         for key, (our_value, their_value) in differing.items():
-            their_value = "set" if their_value is SOME else as_typed(their_value)
+            their_value = "set" if their_value is NOT_NULL else as_typed(their_value)
             rule += f"\n  {key} is {as_typed(our_value)}, there {their_value}"
-        typed = [
+        overrides = [
             f"{key}={as_typed(their_value)}"
             for key, (_, their_value) in differing.items()
-            if key.startswith("model.") and their_value is not SOME
+            if key.startswith("model.") and their_value is not NOT_NULL
         ]
-        rule += f"\nto take its settings type {shlex.join(typed)}" if typed else ""
+        if overrides:
+            rule += f"\nto take its settings type {shlex.join(overrides)}"
     raise ConfigError([Mistake(_KEY, path, rule)])
 
 
@@ -206,15 +209,17 @@ def _differing_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Return (model's value, config.json's value) for each setting that differs.
 
-    The key is the `model.*` key of the setting, or the setting's name without one.
+    Each is under its `model.*` key, or under the setting's name if it has no key.
     """
     ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
     ours |= family.settings(model)
     theirs = with_layer_types(theirs, model.num_layers)
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
-    others = {k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES}
-    pairs = [(others, theirs, _keys(family))]
+    plain_settings = {
+        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES
+    }
+    groups = [(plain_settings, theirs, _keys(family))]
     if family.needs["position"] is Position.rotary:
         their_rope, our_rope = rope_of(theirs), rope_of(ours)
         for layers, keys in ROPE_KEYS.items():
@@ -223,13 +228,13 @@ def _differing_settings(
             if our_values.get("rope_type") != their_values.get("rope_type"):
                 unset = dict.fromkeys(keys.keys() & their_values.keys())
                 our_values = unset | our_values
-            pairs.append((our_values, their_values, keys))
+            groups.append((our_values, their_values, keys))
     differing = dict[str, tuple[Any, Any]]()
-    for our_values, their_values, keys in pairs:
+    for our_values, their_values, keys in groups:
         for name, value in our_values.items():
             their_value = their_values.get(name)
-            is_null = name in their_values and name in NULL_IS_NONE
-            if (their_value is not None or is_null) and their_value != value:
+            means_none = name in their_values and name in NULL_IS_NONE
+            if (their_value is not None or means_none) and their_value != value:
                 key = f"model.{keys[name]}" if name in keys else name
                 if name == "layer_types" and their_value is not None:
                     value, their_value = pattern_of(value), pattern_of(their_value)
@@ -240,21 +245,22 @@ def _differing_settings(
 
 def _keys(family: Family) -> dict[str, str]:
     """Return the key of `model.*` for each setting of this family, by setting."""
-    experts = family.needs.get("mlp") is Mlp.moe
-    return KEYS | {"intermediate_size": "expert_dim"} if experts else KEYS
+    has_experts = family.needs.get("mlp") is Mlp.moe
+    return KEYS | {"intermediate_size": "expert_dim"} if has_experts else KEYS
 
 
 def _tensor_differences(
-    folder: Folder, parts: Parts, program: Program
+    folder: Folder, tensors: FamilyTensors, program: Program
 ) -> Iterator[str]:
-    """Yield a sentence for each tensor that one side lacks or has in another shape."""
+    """Yield a phrase for each tensor that one side lacks or has in another shape."""
     model = program.config.model
-    if parts.vocab_size > (model.vocab_size or 0):
-        theirs, file = parts.vocab_size, folder.file(parts.family.table)
-        rule = f"has {theirs} tokens, model.vocab_size is {model.vocab_size}; "
-        yield f"{rule}set model.vocab_size={theirs} ({file})"
+    if tensors.vocab_size > (model.vocab_size or 0):
+        num_tokens = tensors.vocab_size
+        file = folder.file(tensors.family.embedding_tensor)
+        rule = f"has {num_tokens} tokens, model.vocab_size is {model.vocab_size}; "
+        yield f"{rule}set model.vocab_size={num_tokens} ({file})"
         return
-    ours = parts.shapes(dict(named(program.state.params)))
+    ours = tensors.shapes(dict(named(program.state.params)))
     theirs = dict(folder.shapes)
     if model.tied_head:
         theirs.pop("lm_head.weight", None)
@@ -264,8 +270,9 @@ def _tensor_differences(
         file = folder.file(name)
         yield f"has a tensor {name} {list(theirs[name])} that the model lacks ({file})"
     for name in sorted({*theirs} & {*ours}):
-        params = parts.tensors[name].params
-        if not {*params} & {*parts.infos} and np.any(folder.read(name, [slice(None)])):
+        params = tensors.tensors[name].params
+        is_extra = not {*params} & {*tensors.infos}
+        if is_extra and np.any(folder.read(name, [slice(None)])):
             yield f"has {name}, which is not zero; set model.bias=true"
         if theirs[name] != ours[name]:
             shapes = f"{list(theirs[name])}, the model {list(ours[name])}"

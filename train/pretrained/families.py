@@ -1,8 +1,8 @@
-"""Known families of models, and the `ModelConfig` values that each of them needs.
+"""Known families of models, and the `ModelConfig` values that each family needs.
 
 Sources: transformers 5.23, models/*/modeling_*.py and configuration_*.py, for names,
 layouts and settings. Our rotary pairs (i, i + P) are those of transformers, so no dim
-is permuted, and where norms multiply by 1 + scale we keep the same scale.
+is permuted, and norms that multiply by 1 + scale hold the same scale.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from model.config import ModelConfig
 from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained import names, settings
 
-SOME = object()  # any value but null
+NOT_NULL = object()  # any value but null
 # The values that a family needs unless its entry in FAMILIES says otherwise.
 _USUAL: dict[str, Any] = {
     "norm": Norm.rmsnorm,
@@ -55,7 +55,7 @@ def _usual(*free: str, **required: Any) -> dict[str, Any]:
 _GEMMA = {
     "norm_placement": NormPlacement.both,
     "norm_unit_offset": True,
-    "window": SOME,
+    "window": NOT_NULL,
     "activation": Activation.geglu,
     "scaled_embedding": True,
     "bias": False,
@@ -78,14 +78,14 @@ class Family(NamedTuple):
 
     name: the `model_type` in transformers.
     architecture: the class in transformers.
-    needs: required values of `ModelConfig` fields: a value, SOME, or a function of the
-        model.
+    needs: required values of `ModelConfig` fields: a value, NOT_NULL, or a function of
+        the model.
     names: the parameters that each tensor concatenates, by tensor name (names.py).
     settings: a function that returns the settings in config.json.
     compatible_types: other model types whose folders differ only in config.json.
     transposed: whether matrices have the dims [outputs, inputs].
     zero_biases: whether biases that our model lacks are written as zeros.
-    length: the name of the setting for the maximum row length.
+    length_key: the setting in config.json that holds the maximum row length.
     """
 
     name: str
@@ -96,35 +96,35 @@ class Family(NamedTuple):
     compatible_types: tuple[str, ...] = ()
     transposed: bool = True
     zero_biases: bool = False
-    length: str = "max_position_embeddings"
+    length_key: str = "max_position_embeddings"
 
     @property
-    def table(self) -> str:
-        """The name of the embedding's tensor, which has one row per token."""
+    def embedding_tensor(self) -> str:
+        """The name of the embedding's tensor, which has a row for each token."""
         return next(iter(self.names))
 
-    def unmet(self, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-        """Return (model's value, needed value) for each field where the two differ."""
-        unmet_switches = dict[str, tuple[Any, Any]]()
+    def unmet_needs(self, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+        """Return (model's value, needed value) for each field whose need is not met."""
+        unmet = dict[str, tuple[Any, Any]]()
         sizes = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
         for field, need in self.needs.items():
-            have = sizes.get(field, attrgetter(field)(model))
+            value = sizes.get(field, attrgetter(field)(model))
             need = need(model) if callable(need) else need
-            if have != need and (need is not SOME or have is None):
-                unmet_switches[field] = have, need
-        return unmet_switches
+            if value != need and (need is not NOT_NULL or value is None):
+                unmet[field] = value, need
+        return unmet
 
     def mistakes(self, model: ModelConfig) -> list[Mistake]:
         """Return a mistake for each field that keeps a model out of this family."""
-        best = f"for transformers' {self.name}, the family that fits best; a model "
-        best += "that no family can hold stays in the run's checkpoints"
+        reason = f"for transformers' {self.name}, the family that fits best; a model "
+        reason += "that no family can hold stays in the run's checkpoints"
         needed = {
-            field: (have, "set" if need is SOME else as_typed(need))
-            for field, (have, need) in self.unmet(model).items()
+            field: (value, "set" if need is NOT_NULL else as_typed(need))
+            for field, (value, need) in self.unmet_needs(model).items()
         }
         return [
-            Mistake(f"model.{field}", have, f"must be {need} {best}")
-            for field, (have, need) in needed.items()
+            Mistake(f"model.{field}", value, f"must be {need} {reason}")
+            for field, (value, need) in needed.items()
         ]
 
     def tensors(self) -> dict[str, list[str]]:
@@ -136,12 +136,12 @@ class Family(NamedTuple):
         }
 
 
-_SCALED = "rope_scaling.kind"
+_SCALING_KIND = "rope_scaling.kind"
 FAMILIES = (
     Family(
         "llama",
         "LlamaForCausalLM",
-        _usual(_SCALED),
+        _usual(_SCALING_KIND),
         names.LLAMA,
         settings.llama,
         compatible_types=("mistral",),
@@ -149,21 +149,21 @@ FAMILIES = (
     Family(
         "mistral",
         "MistralForCausalLM",
-        _usual(_SCALED, window=SOME, bias=False),
+        _usual(_SCALING_KIND, window=NOT_NULL, bias=False),
         names.LLAMA,
         settings.mistral,
     ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        _usual(_SCALED, qkv_bias=True, bias=False),
+        _usual(_SCALING_KIND, qkv_bias=True, bias=False),
         names.LLAMA,
         settings.qwen2,
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        _usual(_SCALED, qk_norm=True, qk_norm_over=NormSpan.head, bias=False),
+        _usual(_SCALING_KIND, qk_norm=True, qk_norm_over=NormSpan.head, bias=False),
         names.LLAMA,
         settings.qwen,
     ),
@@ -171,7 +171,7 @@ FAMILIES = (
         "olmo2",
         "Olmo2ForCausalLM",
         _usual(
-            _SCALED,
+            _SCALING_KIND,
             norm_placement=NormPlacement.after,
             qk_norm=True,
             qk_norm_over=NormSpan.projection,
@@ -195,9 +195,9 @@ FAMILIES = (
         "gemma3_text",
         "Gemma3ForCausalLM",
         _usual(
-            *("layer_pattern", "query_scale_dim", _SCALED),
+            *("layer_pattern", "query_scale_dim", _SCALING_KIND),
             **_GEMMA,
-            rope_theta_local=SOME,
+            rope_theta_local=NOT_NULL,
             qk_norm=True,
             qk_norm_over=NormSpan.head,
         ),
@@ -207,14 +207,14 @@ FAMILIES = (
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        _usual(_SCALED, "window", **_EXPERTS, router_normalized=True),
+        _usual(_SCALING_KIND, "window", **_EXPERTS, router_normalized=True),
         names.MIXTRAL,
         settings.mixtral,
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        _usual(_SCALED, **_EXPERTS, qk_norm=True, qk_norm_over=NormSpan.head),
+        _usual(_SCALING_KIND, **_EXPERTS, qk_norm=True, qk_norm_over=NormSpan.head),
         names.QWEN3_MOE,
         settings.qwen3_moe,
     ),
@@ -222,7 +222,7 @@ FAMILIES = (
         "gpt_oss",
         "GptOssForCausalLM",
         _usual(
-            *(_SCALED, "window", "layer_pattern"),
+            *(_SCALING_KIND, "window", "layer_pattern"),
             **(_EXPERTS | {"bias": True}),
             router_normalized=True,
             activation=Activation.clamped_swiglu,
@@ -235,7 +235,7 @@ FAMILIES = (
         "gpt2",
         "GPT2LMHeadModel",
         _usual(
-            *("rotary_fraction", _SCALED),
+            *("rotary_fraction", _SCALING_KIND),
             norm=Norm.layernorm,
             position=Position.learned,
             activation=Activation.gelu,
@@ -246,7 +246,7 @@ FAMILIES = (
         settings.gpt2,
         transposed=False,
         zero_biases=True,
-        length="n_positions",
+        length_key="n_positions",
     ),
 )
 
@@ -255,11 +255,11 @@ def family_of(model: ModelConfig) -> Family:
     """Return the family that a model belongs to.
 
     Raises:
-        ConfigError: if there is none, with every difference from the nearest family.
+        ConfigError: if no family fits, with every difference from the nearest family.
     """
 
     def distance(family: Family) -> tuple[int, bool]:
-        unmet = family.unmet(model)
+        unmet = family.unmet_needs(model)
         return len(unmet), "mlp" in unmet
 
     nearest = min(FAMILIES, key=distance)

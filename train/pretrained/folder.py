@@ -27,18 +27,18 @@ from model.params import named
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.pretrained.families import Family, family_of
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_json, write_weights
 from train.program import Program
 from train.run.folder import run_folder
 from train.run.starts import read_results
 from train.units import format_count
 
-_CHECKED_BYTES = 10_000_000  # validation text that both tokenizers encode
+_CHECKED_BYTES = 10_000_000  # of validation text, which both tokenizers encode
 
 
-def empty_folder(output: str) -> epath.Path:
-    """Return the output folder, creating a local folder if needed.
+def require_empty_folder(output: str) -> epath.Path:
+    """Return the empty output folder, and create it if it is local.
 
     Raises:
         ConfigError: if the folder is not empty, or cannot be reached.
@@ -66,23 +66,23 @@ def write_folder(
     Process 0 writes the parameters of all processes as `dtype`.
 
     Raises:
-        ConfigError: if no family holds the model.
+        ConfigError: if no family fits the model.
         DataError: if the exported tokenizer would give other ids.
     """
     config, encoding = program.config, sources.encoding
     model, length = config.model, config.data.sequence_length
-    family, writes = family_of(model), jax.process_index() == 0
-    if with_tokenizer and writes:
+    family, is_writer = family_of(model), jax.process_index() == 0
+    if with_tokenizer and is_writer:
         content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
         check_same_ids(encoding, content, [SAMPLE, text])
         write_atomically(folder / "tokenizer.json", content)
         write_json(folder / "tokenizer_config.json", tokenizer_config(length))
-    parts = Parts(family, model, program.infos, encoding.n_vocab)
-    count = write_weights(folder, parts, dict(named(params)), jnp.dtype(dtype))
-    if writes:
+    tensors = FamilyTensors(family, model, program.infos, encoding.n_vocab)
+    num_params = write_weights(folder, tensors, dict(named(params)), jnp.dtype(dtype))
+    if is_writer:
         results = read_results(run_folder(config.run.dir or ""))
-        text = card(config, encoding, count, step, results)
+        text = model_card(config, encoding, num_params, step, results)
         write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
         special_tokens = {
@@ -90,8 +90,8 @@ def write_folder(
         }
         write_json(folder / "generation_config.json", special_tokens)
         write_json(folder / "config.json", settings)
-    counted = f"{format_count(count)} parameters in {dtype}"
-    return f"{counted}, a model of family {family.name}"
+    description = f"{format_count(num_params)} parameters in {dtype}"
+    return f"{description}, a model of family {family.name}"
 
 
 def exported_settings(
@@ -112,7 +112,7 @@ def exported_settings(
         "architectures": [family.architecture],
         "model_type": family.name,
         "vocab_size": encoding.n_vocab,
-        family.length: length,
+        family.length_key: length,
         "tie_word_embeddings": model.tied_head,
         "dtype": dtype,
         "torch_dtype": dtype,  # read by transformers before version 5
@@ -123,10 +123,10 @@ def exported_settings(
     }
 
 
-def card(
+def model_card(
     config: Config,
     encoding: tiktoken.Encoding,
-    count: int,
+    num_params: int,
     step: int,
     results: dict[str, Any],
 ) -> str:
@@ -135,7 +135,7 @@ def card(
     lines = [
         f"# {config.model.name}",
         "",
-        f"A language model of {count:,} parameters, trained with Longhaul for "
+        f"A language model of {num_params:,} parameters, trained with Longhaul for "
         f"{step:,} steps of {config.data.batch_size} x {config.data.sequence_length} "
         f"tokens, {format_count(tokens)} in all.",
         "",

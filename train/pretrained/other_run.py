@@ -16,11 +16,11 @@ from train.program import Program, make_program
 from train.run.digests import SEAL
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
-from train.run.starts import known_run_id, read_run
+from train.run.starts import read_run, recorded_run_id
 from train.state import TrainState
 
 # Model keys that may differ between the runs: execution and initialisation.
-_FREE = (
+_FREE_KEYS = (
     *("model.name", "model.vocab_size", "model.init", "model.embedding_std"),
     *("model.param_dtype", "model.compute_dtype", "model.attention", "model.dropout"),
     *("model.layer_unroll", "model.router_aux_weight", "model.router_z_weight"),
@@ -49,7 +49,7 @@ def check_run(path: str, program: Program) -> dict[str, str]:
 
 
 def read_run_weights(path: str, program: Program) -> TrainState:
-    """Return the state of step 0 with a run's weights, or their average if one is kept.
+    """Return the state of step 0 with a run's weights, or its averaged weights if kept.
 
     Raises:
         DataError: if the checkpoint differs from its recorded hashes.
@@ -57,31 +57,31 @@ def read_run_weights(path: str, program: Program) -> TrainState:
     other_config, state = read_run(path), program.init()
     other_program = _program_of(other_config, program)
     folder = run_folder(path)
-    saved = SavedSteps(folder / "checkpoints", run_id=known_run_id(folder))
-    _, params = saved.restore_params(other_program.state, _newest(path))
-    rows = other_config.model.vocab_size or 0
+    saved = SavedSteps(folder / "checkpoints", run_id=recorded_run_id(folder))
+    _, params = saved.restore_params(other_program.state, _newest_sealed_step(path))
+    num_rows = other_config.model.vocab_size or 0
 
-    def fit(info: ParamInfo, ours: jax.Array, theirs: jax.Array) -> jax.Array:
+    def replace_rows(info: ParamInfo, ours: jax.Array, theirs: jax.Array) -> jax.Array:
         theirs = theirs.astype(ours.dtype)
         if "vocab" not in info.axes:
             return theirs
         dim = info.axes.index("vocab")
-        shared_rows = jax.lax.slice_in_dim(theirs, 0, rows, axis=dim)
+        shared_rows = jax.lax.slice_in_dim(theirs, 0, num_rows, axis=dim)
         return jax.lax.dynamic_update_slice_in_dim(ours, shared_rows, 0, dim)
 
     @partial(jax.jit, out_shardings=program.shardings.params, donate_argnums=0)
-    def fit_all(ours: Any, theirs: Any) -> Any:
-        return jax.tree.map(fit, program.infos, ours, theirs, is_leaf=is_info)
+    def replace_params(ours: Any, theirs: Any) -> Any:
+        return jax.tree.map(replace_rows, program.infos, ours, theirs, is_leaf=is_info)
 
-    return state._replace(params=fit_all(state.params, params))
+    return state._replace(params=replace_params(state.params, params))
 
 
 def sealed_files(path: str) -> list[str]:
-    """Return a run's config file and the file of its newest checkpoint's hashes."""
-    return ["config.yaml", f"checkpoints/{_newest(path)}/{SEAL}"]
+    """Return the names of a run's config file and its newest checkpoint's hash file."""
+    return ["config.yaml", f"checkpoints/{_newest_sealed_step(path)}/{SEAL}"]
 
 
-def _newest(path: str) -> int:
+def _newest_sealed_step(path: str) -> int:
     """Return the newest step whose checkpoint has hashes.
 
     Raises:
@@ -114,7 +114,7 @@ def _model_differences(other_config: Config, own_config: Config) -> Iterator[str
     for change in config_differences(
         Config(model=other_config.model), Config(model=own_config.model)
     ):
-        if not is_covered(change.key, _FREE):
+        if not is_covered(change.key, _FREE_KEYS):
             old, new = as_typed(change.old), as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
     theirs, ours = (c.model.vocab_size or 0 for c in (other_config, own_config))

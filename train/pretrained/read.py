@@ -12,19 +12,19 @@ import jax
 import numpy as np
 
 from model.params import named
-from train.pretrained.compare import Folder, parts_of_folder
+from train.pretrained.compare import Folder, tensors_of_folder
 from train.pretrained.families import family_of
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 from train.program import Program
 from train.state import TrainState
 
-_Span = tuple[int, int]  # [first, end)
+_Span = tuple[int, int]  # start and stop along a dim
 
 
 def read_folder(path: str, program: Program) -> TrainState:
     """Return the state of step 0 with the weights of a folder, without an average.
 
-    Only parameters with rows that the folder lacks are initialised randomly, so memory
+    Only parameters with rows that the folder lacks are initialised, so that memory
     holds little more than the weights.
 
     Raises:
@@ -33,18 +33,19 @@ def read_folder(path: str, program: Program) -> TrainState:
     family = family_of(program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
-        parts = parts_of_folder(folder, family, program)
+        tensors = tensors_of_folder(folder, family, program)
         abstract = dict(named(program.state.params))
-        padded = {n for n in abstract if parts.rows(abstract, n) > parts.vocab_size}
-        state = _initial_state(program, padded)
-        reader = _Reader(folder, parts, abstract)
+        num_rows = {name: tensors.num_vocab_rows(abstract, name) for name in abstract}
+        larger = {name for name, n in num_rows.items() if n > tensors.vocab_size}
+        state = _initial_state(program, larger)
+        reader = _Reader(folder, tensors, abstract)
         leaves = [reader.param(name, state.params.get(name)) for name in abstract]
     params = jax.tree.unflatten(jax.tree.structure(program.state.params), leaves)
     return state._replace(params=params)
 
 
 def _initial_state(program: Program, names: Collection[str]) -> TrainState:
-    """Return the initial state with only the named parameters, as a dict by name."""
+    """Return the initial state, whose params are a dict of only the named ones."""
 
     def select(state: TrainState) -> TrainState:
         params = {name: x for name, x in named(state.params) if name in names}
@@ -59,13 +60,15 @@ class _Reader:
     """Reads parameters from the tensors of a folder."""
 
     def __init__(
-        self, folder: Folder, parts: Parts, abstract: dict[str, jax.ShapeDtypeStruct]
+        self,
+        folder: Folder,
+        tensors: FamilyTensors,
+        abstract: dict[str, jax.ShapeDtypeStruct],
     ):
-        self.folder, self.parts, self.infos = folder, parts, parts.infos
-        self.abstract = abstract
-        self.tensors = {
+        self._folder, self._tensors, self._abstract = folder, tensors, abstract
+        self._tensor_of = {
             (param, tensor.stack_index): (name, tensor.params)
-            for name, tensor in parts.tensors.items()
+            for name, tensor in tensors.tensors.items()
             for param in tensor.params
         }
 
@@ -74,84 +77,91 @@ class _Reader:
 
         Rows that the folder lacks keep their values in `initial`.
         """
-        like, read_spans = self.abstract[name], dict[tuple[_Span, ...], jax.Array]()
-        shards = initial.addressable_shards if initial is not None else ()
-        local_shards = {_span(shard.index, like.shape): shard.data for shard in shards}
+        like, shards = self._abstract[name], dict[tuple[_Span, ...], jax.Array]()
+        initial_shards = initial.addressable_shards if initial is not None else ()
+        initial_of = {_spans(x.index, like.shape): x.data for x in initial_shards}
         assert like.sharding is not None
-        places, arrays = like.sharding.addressable_devices_indices_map(like.shape), []
-        for device, index in places.items():
-            spans = _span(index or (), like.shape)
-            if spans not in read_spans:
-                part = np.empty([last - first for first, last in spans], like.dtype)
-                if local_shards:
-                    part[...] = local_shards[spans]
-                self._fill(part, name, spans)
-                read_spans[spans] = jax.device_put(part, device)
-            arrays.append(jax.device_put(read_spans[spans], device))
+        indices = like.sharding.addressable_devices_indices_map(like.shape)
+        arrays = []
+        for device, index in indices.items():
+            spans = _spans(index or (), like.shape)
+            if spans not in shards:
+                shard = np.empty([stop - start for start, stop in spans], like.dtype)
+                if initial_of:
+                    shard[...] = initial_of[spans]
+                self._fill(shard, name, spans)
+                shards[spans] = jax.device_put(shard, device)
+            arrays.append(jax.device_put(shards[spans], device))
         return jax.make_array_from_single_device_arrays(
             like.shape, like.sharding, arrays
         )
 
-    def _fill(self, part: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
-        """Read the spans of a parameter into `part`, except rows not in the folder."""
-        info = self.infos[name]
-        lead = info.stack_dims  # layers and experts
-        inside = [*spans[lead:]]
+    def _fill(self, shard: np.ndarray, name: str, spans: tuple[_Span, ...]) -> None:
+        """Read the spans of a parameter into `shard`, except rows not in the folder."""
+        info = self._tensors.infos[name]
+        num_stacked = info.stack_dims  # layers and experts
+        inner_spans = [*spans[num_stacked:]]
         if "vocab" in info.axes:
             dim = info.axes.index("vocab")
-            first, last = inside[dim]
-            last = min(last, self.parts.vocab_size)
-            if last <= first:
+            start, stop = inner_spans[dim]
+            stop = min(stop, self._tensors.vocab_size)
+            if stop <= start:
                 return
-            inside[dim] = first, last
-        target = tuple(slice(0, last - first) for first, last in inside)
-        for local in np.ndindex(part.shape[:lead]):
-            index = tuple(spans[dim][0] + i for dim, i in enumerate(local))
-            part[local][target] = self._read(name, index, inside)
+            inner_spans[dim] = start, stop
+        target = tuple(slice(0, stop - start) for start, stop in inner_spans)
+        for local_index in np.ndindex(shard.shape[:num_stacked]):
+            index = tuple(spans[dim][0] + i for dim, i in enumerate(local_index))
+            shard[local_index][target] = self._read(name, index, inner_spans)
 
     def _read(
         self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
         """Return the given spans of one layer's or expert's parameter."""
-        lead, all_experts = len(index), (name, index) not in self.tensors
-        experts = [slice(e, e + 1) for e in index[1:]] if all_experts else []
-        tensor, siblings = self.tensors[name, index[: lead - len(experts)]]
-        dims = self.abstract[name].shape[lead:]
-        inputs = self.parts.inputs(name)
-        rows, shape_in, cut_in = _flat(spans[:inputs], dims[:inputs])
-        columns, shape_out, cut_out = _flat(spans[inputs:], dims[inputs:])
+        num_stacked, holds_all = len(index), (name, index) not in self._tensor_of
+        experts = [slice(e, e + 1) for e in index[1:]] if holds_all else []
+        tensor, siblings = self._tensor_of[name, index[: num_stacked - len(experts)]]
+        dims = self._abstract[name].shape[num_stacked:]
+        num_inputs = self._tensors.num_input_dims(name)
+        rows, in_shape, in_slices = _flatten(spans[:num_inputs], dims[:num_inputs])
+        columns, out_shape, out_slices = _flatten(spans[num_inputs:], dims[num_inputs:])
+        shape, slices = in_shape + out_shape, (*in_slices, *out_slices)
         earlier = siblings[: siblings.index(name)]
-        if all_experts:
+        if holds_all:
             stride = len(siblings)
             columns = slice(stride * columns.start, stride * columns.stop)
-            places = [*experts, rows, columns] if inputs else [*experts, columns]
-            x = self.folder.read(tensor, places)[..., len(earlier) :: stride]
-            return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
-        shapes = [self.abstract[sibling].shape[lead + inputs :] for sibling in earlier]
-        skipped = sum(map(math.prod, shapes))
-        columns = slice(columns.start + skipped, columns.stop + skipped)
-        if not inputs:
-            x = self.folder.read(tensor, [columns])
-        elif self.parts.transposed(name):
-            x = self.folder.read(tensor, [columns, rows]).T
+            inputs = [rows] if num_inputs else []
+            x = self._folder.read(tensor, [*experts, *inputs, columns])
+            return x[..., len(earlier) :: stride].reshape(shape)[slices]
+        first_output = num_stacked + num_inputs
+        shapes = [self._abstract[sibling].shape[first_output:] for sibling in earlier]
+        offset = sum(map(math.prod, shapes))
+        columns = slice(columns.start + offset, columns.stop + offset)
+        if not num_inputs:
+            x = self._folder.read(tensor, [columns])
+        elif self._tensors.is_transposed(name):
+            x = self._folder.read(tensor, [columns, rows]).T
         else:
-            x = self.folder.read(tensor, [rows, columns])
-        return x.reshape(shape_in + shape_out)[(*cut_in, *cut_out)]
+            x = self._folder.read(tensor, [rows, columns])
+        return x.reshape(shape)[slices]
 
 
-def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[_Span, ...]:
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[_Span, ...]:
     pairs = zip(index, shape, strict=True)
-    return tuple(part.indices(size)[:2] for part, size in pairs)
+    return tuple(dim_slice.indices(size)[:2] for dim_slice, size in pairs)
 
 
-def _flat(
+def _flatten(
     spans: Sequence[_Span], dims: Sequence[int]
 ) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
-    """Return the slice of flattened dims to read, its shape, and slices within it."""
-    columns = math.prod(dims[1:])
+    """Return the slice of the flattened dims that covers the spans.
+
+    Also return the slice's shape before flattening, and the spans within that shape.
+    """
+    inner_size = math.prod(dims[1:])
     if all(span == (0, dim) for span, dim in zip(spans[1:], dims[1:], strict=True)):
-        first, last = spans[0] if spans else (0, 1)
-        shape = (last - first, *dims[1:]) if spans else ()
-        return slice(first * columns, last * columns), shape, (slice(None),) * len(dims)
-    cut = tuple(slice(*span) for span in spans)
-    return slice(0, math.prod(dims)), tuple(dims), cut
+        start, stop = spans[0] if spans else (0, 1)
+        shape = (stop - start, *dims[1:]) if spans else ()
+        flat_slice = slice(start * inner_size, stop * inner_size)
+        return flat_slice, shape, (slice(None),) * len(dims)
+    slices = tuple(slice(*span) for span in spans)
+    return slice(0, math.prod(dims)), tuple(dims), slices

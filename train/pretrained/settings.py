@@ -44,7 +44,7 @@ _SCALING = {
 }
 # Defaults of rope_theta other than 10,000. Source: transformers 5.23,
 # configuration_*.py of these families.
-_USUAL_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
+_DEFAULT_THETAS = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
 # The key of `model.*` for each setting of rotary positions, by kind of layer.
 ROPE_KEYS = {
     "full_attention": _SCALING,
@@ -52,7 +52,7 @@ ROPE_KEYS = {
 }
 
 
-def _rope(model: ModelConfig) -> dict[str, Any]:
+def _rope_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the rotary settings, for versions 5 and 4 of transformers."""
     scaling, scaling_settings = model.rope_scaling, dict[str, Any]()
     if scaling.kind is not Scaling.none:
@@ -69,9 +69,9 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
         }
         scaling_settings["truncate"] = scaling.truncate
         scaling_settings["attention_factor"] = scaling.yarn_factor
-    usual = {"rope_type": "default", "rope_theta": model.rope_theta} | scaling_settings
+    parameters = {"rope_type": "default", "rope_theta": model.rope_theta}
     return {
-        "rope_parameters": usual,
+        "rope_parameters": parameters | scaling_settings,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling_settings or None,
     }
@@ -91,7 +91,7 @@ def llama(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": model.bias,
         "mlp_bias": model.bias,
         "attention_dropout": model.dropout.attention,
-        **_rope(model),
+        **_rope_settings(model),
     }
 
 
@@ -156,27 +156,28 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return the settings in config.json, with the default kinds of layers if missing.
+    """Return the settings in config.json, with the family's layer_types if missing.
 
     `num_layers` is the default of num_hidden_layers. Source: transformers 5.23,
-    configuration_*.py of these families: the last layer of each group is full.
+    configuration_*.py of these families: the last layer of each period is full.
     """
-    usual = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(settings["model_type"])
-    if usual is None or settings.get("layer_types") is not None:
+    defaults = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+    default = defaults.get(settings["model_type"])
+    if default is None or settings.get("layer_types") is not None:
         return settings
     keys = ("sliding_window_pattern", "_sliding_window_pattern")
-    every = next(filter(None, map(settings.get, keys)), usual)
+    period = next(filter(None, map(settings.get, keys)), default)
     numbers = range(1, settings.get("num_hidden_layers", num_layers) + 1)
-    kinds = ["sliding_attention" if n % every else "full_attention" for n in numbers]
+    kinds = ["sliding_attention" if n % period else "full_attention" for n in numbers]
     return settings | {"layer_types": kinds}
 
 
 def pattern_of(layer_types: Sequence[str]) -> list[str]:
-    """Return the shortest repeated pattern of layers, as in `model.layer_pattern`."""
-    reach = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
-    lengths = range(1, len(reach) + 1)
-    repeated = (n for n in lengths if reach[n:] == reach[: len(reach) - n])
-    return reach[: next(repeated, 0)]
+    """Return the shortest pattern that repeats, in terms of `model.layer_pattern`."""
+    layers = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
+    lengths = range(1, len(layers) + 1)
+    periods = (n for n in lengths if layers[n:] == layers[: len(layers) - n])
+    return layers[: next(periods, 0)]
 
 
 def gemma2(model: ModelConfig) -> dict[str, Any]:
@@ -194,12 +195,12 @@ def gemma2(model: ModelConfig) -> dict[str, Any]:
 
 
 def gemma3(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of Gemma 3, its text model."""
+    """Return the settings of Gemma 3's text model."""
     settings, theta = gemma2(model), model.rope_theta_local
-    local = {"rope_type": "default", "rope_theta": theta}
+    local_rope = {"rope_type": "default", "rope_theta": theta}
     by_layer_type = {
         "full_attention": settings["rope_parameters"],
-        "sliding_attention": local,
+        "sliding_attention": local_rope,
     }
     return settings | {"rope_parameters": by_layer_type, "rope_local_base_freq": theta}
 
@@ -224,18 +225,19 @@ def gpt2(model: ModelConfig) -> dict[str, Any]:
 def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rotary settings in config.json, by kind of layer.
 
-    Source: transformers 5.23, modeling_rope_utils.py, for what older versions wrote.
+    Files of older versions of transformers are read too. Source: transformers 5.23,
+    modeling_rope_utils.py.
     """
     parameters = settings.get("rope_parameters") or {}
     if "full_attention" in parameters:
         return parameters
-    kind = str(settings.get("model_type"))
-    theta = settings.get("rope_theta") or _USUAL_THETA.get(kind, 10e3)
-    usual = {"rope_type": "default", "rope_theta": theta}
-    usual = usual | (settings.get("rope_scaling") or {}) | parameters
-    usual["rope_type"] = usual.pop("type", usual["rope_type"])
-    if kind != "gemma3_text":
-        return {"full_attention": usual}
-    local = settings.get("rope_local_base_freq") or 10e3
-    local_settings = {"rope_type": "default", "rope_theta": local}
-    return {"full_attention": usual, "sliding_attention": local_settings}
+    model_type = str(settings.get("model_type"))
+    theta = settings.get("rope_theta") or _DEFAULT_THETAS.get(model_type, 10e3)
+    rope = {"rope_type": "default", "rope_theta": theta}
+    rope = rope | (settings.get("rope_scaling") or {}) | parameters
+    rope["rope_type"] = rope.pop("type", rope["rope_type"])
+    if model_type != "gemma3_text":
+        return {"full_attention": rope}
+    local_theta = settings.get("rope_local_base_freq") or 10e3
+    local_rope = {"rope_type": "default", "rope_theta": local_theta}
+    return {"full_attention": rope, "sliding_attention": local_rope}

@@ -18,7 +18,7 @@ from train.pretrained.families import Family
 class Tensor(NamedTuple):
     """A tensor of a folder.
 
-    stack_index: (layer, expert), (layer,) or (), in the leading dims of a parameter.
+    stack_index: (layer, expert), (layer,) or (); indexes a parameter's leading dims.
         A tensor of experts with the index (layer,) holds all experts.
     params: the names of the parameters that are concatenated along their outputs.
     """
@@ -27,8 +27,8 @@ class Tensor(NamedTuple):
     params: tuple[str, ...]
 
 
-class Parts:
-    """The parameters that make up the tensors of a family's model."""
+class FamilyTensors:
+    """The tensors of a model in a family's format, made from its parameters."""
 
     def __init__(self, family: Family, model: ModelConfig, infos: Any, vocab_size: int):
         """Collect the tensors of a model.
@@ -48,17 +48,17 @@ class Parts:
             if all(self._is_written(param) for param in params)
             for index in itertools.product(*stack_ranges[: name.count("{}")])
         }
-        self._made = jax.jit(self._make, static_argnums=2)  # once for each `names`
+        self._jitted_make = jax.jit(self._make, static_argnums=2)  # `names`
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
 
     def _is_written(self, name: str) -> bool:
-        is_zero = self.family.zero_biases and name.endswith(".bias")
-        return name in self.infos or is_zero
+        is_zero_bias = self.family.zero_biases and name.endswith(".bias")
+        return name in self.infos or is_zero_bias
 
     def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
         """Return a tensor in host memory; all processes must call this together."""
-        array = self._made(params, *self.tensors[name])
+        array = self._jitted_make(params, *self.tensors[name])
         if array.is_fully_addressable:
             return np.asarray(array)
         return multihost_utils.process_allgather(array, tiled=True)
@@ -68,7 +68,7 @@ class Parts:
         index_of = {t.params: t.stack_index for t in self.tensors.values()}
         shapes = jax.eval_shape(
             lambda p: {
-                names: self._make(p, at, names) for names, at in index_of.items()
+                names: self._make(p, index, names) for names, index in index_of.items()
             },
             params,
         )
@@ -81,13 +81,13 @@ class Parts:
         names: tuple[str, ...],
     ) -> jax.Array:
         """Return the tensor that the named parameters make up at an index."""
-        arrays = [self._flat(params, param, index) for param in names]
+        arrays = [self._flatten(params, param, index) for param in names]
         if self.holds_all_experts(names[0], index):
             return jnp.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
         joined = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
-        return joined.T if self.transposed(names[0]) else joined
+        return joined.T if self.is_transposed(names[0]) else joined
 
-    def rows(self, params: Mapping[str, Any], name: str) -> int:
+    def num_vocab_rows(self, params: Mapping[str, Any], name: str) -> int:
         """Return the size of a parameter's vocabulary dim, or 0 if it has none."""
         axes = self.infos[name].axes
         return params[name].shape[axes.index("vocab")] if "vocab" in axes else 0
@@ -95,33 +95,35 @@ class Parts:
     def holds_all_experts(self, name: str, index: tuple[int, ...]) -> bool:
         """Return whether the tensor of a parameter at an index holds all experts.
 
-        Its last dim is outputs, and the outputs of its parameters are interleaved.
+        The last dim of such a tensor interleaves the outputs of its parameters.
         """
         return name in self.infos and len(index) < self.infos[name].stack_dims
 
-    def transposed(self, name: str) -> bool:
+    def is_transposed(self, name: str) -> bool:
         """Return whether a parameter's outputs are the rows of its tensor."""
         is_matrix = name in self.infos and self.infos[name].kind is Kind.matrix
         return name == "head.weight" or (self.family.transposed and is_matrix)
 
-    def inputs(self, name: str) -> int:
-        """Return how many dims of one layer's or expert's parameter become rows."""
+    def num_input_dims(self, name: str) -> int:
+        """Return how many dims of one layer's or expert's parameter are inputs."""
         info = self.infos[name]
         return {Kind.matrix: info.inputs, Kind.table: 1, Kind.vector: 0}[info.kind]
 
-    def _flat(
+    def _flatten(
         self, params: dict[str, jax.Array], name: str, index: tuple[int, ...]
     ) -> jax.Array:
         """Return a parameter as [inputs, outputs], [rows, D] or [size], per expert."""
         if name not in params:
             like = name.removesuffix("bias")
             like += "scale" if like + "scale" in params else "weight"
-            return jnp.zeros(self._flat(params, like, index).shape[-1:])
+            return jnp.zeros(self._flatten(params, like, index).shape[-1:])
         x, info = params[name][index], self.infos[name]
         axes = info.axes[len(index) :]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
-        lead, inputs = max(0, info.stack_dims - len(index)), self.inputs(name)
-        shape = x.shape[:lead]
-        shape += (math.prod(x.shape[lead:][:inputs]),) if inputs else ()
-        return x.reshape(*shape, math.prod(x.shape[lead + inputs :]))
+        num_stacked = max(0, info.stack_dims - len(index))
+        first_output = num_stacked + self.num_input_dims(name)
+        shape = x.shape[:num_stacked]
+        if first_output > num_stacked:
+            shape += (math.prod(x.shape[num_stacked:first_output]),)
+        return x.reshape(*shape, math.prod(x.shape[first_output:]))

@@ -1,7 +1,7 @@
 """Write weights as safetensors files.
 
 Tensors go one by one from the devices of all processes to files of at most two
-gigabytes. So host memory holds one tensor at a time, or one file under s3:// or gs://.
+gigabytes. Host memory holds one tensor at a time, or one file under s3:// or gs://.
 Only process 0 writes.
 """
 
@@ -16,40 +16,44 @@ import numpy as np
 from etils import epath
 
 from data.storage import write_atomically
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 
 FILE_BYTES = 2 * 10**9
 
 
 def write_weights(
-    folder: epath.Path, parts: Parts, params: dict[str, jax.Array], dtype: np.dtype
+    folder: epath.Path,
+    tensors: FamilyTensors,
+    params: dict[str, jax.Array],
+    dtype: np.dtype,
 ) -> int:
-    """Write weights, with an index for several files; return the parameter count.
+    """Write weights, with an index for several files; return the number of parameters.
 
     `params` maps names to arrays with any sharding.
     """
-    shapes = parts.shapes(params)
-    files = list(_files({k: math.prod(s) * dtype.itemsize for k, s in shapes.items()}))
+    shapes = tensors.shapes(params)
+    sizes = {name: math.prod(s) * dtype.itemsize for name, s in shapes.items()}
+    groups = list(_group_by_file(sizes))
     file_of = dict[str, str]()
-    for number, names in enumerate(files, 1):
+    for number, names in enumerate(groups, 1):
         file = "model.safetensors"
-        if len(files) > 1:
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        content = _content(parts, params, {n: shapes[n] for n in names}, dtype)
+        if len(groups) > 1:
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        content = _file_content(tensors, params, {n: shapes[n] for n in names}, dtype)
         if jax.process_index() == 0:
             write_atomically(folder / file, content)
         collections.deque(content, maxlen=0)  # other processes take part in each gather
         file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
-    if len(files) > 1 and jax.process_index() == 0:
+    if len(groups) > 1 and jax.process_index() == 0:
         size = {"total_size": count * dtype.itemsize}
         index = {"metadata": size, "weight_map": file_of}
         write_json(folder / "model.safetensors.index.json", index)
     return count
 
 
-def _content(
-    parts: Parts,
+def _file_content(
+    tensors: FamilyTensors,
     params: dict[str, jax.Array],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.dtype,
@@ -69,11 +73,11 @@ def _content(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in shapes:
-        yield parts.read(params, name).astype(dtype).tobytes()
+        yield tensors.read(params, name).astype(dtype).tobytes()
 
 
-def _files(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the tensors of each file, in order: at most FILE_BYTES, or one tensor."""
+def _group_by_file(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names of each file's tensors: at most FILE_BYTES, or one tensor."""
     names, total = list[str](), 0
     for name, size in sizes.items():
         if names and total + size > FILE_BYTES:

@@ -19,7 +19,6 @@ from train.identity import run_dir
 
 _REMEDY = "Delete the folder of this profile, and ask for another one."
 _POLL_S = 0.5
-_DEVICES = "mean over devices"
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def main(config: ProfileConfig) -> int:
         existing = ", ".join(map(str, steps)) or "none"
         rule = f"must be the first step of an existing profile: {existing}"
         raise ConfigError([Mistake("step", config.step, rule)])
-    _show(profile)
+    _print_profile(profile)
     return 0
 
 
@@ -84,7 +83,7 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
         withdraw_request(folder)
 
 
-def _show(folder: epath.Path) -> None:
+def _print_profile(folder: epath.Path) -> None:
     """Print how the time of the traced steps was spent, by scope and by kind."""
     from train.console import print_table
     from train.profile.times import read_times
@@ -95,32 +94,32 @@ def _show(folder: epath.Path) -> None:
     if not all(isinstance(number, int | float) for number in numbers):
         raise damaged(folder / "profile.json", "does not say its steps", _REMEDY)
     num_steps = record["last"] - record["first"] + 1
-    program = folder / "step.hlo.gz"
+    hlo_file = folder / "step.hlo.gz"
     try:
-        text = gzip.decompress(program.read_bytes()).decode()
-        if not text:
+        hlo = gzip.decompress(hlo_file.read_bytes()).decode()
+        if not hlo:
             raise ValueError("it is empty")
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise damaged(program, f"cannot be read ({error})", _REMEDY) from None
-    times, devices = read_times(folder, text)
-    total = sum(times.values())
+        raise damaged(hlo_file, f"cannot be read ({error})", _REMEDY) from None
+    times, num_devices = read_times(folder, hlo)
+    total_s = sum(times.values())
     print(f"profile     {folder}")
-    mean = _ms(record["seconds"] / num_steps)
+    mean = _format_ms(record["seconds"] / num_steps)
     print(f"steps       {record['first']:,} to {record['last']:,}, {mean} each")
-    print(f"devices     {devices}\n")
+    print(f"devices     {num_devices}\n")
     for column, title in enumerate(("scope", "kind")):
         sums = defaultdict[str, float](float)
         for label, seconds in times.items():
             sums[label[column]] += seconds
         rows = [
-            [name, _ms(seconds / num_steps), f"{seconds / total:.1%}"]
+            [name, _format_ms(seconds / num_steps), f"{seconds / total_s:.1%}"]
             for name, seconds in sorted(sums.items(), key=lambda row: -row[1])
         ]
-        print_table(rows, [title, "a step", "share"], f"by {title}, {_DEVICES}")
+        print_table(rows, [title, "a step", "share"], f"by {title}, mean over devices")
         print()
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{1000 * seconds:.3f} ms"
 
 

@@ -23,7 +23,7 @@ from train.plan.compiled.trip_counts import read_module
 
 WAITING, UNNAMED, OTHER = "waiting", "unnamed", "other programs"
 _SCOPE = re.compile(r"(?:transpose\(|jvp\()*(\w+)\)*")
-_NO_SCOPES = {"shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
+_NOT_SCOPES = {"shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
 _COPIES = {
     *("copy", "copy-start", "copy-done", "transpose", "reshape", "bitcast", "slice"),
     *("dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "broadcast"),
@@ -60,7 +60,7 @@ class Labels:
         self._labels = dict[str, Label | None]()
 
     def label(self, instruction: str, program: str) -> Label | None:
-        """Return an event's label, or None for a loop: labels belong to its body."""
+        """Return an event's label, or None for a loop, whose body has the labels."""
         if program and program.split("(")[0] != self._program:
             return Label(OTHER, OTHER)
         if instruction not in self._labels:
@@ -74,21 +74,22 @@ class Labels:
         if instruction.opcode == "while":
             return None
         nested = instruction.with_nested
-        opcodes = {part.opcode for part in nested}
-        if names := split_name(instruction.op_name):  # XLA merged several operations.
-            scopes = _most_common(scope_in_name(n) or _outermost(n) for n in names)
-            return Label((*scopes, UNNAMED)[0], self._kind(executed, "", opcodes))
-        nested_scopes = (scope_of(executed, part) for part in nested if part.op_name)
+        opcodes = {inner.opcode for inner in nested}
+        if merged := split_name(instruction.op_name):  # The names of merged operations.
+            scopes = _most_common(scope_in_name(n) or _outermost(n) for n in merged)
+            return Label((*scopes, UNNAMED)[0], self._kind_of(executed, "", opcodes))
+        nested_scopes = (scope_of(executed, inner) for inner in nested if inner.op_name)
         stack = _first([scope_of(executed, instruction), *_most_common(nested_scopes)])
-        names = [instruction.op_name, *_most_common(part.op_name for part in nested)]
-        part = _first(map(part_in_name, names))
-        name = f"{stack} {part}".strip() or _first(map(_outermost, names))
-        if not name:  # Use the name of an operand's producer instead.
-            operands = producers(instruction)
-            part = name = _first(part_in_name(operand.op_name) for operand in operands)
-        return Label(name or UNNAMED, self._kind(executed, part, opcodes))
+        nested_names = _most_common(inner.op_name for inner in nested)
+        op_names = [instruction.op_name, *nested_names]
+        part = _first(map(part_in_name, op_names))
+        scope = f"{stack} {part}".strip() or _first(map(_outermost, op_names))
+        if not scope:  # Use the name of an operand's producer instead.
+            operand_names = (operand.op_name for operand in producers(instruction))
+            part = scope = _first(map(part_in_name, operand_names))
+        return Label(scope or UNNAMED, self._kind_of(executed, part, opcodes))
 
-    def _kind(self, executed: Executed, part: str, opcodes: set[str]) -> str:
+    def _kind_of(self, executed: Executed, part: str, opcodes: set[str]) -> str:
         if any(opcode.removesuffix("-start") in KINDS for opcode in opcodes):
             return "collectives"
         if part.split(".")[-1] == "attention":  # Only the kernel.
@@ -99,6 +100,7 @@ class Labels:
 
 
 def _first(names: Iterable[str]) -> str:
+    """Return the first name that is not empty, or ""."""
     return next(filter(None, names), "")
 
 
@@ -110,4 +112,5 @@ def _outermost(name: str) -> str:
     """Return the outermost scope in a name, or "" if there is none."""
     _, *scopes, _ = name.split("/") if name.count("/") > 1 else ["", ""]
     matches = (_SCOPE.fullmatch(scope) for scope in scopes)
-    return _first(match[1] for match in matches if match and match[1] not in _NO_SCOPES)
+    names = (match[1] for match in matches if match)
+    return _first(name for name in names if name not in _NOT_SCOPES)

@@ -3,7 +3,7 @@
 On a CPU, instructions are events of threads, and an event names its device. If several
 threads share an instruction, a separate event marks its end. GPUs and TPUs have one
 plane for each device. If instructions overlap on a device, the time counts for the most
-useful one: products before collectives, and the innermost of nested instructions.
+useful instruction: products before collectives, and the innermost if nested.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from jax.profiler import ProfileData
 from train.run.profiles import MARK
 
 _OPS = "XLA Ops"  # A TPU's other lines repeat the same time.
-_END = "end: "
+_END_PREFIX = "end: "
 
 
 class Event(NamedTuple):
@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The traced steps of one process: their time and the events of each device."""
+    """The traced steps of one process, in nanoseconds, and each device's events."""
 
     begin: float
     end: float
@@ -45,25 +45,25 @@ def read_trace(file: Path) -> Trace:
     """
     devices, ends = defaultdict[str, list[Event]](list), defaultdict[str, list](list)
     mark: tuple[float, float] | None = None
-    data = ProfileData.from_file(str(file))  # Planes and events point into `data`.
+    data = ProfileData.from_file(str(file))  # Planes and events point into it.
     for plane in data.planes:
         lines = list(plane.lines)
-        on_device = plane.name.startswith("/device:")
-        if on_device and any(line.name == _OPS for line in lines):
+        is_device = plane.name.startswith("/device:")
+        if is_device and any(line.name == _OPS for line in lines):
             lines = [line for line in lines if line.name == _OPS]
         for line in lines:
             for event in line.events:
                 begin, end = event.start_ns, event.start_ns + event.duration_ns
                 if event.name == MARK:
                     mark = begin, end
-                elif event.name.startswith(_END):
-                    ends[event.name.removeprefix(_END)].append(end)
-                elif on_device or not event.name.startswith("$"):
+                elif event.name.startswith(_END_PREFIX):
+                    ends[event.name.removeprefix(_END_PREFIX)].append(end)
+                elif is_device or not event.name.startswith("$"):
                     stats = dict(event.stats)
                     name = stats.get("hlo_op") or (line.name == _OPS and event.name)
                     if name:
                         device = plane.name
-                        if not on_device:
+                        if not is_device:
                             device = f"{device}:{stats.get('device_ordinal', 0)}"
                         name = str(name).removeprefix("%").split(" ")[0]
                         program = str(stats.get("hlo_module", ""))
@@ -76,22 +76,22 @@ def read_trace(file: Path) -> Trace:
 
 
 def extend_events(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
-    """Return events in order, extended to their separate end events, if any."""
+    """Return events by begin, each extended to its end event in `ends`, if any."""
     sorted_ends = {name: sorted(times) for name, times in ends.items()}
     next_index, result = Counter[str](), list[Event]()
     for event in sorted(events):
-        times = sorted_ends.get(event.instruction, ())
+        event_ends = sorted_ends.get(event.instruction, ())
         index = next_index[event.instruction]
-        while index < len(times) and times[index] < event.begin:
+        while index < len(event_ends) and event_ends[index] < event.begin:
             index += 1
-        if index < len(times):
-            event = event._replace(end=max(event.end, times[index]))
+        if index < len(event_ends):
+            event = event._replace(end=max(event.end, event_ends[index]))
         next_index[event.instruction] = index + 1
         result.append(event)
     return result
 
 
-def time_spent(
+def attribute_time(
     events: Sequence[Event], begin: float, end: float, rank: Callable[[Event], int]
 ) -> dict[Event | None, float]:
     """Attribute the time from `begin` to `end` to events.

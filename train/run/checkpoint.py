@@ -3,9 +3,9 @@
 A step appears atomically, and its digests let a later start verify every file.
 train/run/restore.py decides which step a start restores.
 
-A save that fails, or cannot begin, logs a warning; the saved steps stay. The run ends
-only after more than `checkpoint.max_failed_saves` failures in a row, or if its last
-save fails.
+A save that fails, or cannot begin, logs a warning and leaves the earlier steps. The
+run ends only after more than `checkpoint.max_failed_saves` failures in a row, or if its
+last save fails.
 """
 
 import json
@@ -58,8 +58,8 @@ class Checkpoints:
     ):
         """Open or create the folder, and remove the leftovers of interrupted saves.
 
-        Process 0 calls `before_save` before each save; the save fails if it raises
-        OSError. Steps record `run_id`, and steps of another run are not used.
+        Process 0 calls `before_save` before each save; if this raises OSError, the save
+        fails. Steps record `run_id`, and steps of another run are not used.
         """
         self._run_id = run_id
         self._before_save, self._cluster = before_save, cluster
@@ -72,19 +72,19 @@ class Checkpoints:
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
         self._pending_mark: tuple[int, Future[str | None]] | None = None
-        self._attempts = 0
-        self._best_loss: float | None = None  # None until read
-        self._score: tuple[int, float] | None = None  # last evaluated step, loss
+        self._num_saves = 0
+        self._best_loss: float | None = None  # None until the scores are read
+        self._score: tuple[int, float] | None = None  # last evaluated step and its loss
         self.failures = 0
 
     def due(self, step: int) -> bool:
         """Return whether a save is due after this step."""
         return step % self._config.save_interval_steps == 0
 
-    def judge(self, step: int, loss: float) -> bool:
-        """Note the validation loss of a step; return whether it is the best so far.
+    def record_loss(self, step: int, loss: float) -> bool:
+        """Record the validation loss of a step; return whether it is the best so far.
 
-        All processes must call this together, and get the same answer.
+        All processes must call this together. The result is the same on all.
         """
         if not self._config.keep_best or not math.isfinite(loss):
             return False
@@ -95,7 +95,7 @@ class Checkpoints:
         self._score, self._best_loss = (step, loss), min(loss, best)
         return loss < best
 
-    def overdue(self) -> bool:
+    def due_by_time(self) -> bool:
         """Return whether a save is due by time; True at most once between saves."""
         if self._overdue_reported:
             return False
@@ -112,7 +112,7 @@ class Checkpoints:
             step: completed updates.
             state: may be donated as soon as this returns.
             metadata: JSON that is saved with the state, the step and the run's id.
-            last: whether no other save follows; if so, wait for the save in flight.
+            last: whether this is the last save, which waits for the save in flight.
 
         Returns:
             The reason why this or the previous save failed; None if neither did.
@@ -123,8 +123,8 @@ class Checkpoints:
         self._saved_at, self._overdue_reported = time.monotonic(), False
         if self._saving:
             wait([self._saving[1]], None if last else _GRACE_S)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        decision = self._cluster.broadcast(lambda: self._decide(step, size, last))
+        nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        decision = self._cluster.broadcast(lambda: self._decide(step, nbytes, last))
         if self._saving and decision["ended"]:
             self._saving = None
         if decision["reload"]:
@@ -135,27 +135,29 @@ class Checkpoints:
             self._begin(step, state, metadata | {"step": step, "run_id": self._run_id})
         return decision["failure"]
 
-    def _decide(self, step: int, size: int, last: bool) -> dict[str, Any]:
+    def _decide(self, step: int, nbytes: int, last: bool) -> dict[str, Any]:
         """Return, on process 0, whether to save and how the previous save ended."""
-        failure, ended = None, self._saving is None or self._saving[1].done()
-        if self._saving and ended:
+        failure, previous_ended = None, self._saving is None or self._saving[1].done()
+        if self._saving and previous_ended:
             previous_step, save_future = self._saving
             error = save_future.exception()
             self.failures = self.failures + 1 if error else 0
             if error:
-                failure = f"the save of step {previous_step} failed: {_one_line(error)}"
+                reason = _summarize(error)
+                failure = f"the save of step {previous_step} failed: {reason}"
                 others = (s for s in self.saved.steps() if s != previous_step)
                 other_sealed = any(is_sealed(self._directory / f"{s}") for s in others)
-                self._remove(previous_step, previous_step == step or other_sealed)
-        save = step not in self.saved.steps() or failure is not None
+                is_unneeded = previous_step == step or other_sealed
+                self._remove_failed(previous_step, with_folder=is_unneeded)
+        should_save = step not in self.saved.steps() or failure is not None
         obstacle = None
-        if not ended:
+        if not previous_ended:
             obstacle = "the previous save is still running"
-        elif save:
-            obstacle = self._mark_begun(step, size, last)
+        elif should_save:
+            obstacle = self._mark_begun(step, nbytes, last)
         if obstacle:
             self.failures += 1
-            save, failure = False, f"step {step} was not saved: {obstacle}"
+            should_save, failure = False, f"step {step} was not saved: {obstacle}"
         fatal = None
         if self.failures > self._config.max_failed_saves:
             limit = f"checkpoint.max_failed_saves={self._config.max_failed_saves}"
@@ -163,70 +165,72 @@ class Checkpoints:
         elif obstacle and last:
             fatal = f"the last save failed: {obstacle}"
         return {
-            "save": save and not fatal,
-            "ended": ended,
-            "reload": failure is not None and ended,
+            "save": should_save and not fatal,
+            "ended": previous_ended,
+            "reload": failure is not None and previous_ended,
             "failure": failure,
             "fatal": fatal,
         }
 
-    def _remove(self, step: int, including_step: bool) -> None:
-        """Remove the files of a failed save, or retention deletes a good step instead.
+    def _remove_failed(self, step: int, with_folder: bool) -> None:
+        """Remove the files of a failed save, so that retention keeps the good steps.
 
-        A step that lacks only its seal is kept if no other step is sealed.
+        The step's own folder, which may lack only the seal, stays unless `with_folder`.
         """
         try:
             for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
                 partial.rmtree()  # frees space on a full disk
-            if including_step:
+            if with_folder:
                 (self._directory / str(step)).rmtree(missing_ok=True)
                 unsealed_mark(self._directory, step).unlink(missing_ok=True)
         except OSError as error:
-            reason = _one_line(error)
+            reason = _summarize(error)
             log.warning("could not remove the failed step %d: %s", step, reason)
 
-    def _mark_begun(self, step: int, size: int, last: bool) -> str | None:
-        """Mark a step that is about to be written; return why it cannot be saved.
+    def _mark_begun(self, step: int, nbytes: int, last: bool) -> str | None:
+        """Mark a step before it is written; return the obstacle if it cannot be saved.
 
         A thread writes the mark, so that unresponsive storage does not block training.
         """
         marked_step = None
         while True:
             if not self._pending_mark:
-                mark = self._sealer.submit(self._write_mark, step, size, marked_step)
-                self._pending_mark = step, mark
-            marked_step, mark = self._pending_mark
-            wait([mark], None if last else _GRACE_S)
-            if not mark.done():
+                future = self._sealer.submit(
+                    self._write_mark, step, nbytes, marked_step
+                )
+                self._pending_mark = step, future
+            marked_step, future = self._pending_mark
+            wait([future], None if last else _GRACE_S)
+            if not future.done():
                 return f"the storage has not answered since step {marked_step}"
             self._pending_mark = None
             if marked_step == step:
-                return mark.result()
+                return future.result()
 
-    def _write_mark(self, step: int, size: int, abandoned: int | None) -> str | None:
+    def _write_mark(self, step: int, nbytes: int, late_step: int | None) -> str | None:
         mark = unsealed_mark(self._directory, step)
         try:
-            if abandoned is not None:  # a step that was marked too late
-                unsealed_mark(self._directory, abandoned).unlink(missing_ok=True)
+            if late_step is not None:  # its mark came too late
+                unsealed_mark(self._directory, late_step).unlink(missing_ok=True)
             self._before_save()
             if not is_remote(self._directory):
                 free = shutil.disk_usage(self._directory).free
-                if free < size:
-                    return f"{free:,} bytes are free on the disk, {size:,} are needed"
+                if free < nbytes:
+                    return f"{free:,} bytes are free on the disk, {nbytes:,} are needed"
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.write_text("")
         except Exit:
             raise
         except Exception as error:  # each store raises its own errors
-            return _one_line(error)
+            return _summarize(error)
         return None
 
     def _begin(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
-        self._attempts += 1
+        self._num_saves += 1
         scored_step, loss = self._score or (None, None)
         metrics = {SCORE: loss} if scored_step == step else None
         try:
-            write = self._orbax.save_async(
+            response = self._orbax.save_async(
                 step,
                 as_saved(state),
                 force=True,
@@ -234,24 +238,24 @@ class Checkpoints:
                 custom_metadata=metadata,
             )
         except Exception as error:
-            write = Future[None]()
-            write.set_exception(error)
-        seal = self._sealer.submit(self._seal, step, self._attempts, write)
-        self._saving = step, seal
+            response = Future[None]()
+            response.set_exception(error)
+        seal_future = self._sealer.submit(self._seal, step, self._num_saves, response)
+        self._saving = step, seal_future
 
-    def _seal(self, step: int, attempt: int, write: Any) -> None:
+    def _seal(self, step: int, save_number: int, response: Any) -> None:
         """Hash a share of a step's files on each process; process 0 seals the step."""
         cluster, folder = self._cluster, self._directory / str(step)
-        key = f"seal/{attempt}"
-        write.result()
+        key = f"seal/{save_number}"
+        response.result()
         if cluster.processes > 1 and cluster.is_leader:
-            cluster.set(f"{key}/begin", "")  # the step is published
+            cluster.set(f"{key}/begin", "")  # its files are complete
         elif cluster.processes > 1:
             cluster.get(f"{key}/begin", cluster.timeout_s)
         hashes = digests(folder, cluster.process, cluster.processes)
         if cluster.processes > 1:
             gathered = cluster.gather(key, json.dumps(hashes))
-            hashes = {k: v for part in gathered for k, v in json.loads(part).items()}
+            hashes = {k: v for text in gathered for k, v in json.loads(text).items()}
         if cluster.is_leader:
             write_seal(folder, hashes)
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
@@ -267,7 +271,7 @@ class Checkpoints:
         step, save_future = self._saving
         self._saving = None
         error = save_future.exception()
-        if failure := self._cluster.first_error(_one_line(error) if error else None):
+        if failure := self._cluster.first_error(_summarize(error) if error else None):
             message = f"the last save, of step {step}, failed: {failure}. Older steps "
             message += "are intact: the same command continues from them"
             raise Exit(CRASHED, message)
@@ -284,7 +288,7 @@ class Checkpoints:
         self._orbax.close()
 
 
-def _one_line(error: BaseException) -> str:
-    """Return the first line of an error; Orbax's errors have a thousand."""
+def _summarize(error: BaseException) -> str:
+    """Return an error's type and first line; Orbax's errors have a thousand lines."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

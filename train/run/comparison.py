@@ -6,7 +6,7 @@ from typing import Any
 from etils import epath
 
 from train.identity import flatten
-from train.run.evaluations import Scored, read_scores
+from train.run.evaluations import ScoreText, read_scores
 from train.run.report import Series, chart, finite_points, series_of
 from train.run.starts import read_run
 from train.run.thinned import Point, thinned_metrics
@@ -31,7 +31,7 @@ _IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     """Return the content of a page that compares runs, as plain values.
 
-    Tables are (title, headers, rows), and `axes` holds the charts by horizontal axis. A
+    A table is (title, headers, rows), and `axes` holds the charts by horizontal axis. A
     run without logged FLOPs is missing from the charts over FLOPs.
     """
     names = [folder.name for folder in folders]
@@ -55,14 +55,16 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
 
 def _cells(series: Series) -> list[str]:
     """Return the cells of a run under the headers of _HEADERS."""
-    last = {key: points[-1][1] for key, points in series.items()}
+    last_values = {key: points[-1][1] for key, points in series.items()}
     validations = finite_points(series, "eval/loss")
-    step, best = min(validations, key=lambda point: point[1], default=(None, None))
+    step, best_loss = min(validations, key=lambda point: point[1], default=(None, None))
     bits = dict(finite_points(series, "eval/bits_per_byte"))
     return [
-        f"{last.get('step') or 0:,.0f}",
-        format_count(last.get("tokens") or 0),
-        *map(_format, (last.get("loss"), last.get("eval/loss"), best)),
+        f"{last_values.get('step') or 0:,.0f}",
+        format_count(last_values.get("tokens") or 0),
+        _format(last_values.get("loss")),
+        _format(last_values.get("eval/loss")),
+        _format(best_loss),
         *(("-", "-") if step is None else (f"{step:,.0f}", _format(bits.get(step)))),
     ]
 
@@ -71,17 +73,17 @@ def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _score_rows(runs: Sequence[Sequence[Scored]]) -> list[list[str]]:
+def _score_rows(scores_by_run: Sequence[Sequence[ScoreText]]) -> list[list[str]]:
     """Return a row for each score, with the newest value in each run."""
-    newest = list[dict[str, str]]()
-    for run_scores in runs:
+    cells_by_run = list[dict[str, str]]()
+    for run_scores in scores_by_run:
         cells = dict[str, str]()
         for score in sorted(run_scores, key=lambda score: score.step):
             name = " ".join(filter(None, (score.subject, score.metric, score.options)))
             cells[name] = f"{score.value} at step {score.step:,}"
-        newest.append(cells)
-    names = dict.fromkeys(name for cells in newest for name in cells)
-    return [[name, *(cells.get(name, "-") for cells in newest)] for name in names]
+        cells_by_run.append(cells)
+    names = dict.fromkeys(name for cells in cells_by_run for name in cells)
+    return [[name, *(cells.get(name, "-") for cells in cells_by_run)] for name in names]
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
@@ -94,16 +96,16 @@ def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
 
 
 def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:
-    """Return the charts over steps, or over another metric that grows with them."""
+    """Return the charts over steps, or over `axis`, a metric that grows with steps."""
     charts = []
     for title, key, from_zero in _CHARTS:
         series = {name: _points_over_axis(run, key, axis) for name, run in runs.items()}
         charts.append(chart(series, title, {name: name for name in runs}, from_zero))
-    return [drawn for drawn in charts if drawn]
+    return [content for content in charts if content]
 
 
 def _points_over_axis(series: Series, key: str, axis: str | None) -> Sequence[Point]:
-    """Return the points of `key` over steps, or over `axis` in proportion to them."""
+    """Return the points of `key` over steps, or over `axis`, scaled linearly."""
     points = series.get(key, ())
     if axis is None:
         return points

@@ -18,7 +18,7 @@ _OPTIONAL = ("optimizer.average.", "recent.")
 
 
 def arrays_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return the arrays to load for a state, without those that must be initialised.
+    """Return the arrays to load for a state, except arrays that must be initialised.
 
     Args:
         saved: shapes and dtypes, by name.
@@ -55,14 +55,14 @@ def params_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]
 
 
 def _has_average(saved: Mapping[str, Any], like: TrainState) -> bool:
-    wanted = like.optimizer.average is not None
-    return wanted and any(name.startswith("optimizer.average.") for name in saved)
+    is_wanted = like.optimizer.average is not None
+    return is_wanted and any(name.startswith("optimizer.average.") for name in saved)
 
 
 def _check(saved: Mapping[str, Any], wanted: Any, required: set[str]) -> None:
-    """Check that wanted arrays were saved in their shape, and required ones are wanted.
+    """Check that the wanted arrays were saved in their shapes, and include `required`.
 
-    Parameters are checked before the moments, because those copy their shapes.
+    A wrong parameter is reported before its moments, which have the same shape.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in named(wanted)}
     names = sorted(shapes.keys() | required, reverse=True)
@@ -90,7 +90,7 @@ def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _misfit(name: str, problem: str) -> ConfigError:
-    """Return the error that names the config key which determines the array's shape."""
+    """Return the error for an array; the error names the key that sets its shape."""
     key, remedy = "model", "start another run.name"
     if name.startswith("optimizer.transform."):
         key, remedy = "optimizer.name", f"{remedy} with init_from=<this run>"

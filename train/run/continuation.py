@@ -32,25 +32,25 @@ from train.run.starts import (
 
 log = logging.getLogger(__name__)
 
-_DATA_PATH = re.compile(r"data\.(sources\..+\.)?path")  # paths, not choices, of data
+_DATA_PATH = re.compile(r"data\.(sources\..+\.)?path")  # locations of data
 
 
 class Continuation(NamedTuple):
-    """How a start continues the run.
+    """The terms under which a start continues the run.
 
     schedule_steps: the schedule's length: train.num_steps of the first start, unless a
         `wsd` schedule took another length before its decay began.
-    run_id: the run's identity, which its starts and checkpoints carry.
+    run_id: the run's identity, which its starts and checkpoints record.
     skip_batches: the batches that this start or an earlier one skips.
-    known_skips: data.skip_batches of earlier starts.
+    earlier_skips: data.skip_batches of earlier starts.
     rewind_to: run.rewind_to; None if an earlier start has already gone back.
-    finished: whether the run has ended.
+    finished: whether the run has reached its last step and written its results.
     """
 
     schedule_steps: int
     run_id: str
     skip_batches: list[int]
-    known_skips: list[int]
+    earlier_skips: list[int]
     rewind_to: int | None = None
     finished: bool = False
 
@@ -69,7 +69,7 @@ def compare_with_run(
     saved_config, description = newest_described_config(path, last_start.get("run_id"))
     run_id = last_start.get("run_id") or description.get("run_id") or uuid.uuid4().hex
     if original is None:
-        return Continuation(num_steps, run_id, skip_batches, known_skips=[])
+        return Continuation(num_steps, run_id, skip_batches, earlier_skips=[])
     rewind_to, changes = config.run.rewind_to, config_differences(original, config)
     if saved_config is not None and not is_recorded(path):
         keys = {change.key for change in changes}
@@ -83,11 +83,11 @@ def compare_with_run(
     if refused_changes := refused(changes, config.run.allow_change):
         raise ConfigError(_refusals(refused_changes, path, original, config))
     _check_changed_data(path, sources, changes, last_start.get("changes", {}))
-    known_skips = last_start.get("changes", {}).get("data.skip_batches")
-    known_skips = known_skips or original.data.skip_batches
-    if saved_config is not None:  # the start's own record may be gone
-        known_skips = _merge_ranges(known_skips, saved_config.data.skip_batches)
-    skip_batches = _merge_ranges(known_skips, skip_batches)
+    earlier_skips = last_start.get("changes", {}).get("data.skip_batches")
+    earlier_skips = earlier_skips or original.data.skip_batches
+    if saved_config is not None:  # the last start's record may be missing
+        earlier_skips = _merge_ranges(earlier_skips, saved_config.data.skip_batches)
+    skip_batches = _merge_ranges(earlier_skips, skip_batches)
     if rewind_to is not None and any(
         event.get("rewind_to") == rewind_to and event.get("left_out") == skip_batches
         for event in read_events(path)
@@ -111,7 +111,7 @@ def compare_with_run(
         schedule_steps,
         run_id,
         skip_batches=skip_batches,
-        known_skips=known_skips,
+        earlier_skips=earlier_skips,
         rewind_to=rewind_to,
         finished=finished,
     )
@@ -139,7 +139,7 @@ def _refusals(
 
 
 def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
-    """Return whether parameters fit the wanted model, up to vocabulary padding."""
+    """Return whether saved parameters fit a model, up to padding of the vocabulary."""
     saved_shapes, wanted_shapes = (
         {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
         for model in (saved, wanted)
@@ -157,8 +157,8 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
     schedule, wanted_steps = config.schedule, config.train.num_steps
     if wanted_steps == previous_steps or schedule.name is Schedule.constant:
         return previous_steps
-    falls_from = min(map(schedule.falls_from, (previous_steps, wanted_steps)))
-    if schedule.name is Schedule.wsd and newest_step <= falls_from:  # the past agrees
+    decay_start = min(map(schedule.decay_start, (previous_steps, wanted_steps)))
+    if schedule.name is Schedule.wsd and newest_step <= decay_start:  # equal so far
         message = "the schedule's length was %d steps, and is %d now"
         log.info(message, previous_steps, wanted_steps)
         return wanted_steps
@@ -170,14 +170,14 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
         )
         if schedule.final_fraction == 0:
             log.warning(
-                "that value is 0: nothing is learned after them; add schedule."
+                "the last value is 0, so nothing is learned after that; add schedule."
                 "final_fraction=0.1 run.allow_change=[schedule.final_fraction]"
             )
         return previous_steps
     rate = make_schedule(schedule, previous_steps)
-    remedy = "one of that length needs another run.name"
+    remedy = "a schedule of the new length needs another run.name"
     if schedule.name is Schedule.wsd:
-        remedy = f"add run.rewind_to={falls_from}, if a checkpoint up to there is kept"
+        remedy = f"add run.rewind_to={decay_start}, if a checkpoint up to there is kept"
     log.warning(
         "the schedule keeps its length, %d steps: the run ends at %.0f%% of the peak "
         "rate; %s",
@@ -190,11 +190,12 @@ def _passed_end(
     path: epath.Path,
     num_steps: int,
     newest_step: int,
-    last: Mapping[str, Any],
+    last_start: Mapping[str, Any],
     original: Config,
 ) -> ConfigError:
-    """Return the error for a train.num_steps that an unfinished run has passed."""
-    target = last.get("changes", {}).get("train.num_steps") or original.train.num_steps
+    """Return the error for a train.num_steps that the run has already passed."""
+    target = last_start.get("changes", {}).get("train.num_steps")
+    target = target or original.train.num_steps
     rule = (
         f"is below step {newest_step}, which the run in {path} has reached on its way "
         f"to {target}; give at least {newest_step}, go back with run.rewind_to, or "
@@ -209,7 +210,7 @@ def _check_changed_data(
     changes: list[Difference],
     earlier_changes: Mapping[str, Any],
 ) -> None:
-    """Check the data's fingerprints, unless this start newly chooses other data.
+    """Check the data's fingerprints, unless this start is the first with other data.
 
     Raises:
         DataError: the fingerprints differ.
@@ -228,7 +229,7 @@ def _check_changed_data(
 
 
 def _merge_ranges(earlier: list[int], added: list[int]) -> list[int]:
-    """Merge two lists, each of alternating first and last batches, ascending."""
+    """Merge two lists, each of alternating first and last batches of ranges."""
     ranges = [*zip(earlier[::2], earlier[1::2], strict=True)]
     ranges += zip(added[::2], added[1::2], strict=True)
     merged: list[int] = []

@@ -30,14 +30,16 @@ _THREADS = 4  # hashing releases the GIL; more threads hide a store's latency
 
 
 def digests(
-    step: epath.Path, part: int = 0, parts: int = 1, names: Iterable[str] | None = None
+    step: epath.Path,
+    process: int = 0,
+    processes: int = 1,
+    names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
     """Return the size and SHA-256 of each file of a step, by path in its folder.
 
-    Several processes share the work: each hashes one `part` of `parts`. Only the files
-    in `names` are hashed; None means all.
+    Each of `processes` hashes its share of the files in `names`; None means all files.
     """
-    names = sorted(_files(step) if names is None else names)[part::parts]
+    names = sorted(_files(step) if names is None else names)[process::processes]
     with ThreadPoolExecutor(_THREADS) as pool:
         results = pool.map(lambda name: _digest(step / name), names)
         return dict(zip(names, results, strict=True))
@@ -52,7 +54,7 @@ def write_seal(step: epath.Path, file_digests: Mapping[str, Any]) -> None:
     text = json.dumps(file_digests, indent=1)
     if is_remote(step):
         (step / SEAL).write_text(text)
-        if not is_committed(step):  # retention has deleted it meanwhile
+        if not is_committed(step):  # retention has deleted the step meanwhile
             (step / SEAL).unlink(missing_ok=True)
             raise FileNotFoundError(step)
         return
@@ -74,16 +76,16 @@ def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
 
 
 def is_sealed(step: epath.Path) -> bool:
-    """Return whether a step has a seal; `damage` verifies the files."""
+    """Return whether a step has a seal; `find_damage` verifies the files."""
     return (step / SEAL).exists()
 
 
 def unsealed_steps(
     directory: epath.Path, steps: Sequence[int], clean: bool
 ) -> list[int]:
-    """Return which steps of a folder were not hashed before their process died.
+    """Return the steps whose process died before their files were hashed.
 
-    `clean` also removes the marks of steps that were sealed or never written.
+    If `clean`, remove the marks of steps that were sealed or never written.
     """
     unsealed = [
         step
@@ -115,16 +117,16 @@ def remove_uncommitted(checkpoints: epath.Path) -> None:
                 folder.rmtree(missing_ok=True)
 
 
-def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(step: epath.Path, process: int = 0, processes: int = 1) -> str | None:
     """Return how a step differs from what was written; None if it does not.
 
-    Several processes share the work, as in `digests`.
+    Each process checks a share of the files, as in `digests`.
     """
     try:
         expected = _read_seal(step)
         if unmatched := expected.keys() ^ set(_files(step)):
             return f"{sorted(unmatched)[0]} is missing, or does not belong to the step"
-        for name, digest in digests(step, part, parts).items():
+        for name, digest in digests(step, process, processes).items():
             if digest != expected[name]:
                 return f"{name} is not what was written: its digest differs"
     except _damage_errors(step) as error:
@@ -133,27 +135,24 @@ def damage(step: epath.Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def refusal(
-    step: epath.Path, part: int = 0, parts: int = 1, run_id: str | None = None
+    step: epath.Path, process: int = 0, processes: int = 1, run_id: str | None = None
 ) -> str | None:
-    """Return why a step cannot be used (`is damaged: ...`); None if it can.
-
-    Several processes share the work, as in `digests`.
-    """
-    if difference := damage(step, part, parts):
+    """Return why a step cannot be used (`is damaged: ...`); None if it can."""
+    if difference := find_damage(step, process, processes):
         return f"is damaged: {difference}"
-    reason = misplaced(step, run_id)
+    reason = misplacement(step, run_id)
     return reason and f"does not belong there: {reason}"
 
 
-def misplaced(step: epath.Path, run_id: str | None = None) -> str | None:
+def misplacement(step: epath.Path, run_id: str | None = None) -> str | None:
     """Return why a step does not belong in its folder; None if it does.
 
     The identity of the run is not checked if `run_id` is None.
     """
-    return _contradiction(int(step.name), description(step) or {}, run_id)
+    return _description_mismatch(int(step.name), read_description(step) or {}, run_id)
 
 
-def description(step: epath.Path) -> dict[str, Any] | None:
+def read_description(step: epath.Path) -> dict[str, Any] | None:
     """Return the description that was saved with a step; {} if there is none.
 
     Returns None if the description is damaged.
@@ -172,7 +171,7 @@ def description(step: epath.Path) -> dict[str, Any] | None:
 
 
 def check_descriptions(checkpoints: epath.Path) -> None:
-    """Check that Orbax, which reads every description at once, can open all of them.
+    """Check that Orbax, which reads all descriptions at once, can open every one.
 
     Raises:
         DataError: a description is a pipe or a device, which may block when opened.
@@ -199,34 +198,34 @@ def newest_description(
     newest = 0
     for step in reversed(saved_steps(checkpoints)):
         folder = checkpoints / str(step)
-        described = description(folder)
-        if described is None or _contradiction(step, described, run_id):
+        description = read_description(folder)
+        if description is None or _description_mismatch(step, description, run_id):
             continue
-        if described:
-            return newest or step, described
+        if description:
+            return newest or step, description
         if not is_remote(folder) or is_sealed(folder):
             newest = newest or step
     return newest, {}
 
 
-def size(step: epath.Path) -> int:
-    """Return the number of bytes of a step."""
+def step_bytes(step: epath.Path) -> int:
+    """Return the number of bytes in the files of a step."""
     return sum((step / name).stat().length for name in _files(step))
 
 
-def _contradiction(
-    step: int, described: Mapping[str, Any], run_id: str | None
+def _description_mismatch(
+    step: int, description: Mapping[str, Any], run_id: str | None
 ) -> str | None:
-    if (saved_step := described.get("step", step)) != step:
+    if (saved_step := description.get("step", step)) != step:
         return f"it holds step {saved_step}. Give its folder that name"
-    if run_id is not None and described.get("run_id") not in (None, run_id):
+    if run_id is not None and description.get("run_id") not in (None, run_id):
         return "it was saved by another run"
     return None
 
 
 def _damage_errors(step: epath.Path) -> tuple[type[Exception], ...]:
     """Return the exceptions that mean that a file of a step is damaged."""
-    # An unreachable store does not mean that the step is damaged.
+    # Other errors of a store may only mean that it cannot be reached.
     os_error = FileNotFoundError if is_remote(step) else OSError
     return os_error, ValueError, AttributeError, TypeError
 

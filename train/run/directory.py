@@ -39,19 +39,19 @@ from train.run.metrics import (
 from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
 from train.run.tracker import Tracker, open_tracker
-from train.run.trackers.writer import Tracked
+from train.run.trackers.writer import TrackedRun
 from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
 
-_USELESS_REPEATS = 3  # crashes at one step, after which starts end
+_MAX_CRASHES = 3  # consecutive crashes at one step that end the run for good
 
 
 @dataclass
 class RunDir:
     """A run's directory, open for one start.
 
-    config: the config; its data.skip_batches includes those of earlier starts.
+    config: the config; data.skip_batches includes the batches of earlier starts.
     lease: the claim on the run, on process 0.
     write: whether this is process 0.
     validations: the last and the best evaluation so far, on process 0.
@@ -74,8 +74,8 @@ class RunDir:
     def start_at(self, step: int, sources: Sources) -> None:
         """Record this start, which continues after `step` updates, and open the logs.
 
-        Lines of later steps are dropped. The score of the last step is also dropped if
-        this start computes it again.
+        Lines of later steps are dropped. If `step` is the last, its score is dropped
+        too, because this start computes it again.
         """
         if self.write:
             number, continuation = self.events.start, self.continuation
@@ -94,8 +94,8 @@ class RunDir:
                 message = f"{self.path}: cannot be written: {error}"
                 raise Exit(CRASHED, message) from error
             self.validations = read_validations(self.path)
-            first_logged = self.config.log.interval_steps
-            if step >= first_logged and next(newest_metrics(self.path), None) is None:
+            log_interval = self.config.log.interval_steps
+            if step >= log_interval and next(newest_metrics(self.path), None) is None:
                 log.warning(
                     "%s: there is no line of the %d steps so far. Unless they were "
                     "logged less often, the file was emptied or deleted. Training goes "
@@ -104,7 +104,7 @@ class RunDir:
                 )
         self.tracker = open_tracker(
             self.config.tracker,
-            Tracked(
+            TrackedRun(
                 self.path,
                 run_name(self.config),
                 mask_values(asdict(self.config)),
@@ -114,9 +114,9 @@ class RunDir:
             write=self.write,
         )
 
-    def rewound(self) -> None:
-        """Record that this start went back, so that no later start does so again."""
-        if self.write:  # first, so that a kill never leaves the run finished
+    def record_rewind(self) -> None:
+        """Record that this start has rewound, so that no later start does so again."""
+        if self.write:  # first, so that a kill leaves no finished run
             (self.path / "results.json").unlink(missing_ok=True)
         left_out = self.config.data.skip_batches
         rewind_to = self.continuation.rewind_to
@@ -132,7 +132,7 @@ class RunDir:
         if self.write:
             self.report.update()
 
-    def ready_to_save(self) -> None:
+    def prepare_save(self) -> None:
         """Check, on process 0, that this start still owns the run, and flush its logs.
 
         Raises:
@@ -167,7 +167,7 @@ class RunDir:
             if event["event"] == "crash"
             and all(event.get(key) == details[key] for key in ("step", "code_version"))
         }
-        last_starts = range(self.events.start, self.events.start - _USELESS_REPEATS, -1)
+        last_starts = range(self.events.start, self.events.start - _MAX_CRASHES, -1)
         is_repeated = crashed_starts.issuperset(last_starts)
         return CRASHES_AGAIN if is_repeated else crash.code
 
@@ -203,7 +203,7 @@ def open_run(
         Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
             be read or written.
         ConfigError: changed keys would make this a different run; all are named.
-        DataError: the data is not that of the run, or a small file is damaged.
+        DataError: the run has other data, or a small file of the run is damaged.
     """
     path = run_folder(run_dir(config))
 
@@ -229,7 +229,7 @@ def open_run(
         data = replace(config.data, skip_batches=continuation.skip_batches)
         try:
             events = cluster.on_leader(
-                lambda: EventLog(path, recorded=max(start_numbers(path), default=0))
+                lambda: EventLog(path, last_start=max(start_numbers(path), default=0))
             )
         except OSError as error:
             raise Exit(CRASHED, f"{path}: cannot be written: {error}") from error

@@ -2,7 +2,7 @@
 
 Each result of `train.evaluate` is a file, `evaluations/<step>-<hash>.json`: the step,
 the options under `asked`, and the metrics under their names in `metrics.jsonl`. The
-hash is taken of the options, so repeating an evaluation replaces its result.
+hash is computed from the options, so repeating an evaluation replaces its result.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 _REMEDY = "Its scores are left out. Run train.evaluate again to replace it."
 _STDERR = "_stderr"
 _SHOWN_AS_SUBJECT = ("tasks", "task_path", "sets")
-_IN_RUN = "while training"
+_DURING_TRAINING = "while training"
 
 
-class Scored(NamedTuple):
+class ScoreText(NamedTuple):
     """One score of a model, formatted for people.
 
     subject: the task, the validation set, or "validation".
@@ -46,29 +46,29 @@ def write_evaluation(
 ) -> epath.Path:
     """Write the metrics of an evaluation, and return the file.
 
-    Args:
-        run_dir: the folder of the run.
-        step: the step of the checkpoint.
-        options: JSON.
-        metrics: values by their names in metrics.jsonl.
+    `options` holds the options of `train.evaluate` as JSON values, and `metrics` the
+    values by their names in metrics.jsonl.
 
     Raises:
         OSError: the file was not written.
     """
-    name = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
-    file = run_dir / "evaluations" / f"{step}-{name}.json"
+    canonical = json.dumps(options, sort_keys=True).encode()
+    options_hash = hashlib.sha256(canonical).hexdigest()[:8]
+    file = run_dir / "evaluations" / f"{step}-{options_hash}.json"
     result = json_compatible({"step": step, "asked": options, **metrics})
     write_atomically(file, json.dumps(result, indent=1, allow_nan=False) + "\n")
     return file
 
 
-def read_scores(run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]) -> list[Scored]:
+def read_scores(
+    run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]
+) -> list[ScoreText]:
     """Return the newest task scores of a run's metrics, and all evaluations' scores."""
     task_rows = [row for row in rows if any(key.startswith("tasks/") for key in row)]
-    scores = list[Scored]()
+    scores = list[ScoreText]()
     for row in task_rows[-1:]:
         task_metrics = {k: v for k, v in row.items() if k.startswith("tasks/")}
-        scores += format_scores(task_metrics, row["step"], _IN_RUN)
+        scores += format_scores(task_metrics, row["step"], _DURING_TRAINING)
     for evaluation in _read_evaluations(run_dir / "evaluations"):
         step, requested = evaluation.pop("step"), evaluation.pop("asked")
         options = " ".join(
@@ -93,7 +93,7 @@ def _read_evaluations(folder: epath.Path) -> Iterable[dict[str, Any]]:
 
 
 def _is_evaluation(evaluation: Mapping[str, Any]) -> bool:
-    """Return whether a file holds a step, the options of an evaluation, and numbers."""
+    """Return whether a record holds a step, the options as a table, and numbers."""
     numbers = [value for key, value in evaluation.items() if key != "asked"]
     return (
         isinstance(evaluation.get("step"), int)
@@ -104,7 +104,7 @@ def _is_evaluation(evaluation: Mapping[str, Any]) -> bool:
 
 def format_scores(
     metrics: Mapping[str, float | None], step: int = 0, options: str = ""
-) -> list[Scored]:
+) -> list[ScoreText]:
     """Format the scores of tasks and validation sets, each with its standard error."""
     scores = []
     for name, value in metrics.items():
@@ -118,5 +118,6 @@ def format_scores(
         text = "-" if value is None else f"{value:.4f}"
         text += "" if error is None else f" ± {error:.4f}"
         title = subject[0] if subject else "validation"
-        scores.append(Scored(title, " ".join([metric, *filters]), text, step, options))
+        label = " ".join([metric, *filters])
+        scores.append(ScoreText(title, label, text, step, options))
     return scores

@@ -1,4 +1,4 @@
-"""Find the folder of a run, and check its access and its layout."""
+"""Find the folder of a run, check its layout, and explain why it is inaccessible."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
 def access_error(run_dir: str, error: Exception) -> ConfigError | Exit:
     """Return the error to raise when the folder of a run can't be read or written.
 
-    It is an Exit if the store did not answer, so that another start may succeed.
+    If the store did not answer, the error is an Exit: a later start may succeed.
     """
     if not isinstance(error, StorageError):
         error = StorageError(run_dir, error, "read or written")
@@ -44,7 +44,7 @@ def access_error(run_dir: str, error: Exception) -> ConfigError | Exit:
 
 
 def check_layout(run_dir: epath.Path) -> None:
-    """Check that the files of a local run are files, and its subfolders folders.
+    """Check that no folder has the name of a local run's file, and the reverse.
 
     Raises:
         DataError: an entry is of the wrong kind; the message names it.
@@ -55,10 +55,10 @@ def check_layout(run_dir: epath.Path) -> None:
     for name in (*_FILES, *_SUBFOLDERS):
         path, kind = Path(run_dir / name), "folder" if name in _SUBFOLDERS else "file"
         try:
-            has_kind = path.is_dir() if kind == "folder" else path.is_file()
-            is_wrong = path.exists() and not has_kind
+            is_kind = path.is_dir() if kind == "folder" else path.is_file()
+            is_wrong_kind = path.exists() and not is_kind
         except PermissionError as error:
             raise access_error(str(run_dir), error) from None
-        if is_wrong:
+        if is_wrong_kind:
             remedy = "Move it away, or put back what a copy of the run has there."
             raise damaged(epath.Path(path), f"must be a {kind}, and is not", remedy)

@@ -1,9 +1,10 @@
 """Account for the wall time of a run, from its events.
 
-The laps of a start follow each other from the beginning of its process, and `idle`
-spans the time between starts, so the seconds add up to the wall time. Time that no lap
-covers (a suspended machine, or starts of older versions) is `other`. Goodput is the
-share of the wall time that went to steps that no later start repeated.
+A lap is an event with a duration. The laps of a start follow each other from the
+beginning of its process, and `idle` spans the time between starts, so the seconds add
+up to the wall time. Time that no lap covers (a suspended machine, or starts of
+older versions) is `other`. Goodput is the share of the wall time that went to steps
+that no later start repeated.
 """
 
 import math
@@ -39,7 +40,7 @@ class StartAccount:
     """One start of a run.
 
     idle_s: the seconds between the previous start and this one.
-    buckets: the seconds of each bucket except `idle`, without empty ones.
+    buckets: the seconds of each bucket except `idle`, without empty buckets.
     first_step: completed updates of the restored state; None before the restore.
     last_step: completed updates at its last record.
     num_wasted: the number of steps that a later start repeated.
@@ -70,7 +71,7 @@ class Goodput:
 
     @property
     def buckets(self) -> dict[str, float]:
-        """The seconds of each bucket in the order of BUCKETS, without empty ones."""
+        """The seconds of each bucket in the order of BUCKETS, without empty buckets."""
         sums = {
             name: math.fsum(start.buckets.get(name, 0.0) for start in self.starts)
             for name in BUCKETS
@@ -97,14 +98,14 @@ class Goodput:
         """Return two lines, the largest buckets first."""
         starts = f"{len(self.starts)} start{'s' * (len(self.starts) != 1)}"
         repeated = f", {self.num_wasted:,} steps done again" if self.num_wasted else ""
-        shares = sorted(self.buckets.items(), key=lambda item: -item[1])
-        parts = [
+        largest_first = sorted(self.buckets.items(), key=lambda item: -item[1])
+        shares = [
             f"{BUCKETS[name]} {seconds / self.wall_s:.1%}"
-            for name, seconds in shares
+            for name, seconds in largest_first
             if seconds >= 0.0005 * self.wall_s
         ]
         summary = f"{self.fraction:.1%} of {format_seconds(self.wall_s)} in {starts}"
-        return f"{summary}{repeated}\n{', '.join(parts)}"
+        return f"{summary}{repeated}\n{', '.join(shares)}"
 
 
 def account(events: Iterable[dict[str, Any]]) -> Goodput:
@@ -112,24 +113,24 @@ def account(events: Iterable[dict[str, Any]]) -> Goodput:
 
     Events with other names and malformed lines are ignored.
     """
-    by_start: dict[int, list[dict[str, Any]]] = {}
+    events_by_start: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         times = finite(event.get("time")), finite(event.get("seconds"))
         if isinstance(number := event.get("start"), int) and None not in times:
-            by_start.setdefault(number, []).append(event)
-    starts, repeated_from = list[StartAccount](), math.inf
-    for number in sorted(by_start, reverse=True):
-        start = _start(number, by_start[number], repeated_from)
+            events_by_start.setdefault(number, []).append(event)
+    starts, repeated_after = list[StartAccount](), math.inf
+    for number in sorted(events_by_start, reverse=True):
+        start = _account_for_start(number, events_by_start[number], repeated_after)
         if start.first_step is not None:
-            repeated_from = min(repeated_from, start.first_step)
+            repeated_after = min(repeated_after, start.first_step)
         starts.append(start)
     return Goodput(starts[::-1])
 
 
-def _start(
-    number: int, events: Sequence[dict[str, Any]], repeated_from: float
+def _account_for_start(
+    number: int, events: Sequence[dict[str, Any]], repeated_after: float
 ) -> StartAccount:
-    """Account for one start; later starts repeated the steps after `repeated_from`."""
+    """Account for one start; later starts repeated the steps after `repeated_after`."""
     buckets = dict.fromkeys(BUCKETS, 0.0)
     first_step = step = code = None
     num_wasted = 0.0
@@ -141,7 +142,7 @@ def _start(
             first_step = step = event["step"]
         elif name == "step" and (num_steps := event.get("steps")):
             step = event.get("step", (step or 0) + num_steps)
-            num_repeated = min(num_steps, max(0.0, step - repeated_from))
+            num_repeated = min(num_steps, max(0.0, step - repeated_after))
             buckets["wasted"] += seconds * num_repeated / num_steps
             buckets["step"] -= seconds * num_repeated / num_steps
             num_wasted += num_repeated
@@ -151,7 +152,7 @@ def _start(
     laps = [event for event in events if event.get("event") != "idle"]
     began = min((e["time"] - e["seconds"] for e in laps), default=0.0)
     ended = max((e["time"] for e in laps), default=events[-1]["time"])
-    # The time after the last lap is idle, even if instants were recorded in it.
+    # The time after the last lap is idle, even if events without a duration follow.
     last_lap_end = max((e["time"] for e in laps if e["seconds"]), default=began)
     missing_s = last_lap_end - began - sum(buckets.values())
     if missing_s > _SLACK * (last_lap_end - began):

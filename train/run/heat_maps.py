@@ -41,20 +41,21 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     prefix, columns = f"numerics/{name}/", dict[float, dict[int, float | None]]()
     for row in rows:
-        by_layer = {
+        values_by_layer = {
             int(key.removeprefix(prefix)): finite(value)
             for key, value in row.items()
             if key.startswith(prefix)
         }
-        if by_layer and (step := finite(row.get("step"))) is not None:
-            columns[step] = by_layer
-    finite_values = [v for column in columns.values() for v in column.values() if v]
-    if not finite_values:
+        if values_by_layer and (step := finite(row.get("step"))) is not None:
+            columns[step] = values_by_layer
+    nonzero_values = [v for column in columns.values() for v in column.values() if v]
+    if not nonzero_values:
         return
-    high = max(finite_values)
-    width = math.ceil(len(columns) / _MAX_COLUMNS)
+    high = max(nonzero_values)
+    steps_per_column = math.ceil(len(columns) / _MAX_COLUMNS)
     steps = sorted(columns)
-    groups = [steps[i : i + width] for i in range(0, len(steps), width)]
+    starts = range(0, len(steps), steps_per_column)
+    groups = [steps[start : start + steps_per_column] for start in starts]
     layers = defaultdict[int, list[float | None]](list)
     for group in groups:
         for layer in columns[group[0]]:
@@ -65,6 +66,6 @@ def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         "title": _TITLES.get(name, name),
         "steps": [group[-1] for group in groups],
         "layers": [layers[layer] for layer in sorted(layers)],
-        "low": max(min(finite_values), high / _RANGE),
+        "low": max(min(nonzero_values), high / _RANGE),
         "high": high,
     }

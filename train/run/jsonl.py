@@ -49,9 +49,9 @@ class Appender(abc.ABC):
 
     def __init__(self, name: str):
         self._name, self._lock, self._warned = name, threading.Lock(), False
-        # The newest lines, of which the first `_written` are written.
+        # The newest lines. The first `_num_written` of them have been written.
         self._lines: list[bytes] = []
-        self._written, self._closed = 0, False
+        self._num_written, self._closed = 0, False
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row now or as soon as possible; non-finite values become null."""
@@ -59,9 +59,9 @@ class Appender(abc.ABC):
             if self._closed:
                 return
             try:
-                is_full = len(self._lines) - self._written >= _MAX_LINES
+                is_full = len(self._lines) - self._num_written >= _MAX_LINES
                 if not is_full:
-                    self._lines.append(_line(row))
+                    self._lines.append(_encode_row(row))
                 self._write()
             except OSError as error:
                 if not self._warned:
@@ -90,7 +90,7 @@ class Appender(abc.ABC):
             try:
                 self._sync()
             except OSError as error:
-                num_lost = len(self._lines) - self._written
+                num_lost = len(self._lines) - self._num_written
                 log.error("%s lacks its last %d lines: %s", self._name, num_lost, error)
             self._close()
 
@@ -126,7 +126,7 @@ def open_lines(
     # Newest first, so that a kill in between leaves no gap.
     for number, path in sorted(parts.items(), reverse=True):
         if _filter_file(path, keep, is_row):
-            # The appender of a store writes the newest part again, whole.
+            # _ObjectAppender uploads the whole newest part again.
             lines = [line for line, _ in complete_lines(path, is_row)] if remote else []
             break
         del parts[number]
@@ -139,7 +139,7 @@ def open_lines(
 
 
 def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> bool:
-    """Drop lines atomically, or the whole file; return whether any line is left."""
+    """Drop lines atomically; if none is left, delete the file and return False."""
     offset = kept_end = kept_bytes = num_damaged = 0
     for line, row in complete_lines(path, is_row):
         offset += len(line)
@@ -147,13 +147,13 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
         if row is not None and keep(row):
             kept_bytes, kept_end = kept_bytes + len(line), offset
     if num_damaged:
-        names = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
-        copy = next(name for name in names if not name.exists())
-        path.copy(copy)
+        copies = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
+        damaged_copy = next(file for file in copies if not file.exists())
+        path.copy(damaged_copy)
         log.warning(
             "%s: %d lines are damaged and are left out of curves and reports. The "
             "original file is kept as %s",
-            *(path, num_damaged, copy),
+            *(path, num_damaged, damaged_copy),
         )
     if not kept_bytes:
         path.unlink()
@@ -161,8 +161,8 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
         os.truncate(path, kept_end)  # needs no room on a full disk
     elif kept_bytes < path.stat().length:
         rows = complete_lines(path, is_row)
-        kept = (line for line, row in rows if row is not None and keep(row))
-        write_atomically(path, kept)
+        kept_lines = (line for line, row in rows if row is not None and keep(row))
+        write_atomically(path, kept_lines)
     return kept_bytes > 0
 
 
@@ -174,21 +174,21 @@ class _FileAppender(Appender):
         self._file = AppendedFile(path)
 
     def _write(self) -> None:
-        for line in self._lines[self._written :]:
+        for line in self._lines[self._num_written :]:
             self._file.append(line)
-            self._written += 1
-        if self._written >= _MAX_LINES:
+            self._num_written += 1
+        if self._num_written >= _MAX_LINES:
             self._sync()
 
     def _sync(self) -> None:
-        if self._written < len(self._lines):
+        if self._num_written < len(self._lines):
             self._write()
         try:
             self._file.sync()
         except OSError:  # the failed sync has removed the lines
-            self._written = 0
+            self._num_written = 0
             raise
-        self._lines, self._written = [], 0
+        self._lines, self._num_written = [], 0
 
     def _close(self) -> None:
         self._file.close()
@@ -199,13 +199,13 @@ class _ObjectAppender(Appender):
 
     def __init__(self, run_dir: epath.Path, name: str, number: int, lines: list[bytes]):
         super().__init__(f"{run_dir}/{name}")
-        self._run_dir, self._log = run_dir, name
-        self._number, self._lines, self._written = number, lines, len(lines)
-        self._next_if_full()
+        self._run_dir, self._log_name = run_dir, name
+        self._number, self._lines, self._num_written = number, lines, len(lines)
+        self._begin_part_if_full()
         self._upload_began_s = time.monotonic()
         self._uploader = ThreadPoolExecutor(1, "upload")
         self._upload: Future[Any] | None = None
-        self._uploading = 0  # the number of lines in flight
+        self._num_uploading = 0  # lines in flight
 
     def _write(self) -> None:
         if self._upload is not None and self._upload.done():
@@ -221,9 +221,10 @@ class _ObjectAppender(Appender):
             self._finish_upload(upload)
 
     def _start_upload(self) -> Future[Any] | None:
-        if self._upload is None and self._written < len(self._lines):
-            self._uploading, self._upload_began_s = len(self._lines), time.monotonic()
-            path = log_part(self._run_dir, self._log, self._number)
+        if self._upload is None and self._num_written < len(self._lines):
+            self._num_uploading = len(self._lines)
+            self._upload_began_s = time.monotonic()
+            path = log_part(self._run_dir, self._log_name, self._number)
             data = b"".join(self._lines)
             self._upload = self._uploader.submit(path.write_bytes, data)
         return self._upload
@@ -235,17 +236,17 @@ class _ObjectAppender(Appender):
             upload.result()
         except Exception as error:  # each store raises its own errors
             raise OSError(f"{type(error).__name__}: {error}") from error
-        self._written = self._uploading
-        self._next_if_full()
+        self._num_written = self._num_uploading
+        self._begin_part_if_full()
 
-    def _next_if_full(self) -> None:
-        if sum(map(len, self._lines[: self._written])) >= _PART_BYTES:
-            del self._lines[: self._written]
-            self._number, self._written = self._number + 1, 0
+    def _begin_part_if_full(self) -> None:
+        if sum(map(len, self._lines[: self._num_written])) >= _PART_BYTES:
+            del self._lines[: self._num_written]
+            self._number, self._num_written = self._number + 1, 0
 
     def _close(self) -> None:
         self._uploader.shutdown()
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
+def _encode_row(row: Mapping[str, Any]) -> bytes:
     return json.dumps(json_compatible(row), allow_nan=False).encode() + b"\n"

@@ -17,7 +17,7 @@ from data.storage import is_remote
 Row = dict[str, Any]
 IsRow = Callable[[Row], bool]  # whether an object is a line of its log
 
-_READERS = 8  # hide a store's latency
+_READERS = 8  # threads that hide a store's latency
 _BLOCK = 2**20  # bytes read at once from the end
 
 
@@ -49,7 +49,7 @@ def iterate_rows(
 
     `is_row` distinguishes a line of this log from a damaged one.
     """
-    for line in _lines(list(part_paths(run_dir, name).values())):
+    for line in _iterate_lines(list(part_paths(run_dir, name).values())):
         if (row := parse_row(line, is_row)) is not None:
             yield row
 
@@ -83,7 +83,7 @@ def complete_lines(
                 yield line, parse_row(line, is_row)
 
 
-def _lines(paths: list[epath.Path]) -> Iterator[bytes]:
+def _iterate_lines(paths: list[epath.Path]) -> Iterator[bytes]:
     """Yield the lines of files; parts in a store are read ahead."""
     if not (paths and is_remote(paths[0])):
         for path in paths:
@@ -102,7 +102,7 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
         yield from reversed(_read(path).split(b"\n"))
         return
     with suppress(FileNotFoundError), path.open("rb") as file:
-        end, partial_line = file.seek(0, 2), b""  # its beginning is unread
+        end, partial_line = file.seek(0, 2), b""  # a line without its beginning
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)

@@ -4,8 +4,8 @@ The owner rewrites the file every few seconds with an increased count. Each writ
 the version that it replaces, and the store refuses it if the file has changed. So only
 one of several starts gets the lease. An owner that was suspended until another start
 took over notices this, and leaves the new lease alone. Local disks, gs:// and s3://
-support conditional writes. An S3 server without them may admit two starts until one of
-them renews its lease.
+support conditional writes. An S3 server without conditional writes may admit two
+starts until one of them renews its lease.
 
 A start takes over the lease of a dead owner. On the owner's machine, the process table
 shows whether the owner lives. Other machines watch the count, because the clocks of
@@ -61,7 +61,7 @@ class Lease:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._renewed_at = time.monotonic()
         self._failing = False
-        self._lost: str | None = None
+        self._lost_reason: str | None = None
         threading.Thread(target=self._renew_loop, name="lease", daemon=True).start()
 
     def check(self) -> None:
@@ -72,8 +72,8 @@ class Lease:
         """
         if time.monotonic() - self._renewed_at > self._timeout_s / 2:
             self._renew()
-        if self._lost:
-            raise Exit(OWNED, self._lost)
+        if self._lost_reason:
+            raise Exit(OWNED, self._lost_reason)
 
     def close(self) -> None:
         """Remove the lease, so that the next start does not wait."""
@@ -105,15 +105,15 @@ class Lease:
                     log.warning(message, error)
                 self._failing = True
                 return
-            except Exit as lost:
-                self._lost = str(lost)
+            except Exit as error:
+                self._lost_reason = str(error)
                 self._ended.set()
             else:
                 if self._failing:
                     log.info("%s/%s is written again", self._storage, _KEY)
                 self._owner, self._renewed_at, self._failing = owner, began_at, False
-        if self._lost:
-            self._on_lost(self._lost)
+        if self._lost_reason:
+            self._on_lost(self._lost_reason)
 
     def _replace(self, owner: Owner | None) -> None:
         """Write or remove the lease if this process owns it.
@@ -153,8 +153,8 @@ def take_lease(
             takes the run because this one was stopped or cut off for too long.
 
     Raises:
-        Exit: OWNED, if a live process owns it; CRASHED, if the store does not answer.
-        ConfigError: no start could access the folder.
+        Exit: OWNED, if a live process owns the run; CRASHED, if the store is silent.
+        ConfigError: the folder cannot be accessed, and a retry would not help.
     """
     storage, claimant = KeyValueStore(folder, _CONTEXT), Owner.current()
     try:

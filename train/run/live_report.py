@@ -22,8 +22,8 @@ class LiveReport:
 
     def update(self) -> None:
         """Begin to write a report if one is due; return at once."""
-        writing = self._thread is not None and self._thread.is_alive()
-        if not writing and time.monotonic() > self._due_s:
+        is_writing = self._thread is not None and self._thread.is_alive()
+        if not is_writing and time.monotonic() > self._due_s:
             self._thread = threading.Thread(target=self._write, daemon=True)
             self._thread.start()
 
@@ -43,5 +43,5 @@ class LiveReport:
             if not self._warned:
                 self._warned = True
                 log.warning("%s/report.html was not written: %s", self._run_dir, error)
-        took_s = time.monotonic() - began
-        self._due_s = time.monotonic() + max(_INTERVAL_S, took_s / _SHARE)
+        duration_s = time.monotonic() - began
+        self._due_s = time.monotonic() + max(_INTERVAL_S, duration_s / _SHARE)

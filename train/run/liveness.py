@@ -21,7 +21,7 @@ from typing import Any, Self
 
 _UNKNOWN = "unknown"
 _PROC = Path("/proc")
-_ENDED = ("Z", "X")  # zombie, dead (proc_pid_stat(5)): ended, but not waited for
+_ENDED_STATES = ("Z", "X")  # zombie, dead (proc_pid_stat(5)): ended, but not waited for
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Process:
         state, start = state_and_start(self.pid)
         if start is None or self.start is None:
             return None
-        return start == self.start and state not in _ENDED
+        return start == self.start and state not in _ENDED_STATES
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Owner(Process):
 
     def __str__(self) -> str:
         if self.token == _UNKNOWN:
-            return "a process that cannot be told from the damaged lease"
+            return "an unknown process (its lease is damaged)"
         return f"process {self.pid} on host {self.host} since {self.since}"
 
 
@@ -140,7 +140,7 @@ def _machine() -> str | None:
     if not _PROC.exists():
         return f"{uuid.getnode():x}"
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
+        boot_id = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {(_PROC / 'self/ns/pid').readlink()}"
     except OSError:
         return None

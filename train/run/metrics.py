@@ -41,7 +41,7 @@ class Validation(NamedTuple):
 
 
 class Validations(NamedTuple):
-    """The last evaluation of a run, and the one with the lowest loss."""
+    """The last evaluation of a run, and the evaluation with the lowest loss."""
 
     last: Validation
     best: Validation
@@ -54,12 +54,12 @@ def read_metrics(run_dir: epath.Path | Path) -> list[Row]:
 
 def iterate_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
     """Yield the lines of the metrics in order, reading one at a time."""
-    return iterate_rows(run_dir, "metrics", is_metrics)
+    return iterate_rows(run_dir, "metrics", is_metrics_row)
 
 
 def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
     """Yield the lines of the metrics, newest first, reading only what is consumed."""
-    return newest_rows(run_dir, "metrics", is_metrics)
+    return newest_rows(run_dir, "metrics", is_metrics_row)
 
 
 def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
@@ -76,7 +76,7 @@ def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
 
 def read_events(run_dir: epath.Path | Path) -> list[Row]:
     """Return the lines of the events in order."""
-    return list(iterate_rows(run_dir, "events", is_event))
+    return list(iterate_rows(run_dir, "events", is_event_row))
 
 
 def read_validations(run_dir: epath.Path | Path) -> Validations | None:
@@ -105,12 +105,12 @@ def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
     return Validation(step, loss, finite(values.get("eval/bits_per_byte")))
 
 
-def is_metrics(row: Row) -> bool:
+def is_metrics_row(row: Row) -> bool:
     """Return whether an object is a line of the metrics, which has a step."""
     return isinstance(row.get("step"), int)
 
 
-def is_event(row: Row) -> bool:
+def is_event_row(row: Row) -> bool:
     """Return whether an object is a line of the events."""
     has_names = isinstance(row.get("start"), int) and isinstance(row.get("event"), str)
     return has_names and all(
@@ -138,7 +138,7 @@ def open_metrics(
             return not any(key.startswith(("eval/", "tasks/")) for key in row)
         return row["step"] <= last_step
 
-    return open_lines(run_dir, "metrics", keep, is_metrics)
+    return open_lines(run_dir, "metrics", keep, is_metrics_row)
 
 
 class EventLog:
@@ -155,8 +155,8 @@ class EventLog:
         run_dir: the run's directory, local or remote; made if missing.
         began: when this start began (time.monotonic()), if not with its process.
         write: whether lines are written; True only on process 0.
-        recorded: the highest number of a start that left a record, in case the events
-            are lost.
+        last_start: the highest number of a start that left a record, in case
+            the events are lost.
     """
 
     def __init__(
@@ -165,26 +165,27 @@ class EventLog:
         *,
         began: float | None = None,
         write: bool = True,
-        recorded: int = 0,
+        last_start: int = 0,
     ):
         self._lines, self.start = None, 1
-        self._began = self._last_lap_end = process_began() if began is None else began
-        self._previous_end: float | None = None  # end of earlier starts
+        self._began = find_process_start() if began is None else began
+        self._last_lap_end = self._began
+        self._previous_end: float | None = None  # Unix time of the last earlier lap
         self._has_lines, self._exit_code = False, None
         if write:
-            self._lines = open_lines(run_dir, "events", is_row=is_event)
-            for row in newest_rows(run_dir, "events", is_event):
+            self._lines = open_lines(run_dir, "events", is_row=is_event_row)
+            for row in newest_rows(run_dir, "events", is_event_row):
                 self.start = max(self.start, row["start"] + 1)
                 if row.get("seconds"):  # a lap
                     self._previous_end = row.get("time") or 0.0
                     break
-            if self.start == 1 and recorded:
+            if self.start == 1 and last_start:
                 log.warning(
                     "%s: the events of %d earlier starts are gone: the file was "
                     "emptied or deleted. Goodput counts from this start on",
-                    *(epath.Path(run_dir) / "events.jsonl", recorded),
+                    *(epath.Path(run_dir) / "events.jsonl", last_start),
                 )
-            self.start = max(self.start, recorded + 1)
+            self.start = max(self.start, last_start + 1)
 
     def lap(
         self,
@@ -196,7 +197,7 @@ class EventLog:
     ) -> None:
         """Record the time since the last lap, up to `until` (time.monotonic()) or now.
 
-        `parts` are the seconds of it to record under other event names instead.
+        `parts` holds seconds of this time to record under other event names.
         """
         now = time.monotonic()
         ended = now if until is None else until
@@ -204,10 +205,10 @@ class EventLog:
         seconds = round(ended - self._last_lap_end, 6)
         self._last_lap_end += seconds
         recorded_until = time.time() - (now - ended) - seconds
-        for part, reported_s in (parts or {}).items():
+        for name, reported_s in (parts or {}).items():
             part_s = round(min(max(reported_s, 0.0), seconds), 6)
             seconds, recorded_until = seconds - part_s, recorded_until + part_s
-            self._append(recorded_until, part, part_s)
+            self._append(recorded_until, name, part_s)
         self._append(recorded_until + seconds, event, seconds, **fields)
 
     def record(self, event: str, **fields: Any) -> None:
@@ -222,7 +223,7 @@ class EventLog:
         self._exit_code = code
 
     def flush(self) -> None:
-        """Make all lines outlive this machine, as `Appender.flush` does."""
+        """Make all lines survive the loss of this machine, as `Appender.flush` does."""
         if self._lines:
             self._lines.flush()
 
@@ -254,7 +255,7 @@ class EventLog:
         self._lines.append({**row, "seconds": round(seconds, 6), **fields})
 
 
-def process_began() -> float:
+def find_process_start() -> float:
     """Return when this process, or at least its imports, began (time.monotonic())."""
     try:
         _, start = state_and_start(os.getpid())

@@ -1,8 +1,8 @@
 """Open Orbax with our settings, and work around its known gaps.
 
 - Orbax does not support s3://, which is therefore addressed like gs://. TensorStore
-  reads and writes arrays under both, and fsspec everything else. A step is complete
-  once `commit_success.txt` exists; nothing is renamed.
+  reads and writes the arrays under both schemes, and fsspec all other files. A step is
+  complete once `commit_success.txt` exists; nothing is renamed.
 - `run/checkpoint.py` reports a failed save in one line. Orbax also logs it seven times
   with tracebacks, and reports pending work to an event loop that it has closed. These
   records are dropped.
@@ -27,10 +27,10 @@ from train.run.digests import check_descriptions
 SCORE = "eval/loss"  # the metric that is saved with an evaluated step
 
 
-def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> Any:
+def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None) -> Any:
     """Return an `ocp.training.Checkpointer` for a folder, which is made if missing.
 
-    `keep` says which steps survive later saves; with None the folder is only read.
+    `retention` says which steps survive later saves; with None the folder is only read.
 
     Raises:
         DataError: the description of a step cannot be opened.
@@ -50,12 +50,12 @@ def open_orbax(directory: epath.Path, keep: CheckpointConfig | None = None) -> A
     make_checkpointer = functools.partial(
         ocp.training.Checkpointer, directory, context=context
     )
-    if keep is None:
+    if retention is None:
         return make_checkpointer(cleanup_tmp_directories=False)
-    preserved: list[Any] = [policies.LatestN(keep.keep_latest)]
-    if keep.keep_every_steps:
-        preserved.append(policies.EveryNSteps(keep.keep_every_steps))
-    if keep.keep_best:
+    preserved: list[Any] = [policies.LatestN(retention.keep_latest)]
+    if retention.keep_every_steps:
+        preserved.append(policies.EveryNSteps(retention.keep_every_steps))
+    if retention.keep_best:
         preserved.append(
             policies.BestN(
                 get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is best

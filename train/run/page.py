@@ -1,6 +1,6 @@
 """Write HTML pages that need no network: a template, and its data as JSON.
 
-`page.html` is shared by all pages; each caller adds the template of its page. The
+All pages share `page.html`; each caller adds the template of its own page. The
 browser draws the page from the data. No text in the data can end its script block.
 """
 
@@ -12,7 +12,7 @@ from etils import epath
 
 from data.storage import write_atomically
 
-_SHARED = Path(__file__).with_name("page.html")
+_SHARED_TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(path: epath.Path, template: Path, data: dict[str, Any]) -> None:
@@ -25,6 +25,6 @@ def write_page(path: epath.Path, template: Path, data: dict[str, Any]) -> None:
         OSError: the page cannot be written.
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    page = _SHARED.read_text().replace("{{template}}", template.read_text())
+    page = _SHARED_TEMPLATE.read_text().replace("{{template}}", template.read_text())
     head, tail = page.split("{{data}}")
     write_atomically(path, head + text.replace("<", "\\u003c") + tail)

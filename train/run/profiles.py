@@ -2,7 +2,7 @@
 
 `python -m train.profile` writes `profile_request.json`. A thread of process 0 looks for
 it every two seconds. All processes agree on the step after which to begin
-(train/distributed/preemption.py), each traces its devices, and they write
+(train/distributed/preemption.py), and each traces its devices. The files are
 
     profiles/<step>/profile.json        what was traced; written last
     profiles/<step>/step.hlo.gz         the text of the compiled step
@@ -50,27 +50,27 @@ def request_profile(run_dir: epath.Path, num_steps: int) -> str:
         OSError: the request cannot be written.
     """
     request = {"id": uuid4().hex, "num_steps": num_steps}
-    write_atomically(_request(run_dir), json.dumps(request))
+    write_atomically(_request_file(run_dir), json.dumps(request))
     return request["id"]
 
 
 def withdraw_request(run_dir: epath.Path) -> None:
     """Remove a request that the trainer has not taken."""
-    _request(run_dir).unlink(missing_ok=True)
+    _request_file(run_dir).unlink(missing_ok=True)
 
 
-def find_profile(run_dir: epath.Path, token: str) -> epath.Path | None:
-    """Return the folder of the profile for a request; None until it is complete."""
+def find_profile(run_dir: epath.Path, request_id: str) -> epath.Path | None:
+    """Return the folder of a requested profile; None until the profile is complete."""
     profiles = run_dir / "profiles"
     for folder in profiles.iterdir() if profiles.exists() else ():
         file = folder / "profile.json"
         with contextlib.suppress(DataError):  # another profile may be damaged
-            if (read_record(file, "") or {}).get("id") == token:
+            if (read_record(file, "") or {}).get("id") == request_id:
                 return folder
     return None
 
 
-def _request(run_dir: epath.Path) -> epath.Path:
+def _request_file(run_dir: epath.Path) -> epath.Path:
     return run_dir / "profile_request.json"
 
 
@@ -92,7 +92,7 @@ class Profiler:
         """
         self._run, self._cluster, self._preemption = run, cluster, preemption
         self._text, self._pause = text, pause
-        self._first, self._last = run.config.profile.steps or (0, 0)
+        self._first_step, self._last_step = run.config.profile.steps or (0, 0)
         self._newest_metrics: Any = None
         self._request_id: str | None = None
         self._trace_dir: Path | None = None  # set while tracing
@@ -105,16 +105,16 @@ class Profiler:
         """Start to trace if this is the first step to profile."""
         num_steps = self._preemption.steps_to_trace(step - 1)
         if num_steps and self._trace_dir is None:
-            self._first, self._last = step, step + num_steps - 1
-        if step == self._first and self._trace_dir is None:
-            self._last = min(self._last, self._run.config.train.num_steps)
+            self._first_step, self._last_step = step, step + num_steps - 1
+        if step == self._first_step and self._trace_dir is None:
+            self._last_step = min(self._last_step, self._run.config.train.num_steps)
             with self._pause("profile"):
                 self._begin()
 
     def after(self, step: int, metrics: Any) -> None:
         """End the trace after its last step, once the devices have finished it."""
         self._newest_metrics = metrics
-        if self._trace_dir is not None and step == self._last:
+        if self._trace_dir is not None and step == self._last_step:
             with self._pause("profile"):
                 self._end()
 
@@ -128,7 +128,7 @@ class Profiler:
     def _poll(self) -> None:
         while not self._ended.wait(_LOOK_S):
             try:
-                request = json.loads(_request(self._run.path).read_text())
+                request = json.loads(_request_file(self._run.path).read_text())
                 if self._trace_dir is None:
                     self._preemption.request(f"{TRACE}{int(request['num_steps'])}")
             except FileNotFoundError:
@@ -138,7 +138,7 @@ class Profiler:
                 self._ended.wait(60)
 
     def _begin(self) -> None:
-        jax.block_until_ready(self._newest_metrics)  # steps not to trace
+        jax.block_until_ready(self._newest_metrics)  # excludes earlier steps
         if self._cluster.is_leader:
             self._take_request()
         # The process dies if JAX is given the path of an object store.
@@ -146,14 +146,15 @@ class Profiler:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # tracing Python calls would slow the steps
         jax.profiler.start_trace(str(self._trace_dir), profiler_options=options)
-        self._mark = jax.profiler.TraceAnnotation(MARK)
-        self._mark.__enter__()
+        self._annotation = jax.profiler.TraceAnnotation(MARK)
+        self._annotation.__enter__()
         self._began = time.monotonic()
 
     def _take_request(self) -> None:
         """Take the request, unless it has been withdrawn."""
         try:
-            self._request_id = json.loads(_request(self._run.path).read_text())["id"]
+            request = json.loads(_request_file(self._run.path).read_text())
+            self._request_id = request["id"]
             withdraw_request(self._run.path)
         except FileNotFoundError:
             pass
@@ -163,31 +164,32 @@ class Profiler:
     def _end(self) -> None:
         jax.block_until_ready(self._newest_metrics)
         seconds = time.monotonic() - self._began
-        self._mark.__exit__(None, None, None)
+        self._annotation.__exit__(None, None, None)
         jax.profiler.stop_trace()
         assert self._trace_dir is not None
-        folder = self._run.path / "profiles" / str(self._first)
+        first, last = self._first_step, self._last_step
+        folder = self._run.path / "profiles" / str(first)
         try:
             try:
                 self._keep(self._trace_dir, folder)
             finally:  # the other processes wait for this one
-                self._cluster.wait(f"profile/{self._first}", self._cluster.timeout_s)
+                self._cluster.wait(f"profile/{first}", self._cluster.timeout_s)
             if self._cluster.is_leader:
-                record = {"first": self._first, "last": self._last, "seconds": seconds}
+                record = {"first": first, "last": last, "seconds": seconds}
                 record |= {"id": self._request_id, "processes": self._cluster.processes}
                 text = gzip.compress(self._text().encode())
                 write_atomically(folder / "step.hlo.gz", text)
                 write_atomically(folder / "profile.json", json.dumps(record))
-                log.info("steps %d to %d: %s", self._first, self._last, folder)
+                log.info("steps %d to %d: %s", first, last, folder)
         except Exception as error:  # each store raises its own errors
             log.warning("%s was not written: %s", folder, error)
         shutil.rmtree(self._trace_dir, ignore_errors=True)
         self._trace_dir, self._request_id = None, None
 
-    def _keep(self, local: Path, folder: epath.Path) -> None:
+    def _keep(self, trace_dir: Path, folder: epath.Path) -> None:
         """Copy the traces to the run, under names that are unique to this process."""
         host = f"{socket.gethostname()}_{self._cluster.process}"
-        target = folder / "plugins" / "profile" / str(self._first)
+        target = folder / "plugins" / "profile" / str(self._first_step)
         for suffix in _TRACE_SUFFIXES:
-            for trace in local.rglob(f"*{suffix}"):
+            for trace in trace_dir.rglob(f"*{suffix}"):
                 write_atomically(target / f"{host}{suffix}", trace.read_bytes())

@@ -16,7 +16,7 @@ from etils import epath
 
 from data.errors import DataError
 from data.storage import is_remote
-from train.cli.plain_yaml import check_whole, parse_yaml
+from train.cli.plain_yaml import check_complete, parse_yaml
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
             raise ValueError("is empty")
         if file.suffix == ".yaml":
             table = parse_yaml(text)
-            check_whole(text)
+            check_complete(text)
         else:
             table = json.loads(text)
         if not isinstance(table, dict):

@@ -41,8 +41,8 @@ _NOT_CHARTED = {
 }
 _SET = re.compile("eval/([^/]+)/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
-# Per-layer metrics, scores of validation sets except their loss, and errors of tasks.
-_ELSEWHERE = re.compile(r"/\d+$|^eval/.+/|^tasks/")
+# Per-layer metrics, scores of validation sets except their loss, and metrics of tasks.
+_SHOWN_ELSEWHERE = re.compile(r"/\d+$|^eval/.+/|^tasks/")
 
 
 def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
@@ -63,7 +63,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     run_dir = epath.Path(run_dir)
     path = run_dir / "config.yaml"
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
-    name, num_steps = _from_config(config)
+    name, num_steps = _read_name_and_steps(config)
     metrics, events = thinned_metrics(run_dir), read_events(run_dir)
     goodput, series = account(events), series_of(metrics.rows)
     charts = [
@@ -73,29 +73,29 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     return {
         "name": name or run_dir.name,
         "figures": _figures(series, metrics.num_missing, goodput, num_steps),
-        "tables": _scores(run_dir, metrics.rows),
-        "charts": [drawn for drawn in charts if drawn],
+        "tables": _score_tables(run_dir, metrics.rows),
+        "charts": [content for content in charts if content],
         "heat_maps": heat_maps(metrics.rows),
-        "restarts": _restarts(events),
-        "goodput": _goodput(goodput),
+        "restarts": _restored_steps(events),
+        "goodput": _goodput_content(goodput),
         "config": mask(config),
     }
 
 
 def _chart_definitions(series: Series) -> list[tuple[str, Mapping[str, str], bool]]:
     """Return _CHARTS, and charts for validation sets, tasks and all other metrics."""
-    sets = {key: match[1] for key in series if (match := _SET.fullmatch(key))}
+    set_names = {key: match[1] for key in series if (match := _SET.fullmatch(key))}
     tasks = defaultdict[str, dict[str, str]](dict)
     for match in filter(None, map(_TASK.fullmatch, series)):
         tasks[f"Tasks: {match[2]}"][match[0]] = match[1]
-    charts = [*_CHARTS, ("Loss of validation sets", sets, False)]
+    charts = [*_CHARTS, ("Loss of validation sets", set_names, False)]
     charts += [(metric, lines, False) for metric, lines in tasks.items()]
     charted = _NOT_CHARTED.union(*(lines for _, lines, _ in charts))
-    others = (k for k in series if k not in charted and not _ELSEWHERE.search(k))
+    others = (k for k in series if k not in charted and not _SHOWN_ELSEWHERE.search(k))
     return charts + [(key, {key: key}, False) for key in others]
 
 
-def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
+def _score_tables(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
     """Return a list with the table of scores; [] if there are no scores."""
     scores = [
         [*score[:3], f"{score.step:,}", score.options]
@@ -104,15 +104,15 @@ def _scores(run_dir: epath.Path, rows: Sequence[Row]) -> list[Any]:
     return [("Scores", ["", "metric", "score", "step", ""], scores)] if scores else []
 
 
-def _from_config(text: str) -> tuple[str | None, int | None]:
+def _read_name_and_steps(text: str) -> tuple[str | None, int | None]:
     """Return `run.name` and `train.num_steps`, each None if missing."""
     try:
         config = parse_yaml(text)
         name = (config.get("run") or {}).get("name")
-        total = (config.get("train") or {}).get("num_steps")
+        steps = (config.get("train") or {}).get("num_steps")
     except (ValueError, AttributeError):
         return None, None
-    return str(name) if name else None, total if isinstance(total, int) else None
+    return str(name) if name else None, steps if isinstance(steps, int) else None
 
 
 def series_of(rows: Iterable[Row]) -> Series:
@@ -130,7 +130,7 @@ def finite_points(series: Series, key: str) -> list[tuple[float, float]]:
     return [(x, y) for x, y in series.get(key, ()) if y is not None]
 
 
-def _restarts(events: Sequence[Row]) -> list[float]:
+def _restored_steps(events: Sequence[Row]) -> list[float]:
     """Return the restored steps of all starts after the first."""
     restores = [e for e in events if e.get("event") == "restore"]
     return [
@@ -144,35 +144,35 @@ def _figures(
     goodput: Goodput,
     num_steps: int | None,
 ) -> list[tuple[str, str, str]]:
-    """Return the available headline figures: title, value and note."""
-    items: list[tuple[str, str, str]] = []
+    """Return the title, the value and the note of each headline figure."""
+    figures: list[tuple[str, str, str]] = []
     if steps := [x for x, _ in series.get("step", ())]:
         # A later start may have trained beyond the target of the first.
         target = f"of {num_steps:,}" if num_steps and max(steps) <= num_steps else ""
-        items.append(("Steps", f"{max(steps):,.0f}", target))
+        figures.append(("Steps", f"{max(steps):,.0f}", target))
     if tokens := finite_points(series, "tokens"):
-        items.append(("Tokens", format_count(tokens[-1][1]), ""))
+        figures.append(("Tokens", format_count(tokens[-1][1]), ""))
     if losses := finite_points(series, "loss"):
-        num_bad = num_missing.get("loss", 0)
-        note = f"{num_bad:,} not finite" if num_bad else ""
-        items.append(("Final loss", f"{losses[-1][1]:.4f}", note))
+        num_nonfinite = num_missing.get("loss", 0)
+        note = f"{num_nonfinite:,} not finite" if num_nonfinite else ""
+        figures.append(("Final loss", f"{losses[-1][1]:.4f}", note))
     if scores := finite_points(series, "eval/loss"):
         step, best = min(scores, key=lambda point: point[1])
         bits = dict(finite_points(series, "eval/bits_per_byte")).get(step)
         note = "" if bits is None else f"{bits:.4f} bits per byte, "
         note += f"at step {step:,.0f}"
-        items.append(("Best validation loss", f"{best:.4f}", note))
+        figures.append(("Best validation loss", f"{best:.4f}", note))
     if goodput.wall_s:
         starts, num_repeated = len(goodput.starts), goodput.num_wasted
         note = f"{starts} starts" if starts > 1 else ""
-        items.append(("Wall time", format_seconds(goodput.wall_s), note))
+        figures.append(("Wall time", format_seconds(goodput.wall_s), note))
         note = f"{num_repeated:,} steps done again" if num_repeated else ""
-        items.append(("Goodput", f"{goodput.fraction:.1%}", note))
+        figures.append(("Goodput", f"{goodput.fraction:.1%}", note))
     if speeds := [y for _, y in finite_points(series, "tokens_per_second")]:
-        items.append(("Tokens per second", format_count(median(speeds)), "median"))
+        figures.append(("Tokens per second", format_count(median(speeds)), "median"))
     if mfus := [y for _, y in finite_points(series, "mfu")]:
-        items.append(("MFU", f"{median(mfus):.1%}", "median"))
-    return items
+        figures.append(("MFU", f"{median(mfus):.1%}", "median"))
+    return figures
 
 
 def chart(
@@ -180,8 +180,9 @@ def chart(
 ) -> dict[str, Any] | None:
     """Return a chart with its range and lines; None if no value is finite.
 
-    A spike above three times the 98th percentile would flatten the rest of a curve.
-    Then the axis ends at this limit, and `cut` is the highest value, otherwise None.
+    If the highest of 50 or more values exceeds three times the 98th percentile, the
+    axis ends at this limit, so that no spike flattens the curve; `cut` is then the
+    highest value, and otherwise None.
     """
     points = [point for key in lines for point in finite_points(series, key)]
     if not points:
@@ -206,7 +207,7 @@ def chart(
     }
 
 
-def _goodput(goodput: Goodput) -> dict[str, Any]:
+def _goodput_content(goodput: Goodput) -> dict[str, Any]:
     """Return the seconds of each bucket, for the run and for each start."""
 
     def bucket_rows(buckets: dict[str, float]) -> list[dict[str, Any]]:

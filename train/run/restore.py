@@ -3,7 +3,7 @@
 A step is moved to the quarantine with an error message, and never deleted, if it is
 damaged, its folder has another number, or it belongs to another run. A step that was
 complete but not yet sealed when its process died is used only if no sealed step is
-left. If checkpoints exist and none is good, that is an error: a run never silently
+left. It is an error if checkpoints exist but none can be used: a run never silently
 starts over.
 """
 
@@ -26,7 +26,7 @@ from train.optimizer.update import OptimizerState, averages
 from train.run.contents import arrays_to_load, params_to_load
 from train.run.digests import (
     digests,
-    misplaced,
+    misplacement,
     refusal,
     unsealed_mark,
     unsealed_steps,
@@ -106,9 +106,9 @@ class SavedSteps:
                 saved or does not fit the model.
         """
         load = functools.partial(self._load, like=like, repack=repack)
-        return self._first_good(load, step, at_most)
+        return self._load_newest_usable(load, step, at_most)
 
-    def _first_good(
+    def _load_newest_usable(
         self,
         load: Callable[[int], Any],
         step: int | None = None,
@@ -138,13 +138,13 @@ class SavedSteps:
             objection = self._objection(candidate)
             loaded = load(candidate) if objection is None else None
             if loaded is not None:
-                for unverified in [] if self._read_only else unsealed:
+                for unhashed in [] if self._read_only else unsealed:
                     # If the step stayed, the run would not save it again.
-                    self._error("checkpoint of step %d was never hashed", unverified)
-                    self._set_aside(unverified)
+                    self._log_error("checkpoint of step %d was never hashed", unhashed)
+                    self._set_aside(unhashed)
                 return loaded
             objection = objection or f"does not belong there: {_OTHER_ARRAYS}"
-            self._error("checkpoint of step %d %s", candidate, objection)
+            self._log_error("checkpoint of step %d %s", candidate, objection)
             self._set_aside(candidate)
         if unsealed:
             return self._load_unsealed(unsealed[-1], load)
@@ -160,7 +160,7 @@ class SavedSteps:
     def restore_params(
         self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
-        """Return a step and its parameters for evaluation, averaged if it has averages.
+        """Return a step and its averaged parameters, or the parameters if not averaged.
 
         Nothing but these parameters is read.
 
@@ -174,20 +174,20 @@ class SavedSteps:
             loaded = self._read(step, wanted)
             return step, loaded.get("params") or loaded["optimizer"]["average"]
 
-        restored = self._first_good(load, step)
+        restored = self._load_newest_usable(load, step)
         if restored is None:
             raise DataError(f"{self._directory}: there is no checkpoint yet")
         return restored
 
     def _list_steps(self) -> tuple[list[int], list[int]]:
-        """Return, on process 0, all saved steps, and those that were never hashed."""
+        """Return, on process 0, all saved steps and the unsealed steps among them."""
         steps = self.steps()
         return steps, unsealed_steps(self._directory, steps, clean=not self._read_only)
 
     def _rewind(
         self, steps: list[int], unsealed: list[int], at_most: int
     ) -> tuple[list[int], list[int]]:
-        """Quarantine the steps after `at_most`, and return the remaining ones."""
+        """Quarantine the steps after `at_most`, and return both lists without them."""
         if steps and at_most < min(steps):
             rule = f"must leave a checkpoint to go on from; there are steps {steps}"
             raise ConfigError([Mistake("run.rewind_to", at_most, rule)])
@@ -226,17 +226,18 @@ class SavedSteps:
             return None
         transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
         params, recent = loaded["params"], loaded.get("recent")
-        wanted = like.optimizer
+        target = like.optimizer
         if repack is not None and (
-            jax.tree.structure(transform) != jax.tree.structure(wanted.transform)
+            jax.tree.structure(transform) != jax.tree.structure(target.transform)
         ):
-            self._error("the moments of step %d had another format: rounded once", step)
-            repacked = jax.jit(repack, out_shardings=_shardings(wanted.transform))
+            message = "the moments of step %d had another format: rounded once"
+            self._log_error(message, step)
+            repacked = jax.jit(repack, out_shardings=_shardings(target.transform))
             transform = repacked(transform, loaded["step"])
-        if wanted.average is not None and average is None:
-            self._error("step %d has no average of weights: it begins at them", step)
-            begin = jax.jit(averages, out_shardings=_shardings(wanted.average))
-            average = begin(params)
+        if target.average is not None and average is None:
+            self._log_error("step %d has no average; it starts at the weights", step)
+            start_average = jax.jit(averages, out_shardings=_shardings(target.average))
+            average = start_average(params)
         if like.recent is not None and recent is None:
             recent = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), like.recent
@@ -246,13 +247,13 @@ class SavedSteps:
 
     def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
         """Load a step that cannot be verified, and seal its present files."""
-        self._error(
+        self._log_error(
             "checkpoint of step %d was written, but its process died before its "
             "files were hashed: used unverified, because no other is left",
             step,
         )
         folder = self._directory / str(step)
-        reason = misplaced(folder, self._run_id)
+        reason = misplacement(folder, self._run_id)
         loaded = load(step) if reason is None else None
         if loaded is None:
             reason = reason or _OTHER_ARRAYS
@@ -262,7 +263,7 @@ class SavedSteps:
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
         return loaded
 
-    def _error(self, *message: object) -> None:
+    def _log_error(self, *message: object) -> None:
         if self._cluster.is_leader:
             log.error(*message)
 

@@ -4,7 +4,7 @@
 `starts/<n>.yaml`: the keys that differ from the first start, the fingerprints of its
 data, the schedule's length, the run's identity, the machine, and the versions of the
 libraries that determine what a step computes. If either file is missing, the newest
-checkpoint replaces it. run/continuation.py decides whether a start may continue.
+checkpoint provides it. run/continuation.py decides whether a start may continue.
 """
 
 import datetime
@@ -37,7 +37,7 @@ from train.run.versions import versions
 
 log = logging.getLogger(__name__)
 
-_DESCRIBED_KEYS = ("data_fingerprints", "schedule_steps", "run_id")
+_DESCRIPTION_KEYS = ("data_fingerprints", "schedule_steps", "run_id")
 _START_REMEDY = (
     "Put it back from a copy of the run. If there is none, delete it: then the record "
     "of the previous start counts, and the changes of this one must be given again."
@@ -75,19 +75,19 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
     """Return the record of the last start, or of the last that trained `step`.
 
-    Returns {} if there is none. If `starts/` is missing, the newest checkpoint tells
-    all of the start that saved it except for the machine.
+    Returns {} if there is none. If `starts/` is missing, the record comes from the
+    newest checkpoint, and lacks the machine.
     """
     numbers = start_numbers(path)
     if not numbers:
         return _start_of_newest_checkpoint(path)
     if step is not None:
-        restored = {
+        restored_steps = {
             event["start"]: event["step"]
             for event in read_events(path)
             if event["event"] == "restore" and isinstance(event.get("step"), int)
         }
-        numbers = [n for n in numbers if restored.get(n, step + 1) <= step]
+        numbers = [n for n in numbers if restored_steps.get(n, step + 1) <= step]
     if not numbers:
         return {}
     file = path / "starts" / f"{numbers[-1]}.yaml"
@@ -109,14 +109,14 @@ def start_numbers(path: epath.Path) -> list[int]:
 
 def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
     """Return the record of the start that saved the newest checkpoint."""
-    config, described = newest_described_config(path)
+    config, description = newest_described_config(path)
     if config is None:
         return {}
-    first = path / "config.yaml"
-    changes = config_differences(read_yaml(first), config) if first.exists() else []
+    file = path / "config.yaml"
+    changes = config_differences(read_yaml(file), config) if file.exists() else []
     return {
         "changes": {change.key: yaml_value(change.new) for change in changes},
-        **{key: described.get(key) for key in _DESCRIBED_KEYS},
+        **{key: description.get(key) for key in _DESCRIPTION_KEYS},
     }
 
 
@@ -124,11 +124,11 @@ def newest_described_config(
     path: epath.Path, run_id: str | None = None
 ) -> tuple[Config | None, dict[str, Any]]:
     """Return the config, if any, and the description of the newest checkpoint."""
-    step, described = newest_description(path / "checkpoints", run_id)
-    if "config" not in described:
-        return None, described
+    step, description = newest_description(path / "checkpoints", run_id)
+    if "config" not in description:
+        return None, description
     folder = path / "checkpoints" / str(step)
-    return read_yaml(folder, text=described["config"]), described
+    return read_yaml(folder, text=description["config"]), description
 
 
 def first_config(path: epath.Path) -> Config | None:
@@ -139,7 +139,7 @@ def first_config(path: epath.Path) -> Config | None:
     file = path / "config.yaml"
     if file.exists():
         return read_yaml(file)
-    return newest_described_config(path, known_run_id(path))[0]
+    return newest_described_config(path, recorded_run_id(path))[0]
 
 
 def is_recorded(path: epath.Path) -> bool:
@@ -147,7 +147,7 @@ def is_recorded(path: epath.Path) -> bool:
     return (path / "config.yaml").exists() and any((path / "starts").glob("*.yaml"))
 
 
-def known_run_id(path: epath.Path) -> str | None:
+def recorded_run_id(path: epath.Path) -> str | None:
     """Return the identity of a run; None if no start has recorded it."""
     return newest_start(path).get("run_id")
 
@@ -157,7 +157,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
     Raises:
         ConfigError: there is no run; the message names `key`.
-        DataError: a file of the run is a folder, or the reverse.
+        DataError: an entry of the run is a folder instead of a file, or the reverse.
     """
     folder = run_folder(directory, key)
     if not (folder / "config.yaml").exists():
@@ -168,7 +168,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
-    """Return the newest config of an existing run, or the config that trained `step`.
+    """Return the config of a run's last start, or of the start that trained `step`.
 
     Raises:
         ConfigError: run.dir is missing or holds no run.
@@ -183,10 +183,7 @@ def read_run(directory: str | None, step: int | None = None) -> Config:
 
 
 def read_results(path: epath.Path) -> dict[str, Any]:
-    """Return the results of a finished run; {} if there are none.
-
-    A damaged file counts as missing: the next start scores the last checkpoint again.
-    """
+    """Return the results of a finished run; {} if they are missing or damaged."""
     file = path / "results.json"
     results = record_or_warn(file, _RESULTS_REMEDY) or {}
     if results and not isinstance(results.get("step"), int):
@@ -246,7 +243,7 @@ def checkpoint_metadata(
 
 
 def yaml_value(value: object) -> object:
-    """Return a config value in the form in which starts record it."""
+    """Return a config value in the form that records of starts use."""
     if isinstance(value, list | tuple):
         return [yaml_value(member) for member in value]
     return value if isinstance(value, int | float | None) else str(value)

@@ -29,7 +29,7 @@ class ThinnedMetrics(NamedTuple):
     """Lines of metrics that represent all lines.
 
     rows: the lines, ascending by step.
-    num_missing: how many values of each metric were not finite, in all lines.
+    num_missing: how many values of each metric were not finite, over all lines.
     """
 
     rows: list[Row]
@@ -54,16 +54,16 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
     lines = iterate_metrics(run_dir)
     rows = list(itertools.islice(lines, _MAX_ROWS))
     if len(rows) < _MAX_ROWS:
-        missing = (key for row in rows for key in row if finite(row[key]) is None)
-        return ThinnedMetrics(rows, Counter(missing))
+        names = (key for row in rows for key in row if finite(row[key]) is None)
+        return ThinnedMetrics(rows, Counter(names))
     num_missing = Counter[str]()
     curves = defaultdict[str, _Stretches[Point]](lambda: _Stretches(_extremes))
-    layer_rows = _Stretches[Row](_largest)
+    layer_rows = _Stretches[Row](_merge_largest)
     while rows:
         points_by_metric = defaultdict[str, list[Point]](list)
         layer_lines = list[Row]()
         for row in rows:
-            if next(reversed(row)).startswith(_LAYER_PREFIX):
+            if next(reversed(row)).startswith(_LAYER_PREFIX):  # the last metric
                 layer_lines.append(row)
                 continue
             for key in row.keys() - {"step"}:
@@ -82,7 +82,7 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
 
 
 class _Stretches(Generic[Item]):
-    """Ordered items in stretches, each reduced to a few items."""
+    """Items in stretches of equal length, each reduced to a few items by `reduce`."""
 
     def __init__(
         self,
@@ -92,24 +92,24 @@ class _Stretches(Generic[Item]):
         self._reduce, self._length = reduce, 1
         self._max_stretches = max_stretches or _MAX_STRETCHES
         self._reduced: list[list[Item]] = []
-        self._newest: list[Item] = []
+        self._unreduced: list[Item] = []
 
     def extend(self, items: Sequence[Item]) -> None:
-        self._newest += items
+        self._unreduced += items
         num_reduced = 0
-        while len(self._newest) - num_reduced >= self._length:
-            stretch = self._newest[num_reduced : num_reduced + self._length]
+        while len(self._unreduced) - num_reduced >= self._length:
+            stretch = self._unreduced[num_reduced : num_reduced + self._length]
             num_reduced += self._length
             self._reduced.append(self._reduce(stretch))
             if len(self._reduced) == self._max_stretches:
                 pairs = zip(self._reduced[::2], self._reduced[1::2], strict=True)
                 self._reduced = [self._reduce([*left, *right]) for left, right in pairs]
                 self._length *= 2
-        del self._newest[:num_reduced]
+        del self._unreduced[:num_reduced]
 
     def items(self) -> list[Item]:
         """Return the items of all reduced stretches."""
-        newest = self._reduce(self._newest) if self._newest else []
+        newest = self._reduce(self._unreduced) if self._unreduced else []
         return [item for stretch in [*self._reduced, newest] for item in stretch]
 
 
@@ -124,8 +124,8 @@ def _extremes(points: list[Point]) -> list[Point]:
     return [points[index] for index in sorted(indices)]
 
 
-def _largest(rows: list[Row]) -> list[Row]:
-    """Return one line with the largest value of each metric, None if one is missing."""
+def _merge_largest(rows: list[Row]) -> list[Row]:
+    """Return one line with the largest value of each metric, None if a row lacks it."""
     if len(rows) == 1:
         return rows
     merged = Row(rows[-1])

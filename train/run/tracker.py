@@ -4,7 +4,7 @@ A tracker never prompts, never blocks and never breaks training. Its library, in
 the import, runs on a thread. A failing or silent tracker causes only one warning.
 
 `metrics.jsonl` is the truth, and a tracker is a copy. Each start first sends the lines
-that the tracker lacks after an outage or a kill. So the tracker has each step once.
+that the tracker lacks after an outage or a kill, so the tracker has each step once.
 (TensorBoard replaces the steps that `run.rewind_to` repeats; W&B and MLflow keep their
 first values.)
 
@@ -33,7 +33,7 @@ from train.run.metrics import newest_metrics
 from train.run.trackers.mlflow import MlflowWriter
 from train.run.trackers.tensorboard import TensorBoardWriter
 from train.run.trackers.wandb import FINISH_TIMEOUT_S, WandbWriter
-from train.run.trackers.writer import Line, Tracked, Writer
+from train.run.trackers.writer import Line, TrackedRun, Writer
 
 _logger = logging.getLogger(__name__)
 _SILENT_S = 60.0  # a call that takes longer causes a warning
@@ -44,9 +44,9 @@ _MAX_CHUNK = 100  # lines
 class Tracker:
     """Accepts metrics, returns at once, and raises nothing."""
 
-    def __init__(self, run: Tracked | None = None, writers: Sequence[Writer] = ()):
+    def __init__(self, run: TrackedRun | None = None, writers: Sequence[Writer] = ()):
         """Start a thread for each writer."""
-        self._threads = [_Thread(run, writer) for writer in writers if run]
+        self._threads = [_WriterThread(run, writer) for writer in writers if run]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue the values of a step; steps never decrease."""
@@ -62,7 +62,7 @@ class Tracker:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def open_tracker(config: TrackerConfig, run: Tracked, write: bool = True) -> Tracker:
+def open_tracker(config: TrackerConfig, run: TrackedRun, write: bool = True) -> Tracker:
     """Return a tracker that writes to all trackers that `config` enables.
 
     `write` is True only on process 0.
@@ -77,13 +77,13 @@ def open_tracker(config: TrackerConfig, run: Tracked, write: bool = True) -> Tra
     return Tracker(run, writers if write else ())
 
 
-class _Thread:
+class _WriterThread:
     """Writes lines from a bounded queue to one tracker.
 
     `<folder>/last_step` is the step up to which all lines were written.
     """
 
-    def __init__(self, run: Tracked, writer: Writer):
+    def __init__(self, run: TrackedRun, writer: Writer):
         self._run, self._writer = run, writer
         self._queue: Queue[Line] = Queue(_MAX_WAITING)
         self._ended = threading.Event()
@@ -132,26 +132,26 @@ class _Thread:
 
     def _work(self) -> None:
         run_dir, name = self._run.run_dir, self._writer.name
-        remote = is_remote(run_dir)
+        is_remote_run = is_remote(run_dir)
         try:
             self._busy_since = time.monotonic()
-            root = Path(tempfile.mkdtemp() if remote else run_dir).absolute()
-            folder, mark = root / name, run_dir / name / "last_step"
+            root = Path(tempfile.mkdtemp() if is_remote_run else run_dir).absolute()
+            folder, mark_file = root / name, run_dir / name / "last_step"
             folder.mkdir(parents=True, exist_ok=True)
-            marked = int(mark.read_text()) if mark.exists() else -1
-            last = self._writer.open(folder, marked)
-            chunks = itertools.chain(self._missing(last), self._queued())
-            step = last
+            marked_step = int(mark_file.read_text()) if mark_file.exists() else -1
+            last_step = self._writer.open(folder, marked_step)
+            chunks = itertools.chain(self._missing_lines(last_step), self._new_lines())
+            step = last_step
             for lines in chunks:
                 self._busy_since = time.monotonic()
-                if lines := [line for line in lines if line[0] > last]:
+                if lines := [line for line in lines if line[0] > last_step]:
                     self._writer.write(lines)
                     step = lines[-1][0]
                     # The next line may have the same step.
                     write_atomically(epath.Path(folder / "last_step"), str(step - 1))
             self._writer.close()
             write_atomically(epath.Path(folder / "last_step"), str(step))
-            if remote:
+            if is_remote_run:
                 upload_folder(folder, run_dir / name)
                 shutil.rmtree(root, ignore_errors=True)
         except ModuleNotFoundError as error:
@@ -160,17 +160,17 @@ class _Thread:
         except BaseException as error:
             self._stop((str(error).strip() or repr(error)).splitlines()[0])
 
-    def _missing(self, last_step: int) -> Iterator[Sequence[Line]]:
+    def _missing_lines(self, last_step: int) -> Iterator[Sequence[Line]]:
         """Yield the lines of earlier starts after `last_step`, in chunks."""
         rows = itertools.takewhile(
             lambda row: row["step"] > last_step, newest_metrics(self._run.run_dir)
         )
         rows = [row for row in rows if row["step"] <= self._run.step]
-        lines = [(row.pop("step"), _numbers(row)) for row in reversed(rows)]
+        lines = [(row.pop("step"), _without_nulls(row)) for row in reversed(rows)]
         for start in range(0, len(lines), _MAX_CHUNK):
             yield lines[start : start + _MAX_CHUNK]
 
-    def _queued(self) -> Iterator[Sequence[Line]]:
+    def _new_lines(self) -> Iterator[Sequence[Line]]:
         """Yield the lines of this start as they arrive, until it ends."""
         while not (self._ended.is_set() and self._queue.empty()):
             self._busy_since = None
@@ -180,6 +180,6 @@ class _Thread:
             yield lines
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a row, NaN for null."""
     return {key: math.nan if value is None else value for key, value in row.items()}

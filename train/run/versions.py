@@ -10,13 +10,13 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "long
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Return the version of each package, by default of those that influence a step."""
-    numbers = {}
+    version_numbers = {}
     for package in packages:
         try:
-            numbers[package] = importlib.metadata.version(package)
+            version_numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            numbers[package] = "not installed"
-    return numbers
+            version_numbers[package] = "not installed"
+    return version_numbers
 
 
 def code_version() -> str:

@@ -19,8 +19,8 @@ from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
 
-Continue = Callable[[Sequence[str], int], list[str]]  # prompts, seed
-_COMPILING = (
+Continue = Callable[[Sequence[str], int], list[str]]  # (prompts, seed)
+_COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "/jax/core/compile/backend_compile_duration",
 )
@@ -77,7 +77,7 @@ class SampleConfig:
     def stop_texts(self) -> list[str]:
         r"""Return the texts of `stop`, with \n and \t as line feeds and tabs.
 
-        Command lines have no other notation for them that works in all shells.
+        No other notation for line feeds and tabs works in all shells.
         """
         tabs = (text.replace(r"\t", "\t") for text in self.stop)
         return [text.replace(r"\n", "\n") for text in tabs]
@@ -136,43 +136,43 @@ def main(config: SampleConfig) -> int:
         for text in chat(continue_prompts, config.prompt, config.seed):
             print(printable(text), flush=True)
         return 0
-    rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
-    compiled_s = [0.0]
+    prompts = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    compile_times_s = [0.0]
 
     def add_duration(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        compiled_s.append(duration_secs * (event in _COMPILING))
+        compile_times_s.append(duration_secs * (event in _COMPILE_EVENTS))
 
     monitoring.register_event_duration_secs_listener(add_duration)
     start = time.monotonic()
-    texts = continue_all(continue_prompts, rows, config.batch_size, config.seed)
-    seconds, compiling_s = time.monotonic() - start, sum(compiled_s)
-    pairs = zip(rows, texts, strict=True)
+    texts = continue_all(continue_prompts, prompts, config.batch_size, config.seed)
+    seconds, compiling_s = time.monotonic() - start, sum(compile_times_s)
+    pairs = zip(prompts, texts, strict=True)
     if output:
-        lines = (json.dumps({"prompt": row, "text": text}) for row, text in pairs)
+        lines = (json.dumps({"prompt": p, "text": text}) for p, text in pairs)
         output.write_text("".join(f"{line}\n" for line in lines))
     else:
-        print(f"\n{'-' * 72}\n".join(printable(row + text) for row, text in pairs))
-    count = sum(len(encode(encoding, text.encode())) for text in texts)
-    speed = f"{count / (seconds - compiling_s):,.0f} tokens/s"
+        print(f"\n{'-' * 72}\n".join(printable(p + text) for p, text in pairs))
+    num_tokens = sum(len(encode(encoding, text.encode())) for text in texts)
+    speed = f"{num_tokens / (seconds - compiling_s):,.0f} tokens/s"
     duration = f"{seconds:.1f} s, {compiling_s:.1f} s of it compiling"
-    print(f"{count:,} tokens in {duration}: {speed}", file=sys.stderr)
+    print(f"{num_tokens:,} tokens in {duration}: {speed}", file=sys.stderr)
     return 0
 
 
 def continue_all(
-    continue_prompts: Continue, rows: Sequence[str], batch_size: int, seed: int
+    continue_prompts: Continue, prompts: Sequence[str], batch_size: int, seed: int
 ) -> list[str]:
-    """Continue any number of prompts, in batches of one size."""
+    """Return the continuations of any number of prompts, in batches of one size."""
     texts = dict[int, str]()
     # Prompts of similar length are batched together, which avoids padding.
-    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i].encode()))
-    for start in range(0, len(rows), batch_size):
-        numbers = by_length[start : start + batch_size]
-        batch = [rows[i] for i in numbers]
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].encode()))
+    for start in range(0, len(prompts), batch_size):
+        indices = by_length[start : start + batch_size]
+        batch = [prompts[i] for i in indices]
         if start:  # Another batch size would compile another program.
             batch += batch[-1:] * (batch_size - len(batch))
-        texts |= zip(numbers, continue_prompts(batch, seed + start), strict=False)
-    return [texts[i] for i in range(len(rows))]
+        texts |= zip(indices, continue_prompts(batch, seed + start), strict=False)
+    return [texts[i] for i in range(len(prompts))]
 
 
 def output_file(path: str) -> epath.Path:
@@ -218,7 +218,7 @@ def read_prompts(path: str) -> list[str]:
 def chat(continue_prompts: Continue, text: str, seed: int) -> Iterator[str]:
     """Yield the model's continuation after each typed line, until the input ends.
 
-    The prompt is the whole conversation. After an empty line the model continues.
+    The prompt is the whole conversation. An empty line adds nothing to it.
     """
     turn = 0
     while True:

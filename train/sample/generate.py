@@ -1,7 +1,7 @@
 """Generate text: read prompts in one pass, and then draw tokens one by one.
 
 Prompts are right-aligned in their rows, so that prompts of all lengths draw their
-tokens in the same steps. One program is compiled for each number of columns and rows.
+tokens in the same steps. One program is compiled for each shape [B, P] of prompts.
 
 Shapes: B samples, P columns of prompts, C tokens of one call, V vocab.
 """
@@ -36,12 +36,12 @@ class Sampling(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """A model and the settings with which it continues prompts, all of them static.
+    """A model and its settings for continuing prompts, all static under `jit`.
 
-    execution: the placement in it is ignored, because a batch may be one row.
+    execution: its placement is ignored, because a batch may have a single row.
     vocab_size: the size of the tokenizer. Ids from this size on only pad the
         vocabulary and are never drawn.
-    trained_length: the number of newest keys that a query sees.
+    trained_length: the number of keys that a query sees, the newest ones.
     cache_sharding: the sharding of keys and values [L, B, S, K, H].
     """
 
@@ -91,8 +91,8 @@ def generate(
     Args:
         decoder: the model and the settings.
         params: the model's parameters.
-        prompt_BP: int32, each prompt at the right end of its row. Columns before it are
-            ignored.
+        prompt_BP: int32, each prompt at the right end of its row. The columns to its
+            left are ignored.
         lengths_B: int32 lengths of the prompts, at least 1.
         key: random key.
         num_tokens: the number of tokens to add to each prompt.
@@ -101,7 +101,7 @@ def generate(
         int32 [B, C], the next tokens of each row. The last array may be narrower.
     """
     num_new = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
-    cache = _read(decoder, params, prompt_BP, lengths_B, num_new)
+    cache = _read_prompts(decoder, params, prompt_BP, lengths_B, num_new)
     token_B = prompt_BP[:, -1]
     for step in range(0, num_new, _TOKENS_PER_CALL):
         # Virtual devices of a CPU deadlock if two programs run at once.
@@ -114,14 +114,14 @@ def generate(
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _read(
+def _read_prompts(
     decoder: Decoder,
     params: Any,
     prompt_BP: jax.Array,
     lengths_B: jax.Array,
     num_new: int,
 ) -> Cache:
-    """Return a cache of all columns but the last, with room for `num_new` more."""
+    """Return a cache of all columns but the last, with room for `num_new` tokens."""
     B, P = prompt_BP.shape
     first_B, model = P - lengths_B, bind(decoder.model, params)
     execution = decoder.execution._replace(placement=ONE_DEVICE)

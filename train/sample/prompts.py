@@ -1,4 +1,4 @@
-"""Continue prompts of all lengths in one batch, each up to its stop text."""
+"""Continue prompts of all lengths in one batch, each up to a stop text."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from train.errors import ConfigError, Mistake
 from train.program import Program
 from train.sample.generate import Decoder, Sampling, generate
 
-# A batch of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
+# The cache of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
 _MIN_COLUMNS = 64
 
 
@@ -37,11 +37,11 @@ def continue_rows(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Return the continuations of rows that have at least one token.
+    """Return the text that continues each row of at least one token.
 
-    A position sees at most as many keys as a row had in training. If the number of
-    shards of a batch divides the number of rows, rows are sharded. Drawing ends when
-    all texts have reached a stop text.
+    A position sees at most as many keys as a row had in training. Rows are sharded if
+    the number of batch shards divides their number. Drawing ends early if all texts
+    have reached a stop text.
 
     Args:
         program: the program of the model.
@@ -49,7 +49,7 @@ def continue_rows(
         encoding: the tokenizer.
         rows: the token ids of each prompt.
         num_tokens: the maximum number of tokens of a continuation.
-        sampling: how to draw.
+        sampling: how a token is drawn.
         seed: the seed of the draws.
         stop: a continuation ends before the first of these texts.
 
@@ -68,7 +68,7 @@ def continue_rows(
             rule = f"must be at most {max_tokens}: the model has {max_positions} "
             rule += "learned positions"
             raise ConfigError([Mistake("num_tokens", num_tokens, rule)])
-    prompt_BP = np.zeros((len(rows), _columns(int(lengths.max()))), np.int32)
+    prompt_BP = np.zeros((len(rows), _num_columns(int(lengths.max()))), np.int32)
     for row, ids in zip(prompt_BP, rows, strict=True):
         row[-len(ids) :] = ids
     decoder = make_decoder(program, encoding.n_vocab, sampling, len(rows))
@@ -84,15 +84,15 @@ def continue_rows(
     return texts
 
 
-def _columns(longest: int) -> int:
+def _num_columns(longest: int) -> int:
     """Return the number of columns for prompts of at most `longest` tokens.
 
     The last column is not read into the cache: the first token is drawn from it.
     """
-    columns = _MIN_COLUMNS
-    while columns < longest - 1:
-        columns *= 2
-    return 1 + columns * (longest > 1)
+    cached_columns = _MIN_COLUMNS
+    while cached_columns < longest - 1:
+        cached_columns *= 2
+    return 1 + cached_columns * (longest > 1)
 
 
 def make_decoder(

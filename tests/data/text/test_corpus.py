@@ -9,7 +9,7 @@ from data.errors import DataError
 from data.text.corpus import Corpus, find_corpus, find_files, held_out_ids
 from data.text.documents import read_documents
 from data.text.files import SPLITS, Split
-from data.text.records import Bad, Reading
+from data.text.records import BadRecord, Reading
 
 BYTES = Reading(keep_invalid_utf8=True)
 
@@ -23,7 +23,7 @@ def documents(corpus: Corpus, split: Split) -> dict[str, bytes]:
     texts: dict[str, bytes] = {}
     for unit in corpus.units():
         for found in read_documents(unit, BYTES) if unit.split == split else ():
-            assert not isinstance(found, Bad)
+            assert not isinstance(found, BadRecord)
             texts[found.id] = texts.get(found.id, b"") + found.text
     return texts
 

@@ -10,7 +10,7 @@ import pytest
 
 from data.errors import DataError
 from data.text.files import File
-from data.text.records import Bad, Reading, Record
+from data.text.records import BadRecord, Reading, Record
 from tests.data.text.written_files import (
     COLUMNS,
     WITH_IDS,
@@ -35,9 +35,9 @@ def test_what_comes_before_damage_is_read(tmp_path, name):
         damaged = content[:at] + b"\xff" * (len(content) - at) * (trial % 2)
         found = read_file(file_of(tmp_path, name, damaged), how)
         texts = b"".join(one.text for one in good(found))
-        assert isinstance(found[-1], Bad)
+        assert isinstance(found[-1], BadRecord)
         assert "cannot be read further" in found[-1].reason
-        assert [isinstance(one, Bad) for one in found].count(True) <= 2
+        assert [isinstance(one, BadRecord) for one in found].count(True) <= 2
         # The last block's worth may be missing, and what damage made of it be there.
         assert len(texts) >= total * at / len(content) - 3e5
         if trial % 2 == 0:

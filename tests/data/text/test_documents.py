@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data.text.documents import read_documents
 from data.text.files import File, Unit
-from data.text.records import Bad, Reading, Record
+from data.text.records import BadRecord, Reading, Record
 from tests.data.text.written_files import (
     COLUMNS,
     LINES,
@@ -50,7 +50,7 @@ def test_a_text_is_read_back(name, text):
         try:
             text.decode()
         except UnicodeDecodeError as error:
-            bad = Bad(file, f"byte {error.start}", "not UTF-8")
+            bad = BadRecord(file, f"byte {error.start}", "not UTF-8")
             assert read_file(file) == [bad, Record(name, b"", True)]
         else:
             assert read_file(file) == kept
@@ -98,8 +98,8 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
     how = Reading(id_field="id", max_record_bytes=LIMIT)
     found = list(read_documents(Unit(file), how))
     for one, (first, second) in zip(found, expected, strict=True):
-        if isinstance(one, Bad):
-            assert (one.file, one.place) == (file, first)
+        if isinstance(one, BadRecord):
+            assert (one.file, one.location) == (file, first)
             assert second in one.reason
         else:
             assert one == (first, second, True)
@@ -130,8 +130,8 @@ def test_each_bad_row_is_reported_and_hides_no_other(tmp_path, name, text, reaso
     file = file_of(tmp_path, name, encode_table(name, odd_table(text)))
     first, bad, last = read_file(file, Reading(id_field="id", max_record_bytes=LIMIT))
     assert (first, last) == (("x", b"a", True), ("z", b"c", True))
-    assert isinstance(bad, Bad)
-    assert (bad.place, bad.file) == ("row 1", file)
+    assert isinstance(bad, BadRecord)
+    assert (bad.location, bad.file) == ("row 1", file)
     assert reason in bad.reason
 
 
@@ -141,7 +141,7 @@ def test_columns_may_be_odd(tmp_path, name):
         return read_file(file_of(tmp_path, name, encode_table(name, table)), how)
 
     (bad,) = found(pa.table({"id": ["x"]}))
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.reason == "no column 'text'"
     numbers = found(odd_table(pa.array([1, 2])))
     assert ["no text but int" in one.reason for one in numbers] == [True] * 2  # type: ignore
@@ -151,7 +151,7 @@ def test_columns_may_be_odd(tmp_path, name):
     ids = pa.array([b"k", b"\xff"]).view(pa.string())
     fine, bad = found(pa.table({"id": ids, "text": ["a"] * 2}))
     assert fine == ("k", b"a", True)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert found(pa.table({"id": [5], "text": ["a"]})) == [("5", b"a", True)]
 
 
@@ -163,4 +163,4 @@ def test_frames_follow_each_other(tmp_path):
         assert read_file(file) == [Record(name, text, True)]
         found = read_file(file_of(tmp_path, name, content + b"no frame"))
         assert found[0] == (name, text, True)
-        assert isinstance(found[1], Bad)
+        assert isinstance(found[1], BadRecord)

@@ -18,7 +18,7 @@ from data.errors import DataError
 from data.text.corpus import Corpus
 from data.text.documents import read_documents
 from data.text.files import SPLITS, Unit, units_of
-from data.text.records import Bad, Reading
+from data.text.records import BadRecord, Reading
 from tests.data.text.written_files import compress, file_of, good, read_file
 
 line = st.one_of(
@@ -115,7 +115,7 @@ def test_a_broken_single_text_is_reported_wherever_it_is_divided(tmp_path):
     for validation in (0.0, 0.001, 0.1, 0.9):
         units = Corpus("", (file,), validation).units()
         found = [one for unit in units for one in read_documents(unit, Reading())]
-        assert [one.reason for one in found if isinstance(one, Bad)] == [
+        assert [one.reason for one in found if isinstance(one, BadRecord)] == [
             "cannot be read further: the compressed file ends in the middle"
         ]
         assert sum(len(one.text) for one in good(found)) > 5000

@@ -11,9 +11,9 @@ import zstandard
 
 from data.text.documents import read_documents
 from data.text.files import File, units_of
-from data.text.records import Bad, Reading, Record
+from data.text.records import BadRecord, Reading, Record
 
-Found = list[Record | Bad]
+Found = list[Record | BadRecord]
 WITH_IDS = Reading(id_field="id")
 LINES = ("a.jsonl", "a.NDJSON", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst")
 COLUMNS = ("a.parquet", "stream.arrow", "file.arrow")

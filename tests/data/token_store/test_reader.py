@@ -100,7 +100,7 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
             assert len(gathered) == len(spans)
             np.testing.assert_array_equal(np.concatenate(gathered), flat[flat < total])
             assert array.document_id(len(lengths) - 1) == f"id {len(lengths) - 1}"
-            tokens = np.concatenate(list(array.stretches("tokens")))
+            tokens = np.concatenate(list(array.iterate_shards("tokens")))
             np.testing.assert_array_equal(tokens, np.arange(total))
 
 

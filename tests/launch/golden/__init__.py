@@ -26,7 +26,8 @@ def equals_golden(name: str, rendered: Rendered) -> None:
     """Compare all files, and the command, with those of a folder."""
     folder = _HERE / name
     files = {name: _own(text) for name, text in rendered.files.items()}
-    files["command"] = "\n".join([*rendered.before, shell(rendered.command)]) + "\n"
+    lines = [*rendered.preparation, shell(rendered.command)]
+    files["command"] = "\n".join(lines) + "\n"
     if os.environ.get("GOLDEN"):
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():

@@ -15,7 +15,7 @@ def stage(request, tmp_path, monkeypatch) -> Iterator[Callable[..., Any]]:
     """Make a stage; of either kind, unless a test says of which."""
     monkeypatch.setattr(supervise, "run_step", lambda job: None)
     monkeypatch.setattr(supervisor, "_PAUSE_S", 0.02)
-    monkeypatch.setattr(hosts, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(hosts, "_RETRY_S", 0.05)
     monkeypatch.setattr(queued_resource, "_PAUSE_S", 0.02)
     monkeypatch.setattr(queued_resource, "_ASK_AGAIN_S", 0.02)
     made: list[Stage] = []

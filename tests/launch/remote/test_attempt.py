@@ -24,7 +24,7 @@ from train.run.liveness import Process
 def test_a_signal_ends_a_pause():
     wait = Wait()
     assert not wait(0.01)
-    threading.Timer(0.2, lambda: wait.ask(signal.SIGTERM)).start()
+    threading.Timer(0.2, lambda: wait.record(signal.SIGTERM)).start()
     assert wait(3600)
     began = time.monotonic()
     assert wait(0.3, handled=1)  # waits, and says that one came
@@ -117,7 +117,7 @@ def test_who_is_silent_when_others_have_ended_is_not_waited_for_long(
 
 
 def test_those_that_do_not_end_are_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr(attempt, "OTHERS_S", 0.1)
+    monkeypatch.setattr(attempt, "LAST_SAVE_S", 0.1)
     many = [{"a": DONE, "b": RUNS}] * 20
     hosts = Scripted(2, *many, {"a": DONE, "b": State("ended", 137)})
     assert watched(hosts, tmp_path) == [0, 137]

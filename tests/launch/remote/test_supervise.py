@@ -94,7 +94,7 @@ def hosts_of(at: Stage):
 def test_verbs_without_a_supervisor(stage, capsys):
     at = stage("run")
     submission = at.kept()
-    assert hosts_of(at).begin(Wait(), take_up=False)
+    assert hosts_of(at).begin(Wait(), watch_running=False)
     until(lambda: at.starts() == [1, 1])
     said = at.backend.status(submission)
     assert any("not kept running" in line for line in said)

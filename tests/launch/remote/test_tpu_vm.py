@@ -153,7 +153,9 @@ def test_status_says_why_it_waits(stage):
     at = stage(plan=[["WAITING_FOR_RESOURCES"]])
     submission = at.kept()
     assert "queued resource: none: it is over" in tpu_vm.status(submission)[0]
-    subprocess.run(gcloud.commands(at.job.name, at.cluster)["create"], check=True)
+    subprocess.run(
+        gcloud.resource_commands(at.job.name, at.cluster)["create"], check=True
+    )
     assert tpu_vm.status(submission)[0] == "queued resource: WAITING_FOR_RESOURCES"
 
 
@@ -162,7 +164,7 @@ def test_the_archive_goes_along(stage):
     cluster = replace(SLICES, code=Code.archive)
     submission = at.kept(cluster, {ARCHIVE: "archive", UNPACK: "unpack"})
     argument_printer(at.fake / "bin", "trainer")
-    assert supervise.submitted_hosts(submission).begin(Wait(), take_up=False)
+    assert supervise.submitted_hosts(submission).begin(Wait(), watch_running=False)
     until((at.fake / "bin/arguments.jsonl").exists)
     train = ["trainer", "-P", "-m", "train"]
     wanted = ["./unpack.py", "./code.tar.gz", "--", *train]
@@ -185,7 +187,10 @@ def test_flags_are_those_of_the_sdk():
     node = tree["STATIC_COMPLETION_CLI_TREE"]
     for word in ("compute", "tpus", "queued-resources"):
         node = node["commands"][word]
-    commands = [*gcloud.commands("x", TPU_VM).values(), copy_to_vms("x", TPU_VM)]
+    commands = [
+        *gcloud.resource_commands("x", TPU_VM).values(),
+        copy_to_vms("x", TPU_VM),
+    ]
     for command in (*commands, ssh_to_vms("x", TPU_VM, "true")):
         group, verb, *words = command[3:]
         assert group == "queued-resources"

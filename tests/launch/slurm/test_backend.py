@@ -6,7 +6,7 @@ import pytest
 
 from launch.config import SlurmCluster
 from launch.slurm import backend as slurm
-from launch.slurm.script import script
+from launch.slurm.script import job_script
 from launch.slurm.squeue import QueuedJob
 from launch.submissions import Submission
 from tests.launch.hostile import VALUES
@@ -26,7 +26,7 @@ def test_directives_hold_only_what_was_checked():
             assert wrong == of_all, value
         else:
             assert not set(value) & set(" \t\r\n\a\"'\\#$`"), value
-            lines = script(JOB, cluster).splitlines()
+            lines = job_script(JOB, cluster).splitlines()
             assert f"#SBATCH --comment={value}" in lines
 
 
@@ -44,11 +44,11 @@ def test_directives_hold_only_what_was_checked():
 def test_memory_and_cores_are_those_of_the_plan(keys, lines):
     cluster = SlurmCluster(gpus_per_node=8, gpu="h100", **keys)
     planned = replace(JOB, staged_bytes=20 << 30)
-    text = script(planned, cluster)
+    text = job_script(planned, cluster)
     assert lines <= {*text.splitlines()}
     cores = next(w for w in text.splitlines() if "cpus-per-task" in w).split()[-1]
     assert f"\t{cores}\n" in text  # srun's too
-    assert "--mem" not in script(JOB, SlurmCluster(gpus_per_node=8))
+    assert "--mem" not in job_script(JOB, SlurmCluster(gpus_per_node=8))
 
 
 def test_what_is_rendered_for_hand_has_the_paths_of_submit(tmp_path):

@@ -10,7 +10,7 @@ from launch.config import SlurmCluster
 from launch.job import Job, shell
 from launch.policy import Verdict, backoff, judge
 from launch.slurm import backend as slurm
-from launch.slurm.script import script
+from launch.slurm.script import job_script
 from launch.supervisor import Supervisor, describe_attempts
 from tests.launch.hostile import VALUES, argument_printer, printed
 from tests.launch.kinds import Played
@@ -26,7 +26,7 @@ def stubs(tmp_path) -> Stubs:
 def rendered(folder: Path, tasks: int = 2, **keys) -> str:
     job = Job("a-b", str(folder), str(folder), ("x=1",), "/code", "/work")
     keys = {"python": "python", "nodes": tasks, **keys}
-    return script(job, SlurmCluster(**keys))
+    return job_script(job, SlurmCluster(**keys))
 
 
 MIXTURES = [
@@ -56,7 +56,7 @@ def supervised(attempts, max_restarts: int, folder: Path) -> tuple[int, int]:
     steps = [step for codes, step in attempts if judge(codes)[0] is Verdict.crashed]
     code = Supervisor(
         start=lambda: Played(left.pop(0)[0]),
-        step=lambda: steps.pop(0),
+        read_step=lambda: steps.pop(0),
         max_restarts=max_restarts,
         backoff_s=0,
         diary=folder / "supervised.jsonl",

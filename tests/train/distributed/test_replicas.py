@@ -10,9 +10,9 @@ from train.distributed.replicas import (
     Finding,
     _checksum,
     compare_replicas,
-    copied,
     flip,
     make_checksums,
+    replicated_shardings,
 )
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -39,7 +39,7 @@ def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
     program = programs(*mesh, *size, devices=devices)
     state = program.init()
     assert find(program, state) == []
-    names = list(copied(program.state))
+    names = list(replicated_shardings(program.state))
     assert {"step", "recent.values"} < {*names}
     for name in ("step", names[0], names[len(names) // 2], names[-1]):
         for device in (0, devices - 1):
@@ -67,7 +67,7 @@ def test_what_nobody_else_holds_is_left_out(programs):
     alone = programs(devices=1)
     assert make_checksums(alone.state, alone.mesh) is None
     program = programs("mesh.fsdp=8", devices=8)
-    assert "params.layers.mlp.up.weight" not in copied(program.state)
+    assert "params.layers.mlp.up.weight" not in replicated_shardings(program.state)
     assert find(program, flip(program.init(), "params.layers.mlp.up.weight", 3)) == []
 
 

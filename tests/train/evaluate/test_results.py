@@ -10,7 +10,7 @@ from etils import epath
 import train.evaluate.results
 from data.tokenizer import load_tokenizer
 from train.cli.command import compose
-from train.evaluate.results import print_results, results, score_lines
+from train.evaluate.results import compute_results, print_results, score_lines
 from train.evaluate.validation import Score
 from train.identity import run_dir
 from train.run.metrics import open_metrics
@@ -73,7 +73,7 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
         num_bytes=lambda split: len(TEXT),
         text=lambda split, limit: TEXT[:limit],
     )
-    return results(program, {}, sources, 30, {"": Score(1.0, 1.5, num_targets)})
+    return compute_results(program, {}, sources, 30, {"": Score(1.0, 1.5, num_targets)})
 
 
 def test_people_read_the_split_and_then_each_set():

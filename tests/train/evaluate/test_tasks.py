@@ -26,7 +26,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.tasks import TaskManager
 
-from train.evaluate.harness import HarnessModel, generation, windows_of
+from train.evaluate.harness import HarnessModel, parse_generation, split_into_windows
 
 BYTES = load_tokenizer("bytes")
 SMALL = ("model.num_layers=1", "data.sequence_length=64")
@@ -119,7 +119,7 @@ def test_a_mesh_or_smaller_batches_change_no_score(
 ):
     """No more rows are scored at once than a microbatch has."""
     program = programs(*SMALL, *more, devices=devices)
-    assert HarnessModel(program, BYTES)._rows == rows
+    assert HarnessModel(program, BYTES)._num_rows == rows
     found = of_requests(program, params, REQUESTS)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in together]
     assert [s for s, _ in found] == pytest.approx([s for s, _ in together], rel=1e-5)
@@ -131,7 +131,7 @@ def test_whole_texts_are_cut_as_the_harness_cuts_them(count):
 
     tokens = list(range(1, count + 1))
     theirs = [*map(make_disjoint_window, get_rolling_token_windows(tokens, 0, 8, 1))]
-    ours = [(before, part) for _, before, part in windows_of(0, [0], tokens, 8)]
+    ours = [(before, part) for _, before, part in split_into_windows(0, [0], tokens, 8)]
     assert ours == theirs
 
 
@@ -141,8 +141,8 @@ def test_all_kinds_of_tasks_give_numbers_with_errors(programs, params, asked, ca
     tasks = Tasks(load_tasks(asked), asked, program, BYTES)
     beats = []
     placed = jax.device_put(params, program.shardings.params)
-    metrics = tasks.scores(placed, lambda: beats.append(1))
-    assert tasks.scores(placed) == metrics
+    metrics = tasks.score(placed, lambda: beats.append(1))
+    assert tasks.score(placed) == metrics
     assert "Tokenizing" not in capfd.readouterr().err  # a bar in the log of a run
     assert {f"tasks/toy_choices/{m}" for m in ("acc", "acc_norm")} < {*metrics}
     assert metrics["tasks/toy_choices/acc_stderr"] > 0
@@ -171,7 +171,7 @@ def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
         program = programs(*typed, devices=8 if layout else 1)
         drawn = params_of(GPT(program.config.model, nnx.Rngs(0)))
         tasks = Tasks(load_tasks(asked), asked, program, BYTES)
-        found.append(tasks.scores(jax.device_put(drawn, program.shardings.params)))
+        found.append(tasks.score(jax.device_put(drawn, program.shardings.params)))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
@@ -243,11 +243,12 @@ def test_keys_that_do_not_go_together_are_refused():
 
 
 def test_sampling_is_read_as_the_harness_means_it():
-    greedy = generation({"until": "\n", "max_gen_toks": 3, "temperature": 0.5})
+    greedy = parse_generation({"until": "\n", "max_gen_toks": 3, "temperature": 0.5})
     assert greedy.sampling.temperature == 0.5
     assert greedy.stop == ["\n"]
-    assert generation({"do_sample": False, "temperature": 1}).sampling.temperature == 0
-    assert generation({"num_beams": 2}).unknown == ["num_beams"]
+    settings = parse_generation({"do_sample": False, "temperature": 1})
+    assert settings.sampling.temperature == 0
+    assert parse_generation({"num_beams": 2}).unknown == ["num_beams"]
 
 
 def test_parts_of_a_group_are_left_out():

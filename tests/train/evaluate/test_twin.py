@@ -5,7 +5,7 @@ import pytest
 
 from tests.train.evaluate.task_files import NAMES, write_tasks
 from tests.train.pretrained.conftest import perturbed
-from train.pretrained.folder import empty_folder, write_folder
+from train.pretrained.folder import require_empty_folder, write_folder
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def test_both_give_the_same_answers_to_each_example(
 
     program = programs(*MODEL, devices=1)
     params = perturbed(program.config.model)
-    folder = empty_folder(str(tmp_path / "exported"))
+    folder = require_empty_folder(str(tmp_path / "exported"))
     write_folder(folder, program, params, store, 0, "float32", True)
     ours = HarnessModel(program, store.encoding)
     ours.params = jax.device_put(params, program.shardings.params)

@@ -14,8 +14,8 @@ from train.hardware.interconnect import (
     group_along,
     group_at,
     hops,
-    num_parts,
     num_slices,
+    num_slices_along,
     rings,
 )
 
@@ -119,7 +119,7 @@ def test_a_node_is_one_whether_each_of_its_gpus_has_a_process(composed):
     for mesh in (at.mesh, each, described):
         assert group_along(["fsdp"], mesh).network == "NVLink"
         assert group_along(["data"], mesh).network == "network"
-        assert num_slices(mesh.devices.flat) == num_parts(mesh, ["data"]) == 2
+        assert num_slices(mesh.devices.flat) == num_slices_along(mesh, ["data"]) == 2
         both = bandwidth(mesh, ["data", "fsdp"], "network", at.chip)
         assert both == pytest.approx(FAR * 8 * 50 * GB)
 

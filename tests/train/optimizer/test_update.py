@@ -157,7 +157,7 @@ def test_a_decay_that_does_not_fit_behind_the_warm_up_is_shorter(warmup, start):
     schedule = make_schedule(config, num_steps=120)
     for step, value in {start: 1, (start + 120) // 2: 0.5, 120: 0, 200: 0}.items():
         assert float(schedule(jnp.int32(step))) == pytest.approx(value, abs=1e-6)
-    assert config.falls_from(120) == start
+    assert config.decay_start(120) == start
 
 
 @pytest.mark.parametrize("length", [0.5, 10.0])

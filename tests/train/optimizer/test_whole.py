@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import Kind, ParamInfo
 from train.optimizer.muon import orthogonalize
-from train.optimizer.whole import on_whole_matrices
+from train.optimizer.whole import map_whole_matrices
 
 SHAPES = {  # of 3 layers; wide, tall, with heads, a few experts, one alone
     "up": ((3, 16, 32), ("layers", "embed", "mlp"), 1),
@@ -72,7 +72,7 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
 
     @jax.jit
     def ours(arrays):
-        return on_whole_matrices(
+        return map_whole_matrices(
             lambda x: orthogonalize(x, jnp.float32),
             arrays,
             infos=infos,

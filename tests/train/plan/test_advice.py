@@ -9,7 +9,7 @@ from tests.train.machines import execution, machine, total
 from train.mesh_sizes import mesh_mistakes
 from train.plan.advice import advise, print_prediction
 from train.plan.cost import Flops
-from train.plan.recomputing import WAYS, format_policy
+from train.plan.recomputing import POLICIES, format_policy
 from train.plan.roofline import predict
 
 SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -46,7 +46,7 @@ CASES = [
         ("mesh=fsdp", BATCH, "train.remat=dots"),
         step(again=1.2, ici=0.5),
         "no product overlaps .* fsdp over ICI",
-        f"train.remat={format_policy(WAYS[-2])}",
+        f"train.remat={format_policy(POLICIES[-2])}",
     ),
     ("v5e-256", ("mesh=fsdp", BATCH), step(), "bound by computing", ""),
     (

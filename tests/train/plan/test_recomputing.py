@@ -10,7 +10,7 @@ from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_memory, estimate_step
 from train.plan.estimated.temporaries import saved_bytes
 from train.plan.recomputing import (
-    WAYS,
+    POLICIES,
     format_policy,
     parse_policy,
     policies_keeping_less,
@@ -18,7 +18,7 @@ from train.plan.recomputing import (
 )
 
 
-@pytest.mark.parametrize("way", [*WAYS, ()])
+@pytest.mark.parametrize("way", [*POLICIES, ()])
 def test_what_is_typed_is_the_policy(way):
     assert parse_policy(format_policy(way)) == way
     assert compose([f"train.remat={format_policy(way)}"]).train.remat == way
@@ -26,21 +26,21 @@ def test_what_is_typed_is_the_policy(way):
 
 def test_less_and_more_go_from_what_is_next():
     attention = ("attention",)
-    assert policies_keeping_more(Remat.full) == [*WAYS[1:]]
-    assert policies_keeping_less(Remat.none) == [*reversed(WAYS[:-1])]
+    assert policies_keeping_more(Remat.full) == [*POLICIES[1:]]
+    assert policies_keeping_less(Remat.none) == [*reversed(POLICIES[:-1])]
     assert policies_keeping_less(attention) == [Remat.full]
     assert policies_keeping_more(Remat.none) == policies_keeping_less(Remat.full) == []
     # What keeps attention keeps neither more nor less than the products alone.
     assert policies_keeping_less(Remat.dots) == [Remat.full]
-    assert {*policies_keeping_more(attention)} == {*WAYS[2:]} - {Remat.dots}
-    assert policies_keeping_more(("mlp_up",)) == [Remat.dots, *WAYS[-2:]]
+    assert {*policies_keeping_more(attention)} == {*POLICIES[2:]} - {Remat.dots}
+    assert policies_keeping_more(("mlp_up",)) == [Remat.dots, *POLICIES[-2:]]
 
 
 @pytest.mark.slow
 def test_what_keeps_more_computes_less(programs):
     """By the estimate, of a model whose attention is XLA's: no kernel runs twice."""
     kept, flops = [], []
-    for way in WAYS:
+    for way in POLICIES:
         program = programs(
             f"train.remat={format_policy(way)}", "model.activation=swiglu"
         )

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.machines import execution, machine, total
-from train.hardware.achievable import HOPPER, slowest
+from train.hardware.achievable import HOPPER, slowest_ratio
 from train.hardware.achievable import TPU as OF_TPU
 from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
 from train.hardware.interconnect import Group, NotStated
 from train.hardware.targets import parse_target
-from train.plan.rates import Busy, depth_fill, matrix_fill, rates_of
-from train.plan.roofline import GPU_SPREAD, Link, _step
+from train.plan.rates import BusyTimes, depth_fill, matrix_fill, rates_of
+from train.plan.roofline import GPU_SPREAD, Link, _step_seconds
 from train.program import make_program
 
 TPU = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -129,7 +129,7 @@ def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
     found = at.predict(execution(TPU["products"], 0, sent))
     seconds, start = 4 / (0.33 * 3.125), OF_TPU.hop_s
     hidden = 0.25 * (1 - OF_TPU.unhidden) * seconds
-    slow = slowest(2, OF_TPU.spread)
+    slow = slowest_ratio(2, OF_TPU.spread)
     assert slow == pytest.approx(1 + 0.014 * 1.177, rel=1e-3)
     (link,) = found.links
     assert (link.seconds, link.hidden) == pytest.approx((seconds + start, hidden))
@@ -202,7 +202,8 @@ def test_ranges_are_in_order(products, memory, beside, networks):
         Link(("fsdp",), "ICI", 1, 1, s, s * hidden, s * (1 - hidden) * waits)
         for s, hidden, waits in networks
     ]
-    found = _step(Busy(products, memory, memory * beside, 1.0), links, on_tpu=True)
+    busy_times = BusyTimes(products, memory, memory * beside, 1.0)
+    found = _step_seconds(busy_times, links, on_tpu=True)
     assert found.low <= found.high * (1 + 1e-9) + 1e-9
     assert found.low <= found.middle * (1 + 1e-9) + 1e-9
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.train.machines import execution, machine, total
-from train.hardware.achievable import HOPPER, TPU, slowest
+from train.hardware.achievable import HOPPER, TPU, slowest_ratio
 from train.hardware.interconnect import num_slices
 from train.plan.scaling import print_weak_scaling, weak_scaling
 
@@ -40,7 +40,7 @@ def test_the_speed_kept_falls_with_what_nothing_hides(two, capsys):
     assert (rows[0].efficiency.low, rows[0].efficiency.high) == (1, 1)
     for row in rows[1:]:
         exposed = row.sent / (0.33 * 3.125e9) + TPU.hop_s * (row.slices - 1)
-        kept = 0.1 / (0.1 + exposed) / slowest(row.slices, TPU.spread)
+        kept = 0.1 / (0.1 + exposed) / slowest_ratio(row.slices, TPU.spread)
         assert row.efficiency.low == pytest.approx(kept)
     kept = [row.efficiency.low for row in rows]
     assert kept == sorted(kept, reverse=True)

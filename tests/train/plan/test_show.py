@@ -9,7 +9,7 @@ from etils import epath
 
 from train.plan.__main__ import plan_mistakes
 from train.plan.compiled.buffers import Buffer
-from train.plan.compiled.inspection import Copied, InPlace, Inspection
+from train.plan.compiled.inspection import CostlyCopy, InPlace, Inspection
 from train.plan.config import PlanConfig
 from train.plan.show import inspection_data, print_inspection, sentences, write_texts
 
@@ -17,7 +17,7 @@ FOUND = Inspection(
     in_place=InPlace(["a", "b"], []),
     kernels={"splash_mha_fwd": 32},
     buffers=[Buffer(3 * 2**30, "bf16[32,8]", "layers forward mlp.up", "the loss")],
-    copies=[Copied("copy.1", 2, 100, 0.025, "layers backward, model/gpt.py:7")],
+    copies=[CostlyCopy("copy.1", 2, 100, 0.025, "layers backward, model/gpt.py:7")],
     operand_bytes={"bf16": 99, "f32": 1},
 )
 

@@ -9,7 +9,7 @@ from model.gpt import GPT, params_of
 from model.params import named
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_json, write_weights
 from train.run.folder import run_folder
 
@@ -74,7 +74,7 @@ def perturbed(model, scale=0.1, seed=0):
 def export(folder, program, params, dtype="float32"):
     """Write weights and settings to a folder, and return what the tensors hold."""
     family = family_of(program.config.model)
-    parts = Parts(family, program.config.model, program.infos, BYTES.n_vocab)
+    parts = FamilyTensors(family, program.config.model, program.infos, BYTES.n_vocab)
     where = run_folder(str(folder))
     write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))
     settings = exported_settings(family, program.config.model, BYTES, LENGTH, dtype)

@@ -17,7 +17,12 @@ from train.cli.schema import config_yaml
 from train.config import CheckpointConfig
 from train.errors import ConfigError
 from train.pretrained import weights
-from train.pretrained.begin import RECORD, check_weights, hold_to_first, start_from
+from train.pretrained.begin import (
+    RECORD,
+    check_weights,
+    record_or_check_files,
+    start_from,
+)
 from train.run.checkpoint import Checkpoints
 from train.run.folder import run_folder
 from train.run.restore import ALONE
@@ -41,7 +46,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(folder, tmp_path):
     """Of a hundred, in any file: payload, header, index or settings."""
     path, _ = folder
     run, draw = run_folder(str(tmp_path / "run")), random.Random(0)
-    hold_to_first(str(path), run, ALONE)
+    record_or_check_files(str(path), run, ALONE)
     files = sorted(path.iterdir())
     assert {*json.loads((run / RECORD).read_text())} == {file.name for file in files}
     for _ in range(100):
@@ -51,9 +56,9 @@ def test_a_flipped_bit_anywhere_is_found_and_named(folder, tmp_path):
         flipped = whole[place] ^ 1 << draw.randrange(8)
         file.write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
         with pytest.raises(DataError, match=file.name):
-            hold_to_first(str(path), run, ALONE)
+            record_or_check_files(str(path), run, ALONE)
         file.write_bytes(whole)
-    hold_to_first(str(path), run, ALONE)
+    record_or_check_files(str(path), run, ALONE)
 
 
 def _damage(file, kind: str, draw: random.Random) -> None:

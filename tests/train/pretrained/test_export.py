@@ -19,8 +19,8 @@ from train.cli.command import compose
 from train.errors import ConfigError
 from train.pretrained import weights
 from train.pretrained.families import family_of
-from train.pretrained.folder import empty_folder, exported_settings
-from train.pretrained.tensors import Parts
+from train.pretrained.folder import exported_settings, require_empty_folder
+from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_weights
 from train.run.folder import run_folder
 
@@ -120,7 +120,7 @@ def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, s
     assert {file.name: file.read_bytes() for file in remote} == own
     assert len(own) > 4
     with pytest.raises(ConfigError, match="nothing is overwritten"):
-        empty_folder("s3://bucket/exported")
+        require_empty_folder("s3://bucket/exported")
 
 
 def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
@@ -153,7 +153,7 @@ def test_full_size_models_have_their_published_size(preset, count):
     model = compose([f"model={preset}"]).model
     abstract = abstract_gpt(model)
     infos = param_infos(abstract)
-    parts = Parts(family_of(model), model, infos, model.vocab_size)
+    parts = FamilyTensors(family_of(model), model, infos, model.vocab_size)
     shapes = parts.shapes(dict(named(params_of(abstract))))
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == count
 

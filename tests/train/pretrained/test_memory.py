@@ -16,7 +16,7 @@ from tests.train.pretrained.conftest import BYTES
 from train.cli.command import compose
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 
 # In a process of its own: what others leave would count.
 START = """
@@ -61,7 +61,7 @@ def test_eight_devices_take_less_than_a_third_more_than_the_weights(tmp_path):
     """Optimizers that keep moments take these besides."""
     model = compose([*WORDS, *SMALL]).model
     abstract, family = abstract_gpt(model), family_of(model)
-    parts = Parts(family, model, param_infos(abstract), model.vocab_size or 0)
+    parts = FamilyTensors(family, model, param_infos(abstract), model.vocab_size or 0)
     shapes = parts.shapes(dict(named(params_of(abstract))))
     rng, listed = np.random.default_rng(0), {}
     for number, (name, shape) in enumerate(shapes.items()):

@@ -22,7 +22,7 @@ from train.feed import place
 from train.pretrained.begin import start_from
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
-from train.pretrained.tensors import Parts
+from train.pretrained.tensors import FamilyTensors
 from train.sample.generate import Sampling, generate
 from train.sample.prompts import make_decoder
 from train.step import make_gradients
@@ -55,7 +55,7 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     loading = pytest.importorskip("transformers.core_model_loading")
     model = compose([f"model={preset}"]).model
     family, ours = family_of(model), abstract_gpt(model)
-    parts = Parts(family, model, param_infos(ours), model.vocab_size or 0)
+    parts = FamilyTensors(family, model, param_infos(ours), model.vocab_size or 0)
     settings = exported_settings(family, model, BYTES, 2048, "bfloat16")
     settings |= {"vocab_size": model.vocab_size}
     known = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 
-from train.profile.profiler_trace import Event, extend_events, time_spent
+from train.profile.profiler_trace import Event, attribute_time, extend_events
 
 
 def spent(*events, rank=lambda event: 0, begin=0.0, end=100.0):
     events = [Event(*event, "") for event in events]
-    found = time_spent(events, begin, end, rank)
+    found = attribute_time(events, begin, end, rank)
     assert sum(found.values()) == pytest.approx(end - begin)
     by_name = Counter()
     for event, ns in found.items():

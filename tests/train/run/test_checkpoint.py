@@ -37,14 +37,14 @@ def test_the_best_step_outlives_newer_ones(saved, folder):
     losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0}
     better = []
     for step in range(1, 6):
-        better.append(step in losses and checkpoints.judge(step, losses[step]))
+        better.append(step in losses and checkpoints.record_loss(step, losses[step]))
         checkpoints.save(step, make_state(step), ABOUT)
         checkpoints.wait()
     assert better == [True, True, False, False, False]
     reader = SavedSteps(folder)
     assert (reader.steps(), reader.best()) == ([2, 5], 2)
     same(reader.restore(like()), make_state(5))
-    assert [saved(keep_best=True).judge(6, loss) for loss in (1.5, 0.5)] == [
+    assert [saved(keep_best=True).record_loss(6, loss) for loss in (1.5, 0.5)] == [
         False,
         True,
     ]
@@ -136,12 +136,12 @@ def test_due_by_steps_and_by_minutes(folder, monkeypatch):
     assert [s for s in range(1, 31) if checkpoints.due(s)] == [10, 20, 30]
     now[0] += 5 * 60
     assert not checkpoints.due(11)
-    assert checkpoints.overdue()
-    assert not checkpoints.overdue()  # all processes have been asked by now
+    assert checkpoints.due_by_time()
+    assert not checkpoints.due_by_time()  # all processes have been asked by now
     checkpoints.save(11, make_state(11), ABOUT)
-    assert not checkpoints.overdue()
+    assert not checkpoints.due_by_time()
     now[0] += 5 * 60
-    assert checkpoints.overdue()
+    assert checkpoints.due_by_time()
     checkpoints.close()
 
 

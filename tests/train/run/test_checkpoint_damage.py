@@ -14,7 +14,7 @@ from train.checkpoints import CheckpointsConfig, main
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
-from train.run.digests import SEAL, damage, is_sealed
+from train.run.digests import SEAL, find_damage, is_sealed
 from train.run.restore import SavedSteps
 
 
@@ -92,11 +92,11 @@ def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
         damaged = bytearray(content)
         damaged[at] ^= 1 << int(rng.integers(8))
         file.write_bytes(content[:at] if trial % 3 == 0 else damaged)
-        if damage(step) is None:
+        if find_damage(step) is None:
             assert file.name == SEAL, file  # say, a space of the JSON
             same(checkpoints.saved.restore(like()), make_state(1))
         file.write_bytes(content)
-    assert damage(step) is None
+    assert find_damage(step) is None
 
 
 def test_a_step_under_another_number_is_not_taken(saved, folder, caplog):
@@ -151,13 +151,13 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_blocks_nothing(saved, folder):
         content = file.read_bytes()
         file.unlink()
         os.mkfifo(file)
-        assert "is not a regular file" in (damage(folder / "1") or "")
+        assert "is not a regular file" in (find_damage(folder / "1") or "")
         if "CHECKPOINT" in file.name:  # Orbax reads it when it opens the folder
             with pytest.raises(DataError, match=r"/1: .* Move this folder elsewhere"):
                 SavedSteps(folder)
         file.unlink()
         file.write_bytes(content)
-    assert damage(folder / "1") is None
+    assert find_damage(folder / "1") is None
 
 
 def unsealed(checkpoints, step, attempt, written) -> None:
@@ -173,7 +173,7 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
     assert not is_sealed(folder / "1")
     same(saved().saved.restore(like()), make_state(1))
     assert "used unverified" in caplog.text
-    assert damage(folder / "1") is None
+    assert find_damage(folder / "1") is None
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "_seal", unsealed)
         saved(2)
@@ -184,7 +184,7 @@ def test_what_died_before_its_seal_is_taken_for_want_of_another(
     assert aside.name.startswith("2-")
     again.save(2, make_state(2, seed=7), ABOUT)  # the run comes here again
     again.wait()
-    assert damage(folder / "2") is None
+    assert find_damage(folder / "2") is None
     same(saved().saved.restore(like()), make_state(2, seed=7))
 
 

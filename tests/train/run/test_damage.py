@@ -23,7 +23,7 @@ from train.config import Config, RunConfig
 from train.distributed.processes import Cluster
 from train.errors import WRONG_CONFIG, WRONG_DATA, ConfigError, Exit, exit_code
 from train.evaluate.results import score_lines
-from train.pretrained.begin import hold_to_first
+from train.pretrained.begin import record_or_check_files
 from train.run.directory import open_run
 from train.run.evaluations import write_evaluation
 from train.run.liveness import Owner
@@ -62,7 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "profiles/5/step.hlo.gz").write_bytes(gzip.compress(b"HloModule a"))
-    hold_to_first(str(folder / "weights"), epath.Path(folder), Cluster())
+    record_or_check_files(str(folder / "weights"), epath.Path(folder), Cluster())
     write_evaluation(epath.Path(folder), 20, {"tasks": ["a"]}, {"tasks/a/acc": 0.5})
     (folder / "launch" / "1").mkdir(parents=True)
     Submission(str(folder), 1, "local", "a", (), "/").with_handle()
@@ -99,7 +99,7 @@ COMMANDS: dict[str, Callable[[Path], Any]] = {
     "profile": lambda run: profile.main(
         profile.ProfileConfig(RunConfig(dir=str(run)), step=5)
     ),
-    "init_from": lambda run: hold_to_first(
+    "init_from": lambda run: record_or_check_files(
         str(run / "weights"), epath.Path(run), Cluster()
     ),
     "launch": lambda run: submitted(str(run)),

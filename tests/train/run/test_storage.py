@@ -16,7 +16,7 @@ from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
-from train.run.digests import damage, digests, is_sealed, write_seal
+from train.run.digests import digests, find_damage, is_sealed, write_seal
 from train.run.folder import run_folder
 from train.run.metrics import read_metrics
 from train.run.restore import SavedSteps
@@ -99,7 +99,7 @@ def test_a_save_waits_for_a_server_that_is_away(opened, remote, server):
     assert checkpoints.save(2, make_state(2), {}) is None
     server.leave()
     with pytest.raises(Exception, match="connect"):  # which is no damage
-        damage(remote / "1")
+        find_damage(remote / "1")
     back = threading.Timer(3, server.come_back)
     back.start()
     checkpoints.wait()

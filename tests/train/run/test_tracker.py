@@ -10,7 +10,7 @@ import pytest
 from tests.train.run.trackers.sessions import begin
 from train.config import TensorBoardConfig, TrackerConfig, WandbConfig
 from train.run import tracker
-from train.run.trackers.writer import Line, Tracked, Writer
+from train.run.trackers.writer import Line, TrackedRun, Writer
 
 CONFIG = TrackerConfig(WandbConfig(enabled=True))
 
@@ -51,7 +51,7 @@ def _warnings(caplog) -> list[str]:
     ("config", "write"), [(TrackerConfig(), True), (CONFIG, False)]
 )
 def test_no_tracker_touches_nothing(tmp_path, config, write):
-    run = tracker.open_tracker(config, Tracked(tmp_path, "tiny", {}), write=write)
+    run = tracker.open_tracker(config, TrackedRun(tmp_path, "tiny", {}), write=write)
     run.log(1, {"loss": 1.0})
     run.finish()
     assert list(tmp_path.iterdir()) == []
@@ -152,6 +152,6 @@ def test_of_two_at_once_one_that_fails_leaves_the_other(
 
 
 def test_the_id_of_a_run_is_drawn_once(tmp_path):
-    run = Tracked(tmp_path, "x", {})
+    run = TrackedRun(tmp_path, "x", {})
     drawn = {run.run_id("wandb", lambda n=n: f"{n}") for n in range(2)}
     assert drawn == {(tmp_path / "wandb/run_id").read_text().strip()}

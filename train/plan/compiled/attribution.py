@@ -2,8 +2,9 @@
 
 The compiler keeps names of the traced program, such as
 `jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`. This
-name has a part of the model (model/scopes.py), `mlp.up`, inside a scope of the step. An
-instruction without a name is attributed through its nearest neighbours.
+name contains a scope of the step, `layers`, and inside it a part of the model, `mlp.up`
+(model/scopes.py). An instruction without a name is attributed through its nearest
+neighbours.
 """
 
 import re
@@ -15,8 +16,8 @@ from train.plan.compiled.hlo import Executed, Instruction
 
 OTHER, SCALARS = "other", "scalars"
 _PART = re.compile(r"[/(]part\.([\w.]+)")
-_OUTER = "microbatches"  # encloses the scopes of layers and loss
-_SCOPES = ("layers", "loss", _OUTER, "optimizer")
+_MICROBATCHES = "microbatches"  # encloses the scopes of layers and loss
+_SCOPES = ("layers", "loss", _MICROBATCHES, "optimizer")
 _SCOPE = re.compile(rf"[/(](transpose\()?(jvp\()?({'|'.join(_SCOPES)})(?=[/)])")
 _SCALARS_BYTES = 64  # arrays up to this size count as scalars
 _MAX_VISITED = 40  # instructions in a search through neighbours
@@ -27,15 +28,15 @@ _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 def scope_of(executed: Executed, instruction: Instruction) -> str:
     """Return the scope of an instruction: "layers forward", "loss backward", or "".
 
-    The names of the enclosing loops take precedence over the name of the instruction:
-    XLA moves peeled trips and loop invariants out of a loop.
+    The names of the enclosing loops decide first. The instruction's own name decides if
+    they have no scope, because XLA moves peeled trips and invariants out of loops.
     """
     name = instruction.op_name or executed.instruction.op_name
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
     scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
-    inner_scopes = [scope for scope in scopes if scope and scope != _OUTER]
-    return next(iter(inner_scopes), _OUTER if _OUTER in scopes else "")
+    inner_scopes = [scope for scope in scopes if scope and scope != _MICROBATCHES]
+    return next(iter(inner_scopes), _MICROBATCHES if _MICROBATCHES in scopes else "")
 
 
 def scope_in_name(name: str) -> str:
@@ -60,7 +61,7 @@ def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]
     collective_name = inner.op_name or outer.op_name
     names = split_name(collective_name)
     if len(operands) == 1 and names:  # GPU: several arrays were concatenated.
-        arrays = _concatenated(operands[0])
+        arrays = _concatenated_arrays(operands[0])
         if len(arrays) == len(names):
             parts = [part_in_name(name) or OTHER for name in names]
             return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
@@ -69,17 +70,17 @@ def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]
         if operand.num_bytes <= _SCALARS_BYTES:
             uses.append((SCALARS, operand.num_bytes))
             continue
-        # The name of a collective with several operands is that of one of them.
-        exact = collective_name if len(operands) == 1 and not names else ""
-        exact = names[number] if len(names) == len(operands) else exact
+        # A collective with several operands has the name of only one of them.
+        exact_name = collective_name if len(operands) == 1 and not names else ""
+        exact_name = names[number] if len(names) == len(operands) else exact_name
         producer_names = (producer.op_name for producer in producers(operand, callers))
-        candidates = (exact, *producer_names, collective_name, *_user_names(executed))
-        part = next(filter(None, map(part_in_name, candidates)), OTHER)
+        options = (exact_name, *producer_names, collective_name, *_user_names(executed))
+        part = next(filter(None, map(part_in_name, options)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
 
 
-def _concatenated(instruction: Instruction) -> list[Instruction]:
+def _concatenated_arrays(instruction: Instruction) -> list[Instruction]:
     while instruction.opcode == "fusion":
         instruction = instruction.called[0].root
     return instruction.operands if instruction.opcode == "concatenate" else []

@@ -23,7 +23,7 @@ from train.plan.compiled.source_lines import SourceLines
 
 _VIEWS = ("bitcast", "opt-barrier", "while")
 _NO_USE = ("tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier")
-_INIT = re.compile(r"broadcast|AllocateBuffer")  # runs before a buffer's maker
+_INITIALIZERS = re.compile(r"broadcast|AllocateBuffer")  # runs before a buffer's maker
 
 
 class Key(NamedTuple):
@@ -51,17 +51,17 @@ class Buffer:
 
 def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buffer]:
     """Return the `count` largest buffers of a program in main memory."""
-    lives = _Lives(module)
-    sizes = sorted(lives.arrays.items(), key=lambda item: -item[1].num_bytes)
+    lifetimes = _Lifetimes(module)
+    sizes = sorted(lifetimes.arrays.items(), key=lambda item: -item[1].num_bytes)
     buffers = []
     for key, array in sizes[:count]:
-        dims, last = ",".join(map(str, array.dims)), lives.last.get(key)
+        dims, last_use = ",".join(map(str, array.dims)), lifetimes.last_uses.get(key)
         buffers.append(
             Buffer(
                 bytes=array.num_bytes,
                 array=f"{array.dtype}[{dims}]",
-                made=_describe(lives.makers[key], lines),
-                dies=_describe(last, lines) if last else "nothing uses it",
+                made=_describe(lifetimes.makers[key], lines),
+                dies=_describe(last_use, lines) if last_use else "nothing uses it",
             )
         )
     return buffers
@@ -80,57 +80,59 @@ def _describe(executed: Executed, lines: SourceLines) -> str:
     return ", ".join(filter(None, (place_in_step, line))) or instruction.name
 
 
-class _Lives:
-    """The buffers of a program, with makers and last uses, by the owning element."""
+class _Lifetimes:
+    """The buffers of a program, with makers and last uses, by owning element."""
 
     def __init__(self, module: Module):
         self.module = module
         self.arrays: dict[Key, HloArray] = {}
         self.makers: dict[Key, Executed] = {}
-        self.last: dict[Key, Executed] = {}
+        self.last_uses: dict[Key, Executed] = {}
         self._owners: dict[Key, Key | None] = {}
         # The element of a loop's state that a result of the body fills.
         self._carried: dict[Key, Key] = {}
         for loop in module.loops.values():
             for number in range(len(loop.instruction.arrays)):
-                result = self._owner(loop.body.root, number)
-                state = self._owner(loop.instruction, number)
+                result = self._owner_of(loop.body.root, number)
+                state = self._owner_of(loop.instruction, number)
                 if result and state and result.instruction.computation is loop.body:
                     self._carried[result] = state
         self._collect()
 
     def _collect(self) -> None:
-        root, made = self.module.entry.root, set[Key]()
+        root, made_keys = self.module.entry.root, set[Key]()
         for executed in self.module.executed:
             instruction = executed.instruction
             for number, array in enumerate(instruction.arrays):
-                key = self._buffer(instruction, number)
+                key = self._buffer_of(instruction, number)
                 if key is None or _makes_nothing(instruction.opcode):
                     continue
                 is_owner = key == (instruction, number)
                 if is_owner and array.space == 0 and array.num_bytes:
                     self.arrays[key] = array
-                if key not in made:  # The maker runs after the initialisation.
+                if key not in made_keys:  # The maker runs after the initialisation.
                     self.makers[key] = executed
-                    if not _INIT.search(f"{instruction.name} {instruction.target}"):
-                        made.add(key)
+                    if not _INITIALIZERS.search(
+                        f"{instruction.name} {instruction.target}"
+                    ):
+                        made_keys.add(key)
             if instruction.opcode not in _NO_USE:
                 for operand in instruction.operands:
                     for number in range(len(operand.arrays)):
-                        if key := self._buffer(operand, number):
-                            self.last[key] = executed
+                        if key := self._buffer_of(operand, number):
+                            self.last_uses[key] = executed
         for number in range(len(root.arrays)):  # results, which alias arguments
-            if key := self._buffer(root, number):
+            if key := self._buffer_of(root, number):
                 self.arrays.pop(key, None)
 
-    def _buffer(self, instruction: Instruction, element: int) -> Key | None:
+    def _buffer_of(self, instruction: Instruction, element: int) -> Key | None:
         """Return the buffer of an element, following loops, or None for arguments."""
-        key = self._owner(instruction, element)
+        key = self._owner_of(instruction, element)
         while key is not None and key in self._carried:
             key = self._carried[key]
         return key
 
-    def _owner(self, instruction: Instruction, element: int) -> Key | None:
+    def _owner_of(self, instruction: Instruction, element: int) -> Key | None:
         """Return the element that owns the memory, or None for arguments."""
         key = Key(instruction, element)
         if key not in self._owners:
@@ -142,19 +144,19 @@ class _Lives:
         operands, opcode = instruction.operands, instruction.opcode
         if opcode == "parameter":
             loop = self.module.loops.get(instruction.computation.name)
-            return self._owner(loop.instruction, element) if loop else None
+            return self._owner_of(loop.instruction, element) if loop else None
         if opcode == "get-tuple-element":
-            return self._owner(operands[0], instruction.index)
+            return self._owner_of(operands[0], instruction.index)
         if opcode == "tuple" and element < len(operands):
-            return self._owner(operands[element], 0)
+            return self._owner_of(operands[element], 0)
         if opcode in _VIEWS:
-            return self._owner(operands[0], element)
+            return self._owner_of(operands[0], element)
         if opcode == "dynamic-update-slice":
-            return self._owner(operands[0], 0)
+            return self._owner_of(operands[0], 0)
         if opcode == "fusion":
             updated = _updated_operand(instruction.called[0], element)
             if updated is not None:
-                return self._owner(operands[updated], 0)
+                return self._owner_of(operands[updated], 0)
         return key
 
 

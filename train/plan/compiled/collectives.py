@@ -43,11 +43,11 @@ class Collective:
     payload, sent: bytes as defined in train/plan/cost.py.
     dtypes: the dtypes of the operands.
     scope: the scope in the step, for example "layers backward"; may be "".
-    serves: the parts of the model, each with its bytes of the payload.
+    serves: the parts of the model that use the result, with their bytes of `payload`.
     is_async: whether the collective can run concurrently with other instructions.
     overlap_flops: the FLOPs of products scheduled between start and end.
     is_ring: whether permutes between the parts of a product form the collective.
-    until: the instruction that waits for the end of an asynchronous collective.
+    waiter: the instruction that waits for the end of an asynchronous collective.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Collective:
     is_async: bool = False
     overlap_flops: float = 0.0
     is_ring: bool = False
-    until: str = ""
+    waiter: str = ""
 
 
 class _Span(NamedTuple):
@@ -76,9 +76,9 @@ def list_collectives(module: Module, mesh: Mesh) -> list[Collective]:
     """Return the collectives in scheduled order, followed by permutes and rings."""
     collectives, permutes = list[Collective](), list[tuple[Executed, Collective]]()
     for executed in module.executed:
-        by_hosts = executed.instruction.opcode == "send"
+        is_by_hosts = executed.instruction.opcode == "send"
         for collective in started_collectives(executed, mesh):
-            if collective.kind == "collective-permute" and not by_hosts:
+            if collective.kind == "collective-permute" and not is_by_hosts:
                 permutes.append((executed, collective))
             else:
                 collectives.append(collective)
@@ -143,7 +143,7 @@ def _read_collective(
     if inner.computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
     group = group_of(inner, mesh, _concurrent_dims(executed, inner))
-    uses, span = operand_uses(executed, inner), _span(executed, inner)
+    uses, span = operand_uses(executed, inner), _find_span(executed, inner)
     return _make_collective(executed, inner, kind, group, uses=uses, span=span)
 
 
@@ -172,7 +172,7 @@ def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
 
     XLA annotates the collective, or the fusion around it, with the algorithm of a
     gather (2DAllGather...) or a reduction (colors:2). Each color is a ring along one
-    dim after the other, in both directions, or in one with a UniDirection strategy.
+    dim after the other. A UniDirection strategy needs two colors for a dim.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
@@ -211,7 +211,7 @@ def _make_collective(
         serves=tuple((use, factor * size) for use, size in uses),
         is_async=inner.opcode == "send" or end > start,
         overlap_flops=computed_flops(order[start + 1 : end]),
-        until=order[end].name if start < end < len(order) else "",
+        waiter=order[end].name if start < end < len(order) else "",
     )
 
 
@@ -223,7 +223,7 @@ def _is_continuation(inner: Instruction) -> bool:
     return not any("AsyncCollectiveStart" in i.attributes for i in order)
 
 
-def _span(executed: Executed, inner: Instruction) -> _Span:
+def _find_span(executed: Executed, inner: Instruction) -> _Span:
     """Return where a collective starts and ends in its computation's schedule."""
     instruction = executed.instruction
     order = instruction.computation.order
@@ -266,16 +266,16 @@ def _join_rings(
             joined.setdefault(key, []).append(permute)
         else:
             others.append(permute)
-    return others + [_ring(kinds[key], rings[key], joined[key]) for key in joined]
+    return others + [_join(kinds[key], rings[key], joined[key]) for key in joined]
 
 
-def _ring(kind: str, loops: list[Executed], permutes: list[Collective]) -> Collective:
-    first, times = permutes[0], sum(loop.times for loop in loops)
-    payload = first.payload * first.group.size
+def _join(kind: str, loops: list[Executed], permutes: list[Collective]) -> Collective:
+    first_permute, times = permutes[0], sum(loop.times for loop in loops)
+    payload = first_permute.payload * first_permute.group.size
     uses = {permute.serves[0][0] for permute in permutes}
     single_uses = {use for use in uses if "," not in use}
     return replace(
-        first,
+        first_permute,
         name=loops[0].instruction.name,
         kind=kind,
         times=times,

@@ -18,7 +18,7 @@ from train.plan.cost import (
     Flops,
     causal_blocks,
     computed_blocks,
-    expected_part,
+    expected_fraction,
 )
 
 _FLOATS = ("f", "bf")
@@ -77,10 +77,10 @@ def multiplies(instruction: Instruction) -> bool:
 
 def computed_flops(instructions: Iterable[Instruction]) -> float:
     """Count the FLOPs of instructions, including loops and called computations."""
-    return sum(map(_flops, instructions))
+    return sum(map(_instruction_flops, instructions))
 
 
-def _flops(instruction: Instruction) -> float:
+def _instruction_flops(instruction: Instruction) -> float:
     if instruction.opcode == "while":
         return instruction.loop.trips * computed_flops(instruction.body.order)
     total = product_flops(instruction) + attention_kernel_flops(instruction).computed
@@ -106,11 +106,11 @@ def product_flops(instruction: Instruction) -> float:
 
 def has_eight_bits(instruction: Instruction) -> bool:
     """Return whether all operands of a product have eight bits."""
-    arrays = multiplied(instruction)
+    arrays = multiplied_arrays(instruction)
     return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
 
 
-def multiplied(instruction: Instruction) -> list[HloArray]:
+def multiplied_arrays(instruction: Instruction) -> list[HloArray]:
     """Return the arrays that a product or attention kernel multiplies, otherwise [].
 
     Omits the scales and addends of a library call, and a kernel's masks and sizes.
@@ -120,7 +120,7 @@ def multiplied(instruction: Instruction) -> list[HloArray]:
         return []
     arrays = _operand_arrays(instruction)
     if instruction.opcode == "custom-call" and _CUBLAS not in instruction.attributes:
-        arrays = _floats(arrays)
+        arrays = _float_arrays(arrays)
     return arrays[:2] if is_product else arrays
 
 
@@ -128,7 +128,7 @@ def _operand_arrays(instruction: Instruction) -> list[HloArray]:
     return [array for operand in instruction.operands for array in operand.arrays[:1]]
 
 
-def _floats(arrays: Iterable[HloArray]) -> list[HloArray]:
+def _float_arrays(arrays: Iterable[HloArray]) -> list[HloArray]:
     return [array for array in arrays if array.dtype.startswith(_FLOATS)]
 
 
@@ -141,13 +141,13 @@ def _grouped_flops(instruction: Instruction) -> float:
     """Count the FLOPs of a grouped product for the expected number of used rows."""
     if not is_kernel(instruction):
         return 0.0
-    rows, *_ = _floats(_operand_arrays(instruction))
+    rows, *_ = _float_arrays(_operand_arrays(instruction))
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
-    return flops * expected_part(instruction.op_name)
+    return flops * expected_fraction(instruction.op_name)
 
 
 def _convolution_flops(instruction: Instruction) -> float:
-    """Count a convolution without the padding that TPU uses in batched products.
+    """Count a convolution's FLOPs without the padding of batched products on TPUs.
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
@@ -157,16 +157,16 @@ def _convolution_flops(instruction: Instruction) -> float:
     fields = dict(item.split("=") for item in window.split())
     rank = len(labels[0]) - 2
 
-    def values(key: str, default: str = "1") -> list[str]:
+    def field_values(key: str, default: str = "1") -> list[str]:
         return fields.get(key, "x".join([default] * rank)).split("x")
 
     pairs = 1
     for dim in range(rank):
         size, stride, lhs_dilate, rhs_dilate = (
-            int(values(key)[dim])
+            int(field_values(key)[dim])
             for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
         )
-        low = int(values("pad", "0_0")[dim].split("_")[0])
+        low = int(field_values("pad", "0_0")[dim].split("_")[0])
         num_outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
         positions = np.arange(num_outputs)[:, None] * stride - low
         positions = positions + np.arange(size) * rhs_dilate
@@ -197,13 +197,13 @@ def attention_kernel_flops(instruction: Instruction) -> AttentionFlops:
         if not instruction.find(r'"mask_type": ?"(?:PADDING_)?(CAUSAL)"'):
             return AttentionFlops(full, full)
         window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)
-        share = (T * window - window * (window - 1) / 2) / (T * S) if window else 0.5
-        return AttentionFlops(full, full * share)
+        fraction = (T * window - window * (window - 1) / 2) / (T * S) if window else 0.5
+        return AttentionFlops(full, full * fraction)
     for name, products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
-            q, k = _floats(arrays)[:2]
-            rows = math.prod(q.dims[:-2])  # batch x heads
-            full = 2.0 * products * rows * q.dims[-2] * k.dims[-2] * q.dims[-1]
+            q, k = _float_arrays(arrays)[:2]
+            batch_heads = math.prod(q.dims[:-2])
+            full = 2.0 * products * batch_heads * q.dims[-2] * k.dims[-2] * q.dims[-1]
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
             causal = causal_blocks(masks[0][-2:]) if masks else (1, 1)
             computed, blocks = computed_blocks(instruction.op_name) or causal

@@ -10,7 +10,7 @@ from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Computation, HloArray, Instruction, Module
 from train.plan.cost import HbmBytes
 
-_FREE = {
+_NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
@@ -23,14 +23,14 @@ NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
 
 def count_memory_traffic(module: Module) -> HbmBytes:
     """Return the memory traffic of products and of all other instructions."""
-    products = remaining = 0
+    products = others = 0
     for executed in module.executed:
         num_bytes = executed.times * memory_traffic(executed.instruction)
         if num_bytes and multiplies(executed.instruction):
             products += num_bytes
         else:
-            remaining += num_bytes
-    return HbmBytes(products, remaining)
+            others += num_bytes
+    return HbmBytes(products, others)
 
 
 def memory_traffic(instruction: Instruction) -> int:
@@ -39,7 +39,7 @@ def memory_traffic(instruction: Instruction) -> int:
     A slice reads only its result, and an in-place update writes only the update, also
     inside a fusion. Arrays in a TPU core's own memory cost nothing.
     """
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
         return 0
     if instruction.target in NOTHING_MOVES:
         return 0
@@ -59,8 +59,8 @@ def memory_traffic(instruction: Instruction) -> int:
     elif instruction.opcode == "copy-start":
         written = _main_bytes_of(instruction.arrays[:1])
     elif instruction.opcode == "slice-start":
-        part = instruction.arrays[len(operands)]
-        read, written = min(read, part.num_bytes), _main_bytes_of([part])
+        slice_array = instruction.arrays[len(operands)]
+        read, written = min(read, slice_array.num_bytes), _main_bytes_of([slice_array])
     elif instruction.opcode.endswith("-start"):
         written = 0  # the result is a tuple that lists the operand too
     return read + written
@@ -77,27 +77,27 @@ def _main_bytes_of(arrays: Iterable[HloArray]) -> int:
 def _read_by_fusion(number: int, body: Computation) -> int:
     """Count the bytes of an operand that a fusion reads."""
     params = (i for i in body.order if i.opcode == "parameter")
-    return _read_of(next(i for i in params if int(i.arguments) == number))
+    return _bytes_read_of(next(i for i in params if int(i.arguments) == number))
 
 
-def _read_of(value: Instruction) -> int:
+def _bytes_read_of(value: Instruction) -> int:
     """Count the bytes of a value that its users read: all bytes, unless only sliced."""
     total = 0
     for user in dict.fromkeys(value.users):
         if user is value.computation.root and user.opcode == "tuple":
             continue  # the list of the fusion's results
-        is_first = user.operands[0] is value
-        if user.opcode in ("dynamic-slice", "slice", "gather") and is_first:
+        is_first_operand = user.operands[0] is value
+        if user.opcode in ("dynamic-slice", "slice", "gather") and is_first_operand:
             total += user.num_bytes
         elif user.opcode == "bitcast" or _is_bitcast(user):
-            total += _read_of(user)
+            total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             total += sum(
                 _read_by_fusion(number, user.called[0])
                 for number, operand in enumerate(user.operands)
                 if operand is value
             )
-        elif not (user.opcode == "dynamic-update-slice" and is_first):
+        elif not (user.opcode == "dynamic-update-slice" and is_first_operand):
             return value.num_bytes
     return total
 

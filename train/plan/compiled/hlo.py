@@ -118,7 +118,7 @@ class Instruction:
 
     @property
     def with_nested(self) -> "list[Instruction]":
-        """The instruction and all nested ones, except those that are called."""
+        """The instruction, and all nested ones unless it is a call or conditional."""
         return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]
 
 
@@ -192,7 +192,7 @@ def parse(text: str) -> Module:
             header = _HEADER.fullmatch(line)
             lines = []
         elif _END.fullmatch(line):
-            computation = _computation(header[2], lines, module)
+            computation = _parse_computation(header[2], lines, module)
             if header[1]:
                 module.entry = computation
             header = None
@@ -205,11 +205,11 @@ def parse(text: str) -> Module:
     return module
 
 
-def _computation(name: str, lines: list[str], module: Module) -> Computation:
+def _parse_computation(name: str, lines: list[str], module: Module) -> Computation:
     computation = Computation(name, module, {})
     for line in lines:
         match = _INSTRUCTION.fullmatch(line)
-        instruction = _instruction(match[2], match[3], computation) if match else None
+        instruction = _parse_line(match[2], match[3], computation) if match else None
         if not match or not instruction:
             module.unread.append(line.strip())
             continue
@@ -220,7 +220,7 @@ def _computation(name: str, lines: list[str], module: Module) -> Computation:
     return computation
 
 
-def _instruction(name: str, text: str, computation: Computation) -> Instruction | None:
+def _parse_line(name: str, text: str, computation: Computation) -> Instruction | None:
     end = _closing_index(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opcode = _OPCODE.match(text, end)
     if not opcode:
@@ -229,7 +229,7 @@ def _instruction(name: str, text: str, computation: Computation) -> Instruction 
     return Instruction(
         name=name,
         opcode=opcode[1],
-        arrays=tuple(_array(match) for match in _ARRAY.finditer(text[:end])),
+        arrays=tuple(_parse_array(match) for match in _ARRAY.finditer(text[:end])),
         arguments=text[opcode.end() : close],
         attributes=text[close + 1 :],
         computation=computation,
@@ -246,7 +246,7 @@ def _closing_index(text: str, start: int) -> int:
     return len(text)
 
 
-def _array(match: re.Match[str]) -> HloArray:
+def _parse_array(match: re.Match[str]) -> HloArray:
     space = re.search(r"S\((\d+)\)", match[3] or "")
     sizes = (int(size.lstrip(" <=")) for size in match[2].split(",") if size)
     return HloArray(match[1], tuple(sizes), int(space[1]) if space else 0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.buffers import Buffer, largest_buffers
-from train.plan.compiled.flops import multiplied
+from train.plan.compiled.flops import multiplied_arrays
 from train.plan.compiled.hbm_bytes import (
     NOTHING_MOVES,
     count_memory_traffic,
@@ -23,8 +23,8 @@ from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
-_BUFFERS = 10
-_EXPENSIVE = 0.01  # fraction of all main-memory traffic
+_MAX_BUFFERS = 10
+_MIN_COPY_SHARE = 0.01  # fraction of all main-memory traffic
 _MOVES = {"copy", "transpose"}
 _NO_TRAFFIC = {"parameter", "bitcast", "reshape", "tuple", "constant"}
 # Custom calls that are markers of XLA, not kernels.
@@ -42,7 +42,7 @@ class InPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Copied:
+class CostlyCopy:
     """A copy or transpose with much memory traffic.
 
     name: the name of the instruction.
@@ -73,7 +73,7 @@ class Inspection:
     in_place: InPlace
     kernels: dict[str, int]
     buffers: list[Buffer]
-    copies: list[Copied]
+    copies: list[CostlyCopy]
     operand_bytes: dict[str, int]
 
 
@@ -86,7 +86,7 @@ def inspect(text: str, state: Sequence[str]) -> Inspection:
     return Inspection(
         in_place=updated_in_place(text, state),
         kernels=_kernels(module),
-        buffers=largest_buffers(module, lines, _BUFFERS),
+        buffers=largest_buffers(module, lines, _MAX_BUFFERS),
         copies=_copies(module, lines),
         operand_bytes=_operand_bytes(module),
     )
@@ -96,7 +96,7 @@ def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
     """Split the names of a program's first results by whether they alias arguments.
 
     XLA reuses the memory of a donated argument for a result of the same shape, dtype
-    and layout; the first line of the program lists these pairs.
+    and layout; the first line of the program lists the pairs.
     """
     header = text[: text.find("\n")]
     aliased = {int(number or 0) for number in _ALIAS.findall(header)}
@@ -115,27 +115,29 @@ def _kernels(module: Module) -> dict[str, int]:
 
 
 def _kernel_name(call: Instruction) -> str:
-    """Return the target, or the name of a Pallas call: all these share a target."""
+    """Return a call's target, or its name if it is one of the Pallas calls."""
     if call.target == "tpu_custom_call":
         return re.sub(r"(\.\d+|\.clone)+$", "", call.name)
     return call.target
 
 
-def _copies(module: Module, lines: SourceLines) -> list[Copied]:
-    total, copies = count_memory_traffic(module).total, list[Copied]()
+def _copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
+    total, copies = count_memory_traffic(module).total, list[CostlyCopy]()
     for executed in module.executed:
         instruction = executed.instruction
         if not _only_moves(instruction):
             continue
         traffic = executed.times * memory_traffic(instruction)
-        if traffic <= _EXPENSIVE * total:
+        if traffic <= _MIN_COPY_SHARE * total:
             continue
         names = (producer.op_name for producer in producers(instruction))
         part = next(filter(None, map(part_in_name, names)), "")
         scope = f"{scope_of(executed, instruction)} {part}".strip()
         what = ", ".join(filter(None, (scope, lines.line_of(instruction))))
         share = traffic / total
-        copies.append(Copied(instruction.name, executed.times, traffic, share, what))
+        copies.append(
+            CostlyCopy(instruction.name, executed.times, traffic, share, what)
+        )
     return sorted(copies, key=lambda copy: -copy.bytes)
 
 
@@ -151,6 +153,6 @@ def _operand_bytes(module: Module) -> dict[str, int]:
     sizes = Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
-            for array in multiplied(inner):
+            for array in multiplied_arrays(inner):
                 sizes[array.dtype] += executed.times * array.num_bytes
     return dict(sizes.most_common())

@@ -22,7 +22,7 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
     Args:
         instruction: the collective.
         mesh: the mesh of the devices.
-        dims: the dims of a TPU's torus used at once; None means all that it spans.
+        dims: the dims of a TPU's torus used at once; None means all of them.
 
     Raises:
         ValueError: if the notation of the groups is unknown.
@@ -40,7 +40,7 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
 
 
 def slices_group(send: Instruction, mesh: Mesh) -> Group:
-    """Return the group of slices between which the hosts transfer."""
+    """Return the group of slices between which the hosts transfer data."""
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     axes = tuple(
         name
@@ -67,20 +67,20 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     text = match[1] if match else ""
     named_groups = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
     if named_groups:
-        return _named_groups(named_groups[1], named_groups[2])
+        return _read_named_groups(named_groups[1], named_groups[2])
     if text.startswith("{{"):
         group_list = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
         assert group_list
         groups = re.findall(r"\{([\d,]+)\}", group_list[1])
         return np.array([[int(n) for n in group.split(",")] for group in groups])
     if text.startswith("["):
-        return _iota(text)
+        return _read_iota(text)
     if text in ("", "{}"):
         return np.arange(num_devices)[None]
     raise ValueError(f"replica groups {text!r} cannot be read")
 
 
-def _iota(text: str) -> np.ndarray:
+def _read_iota(text: str) -> np.ndarray:
     """Read `[4,2]<=[2,4]T(1,0)`: an iota of shape [2,4], transposed, then reshaped."""
     match = _IOTA.match(text)
     assert match, text
@@ -92,8 +92,8 @@ def _iota(text: str) -> np.ndarray:
     return (ids.transpose(order) if order else ids).reshape(shape)
 
 
-def _named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Read `mesh['a'=2,'b'=4] {'b'}`, with optional device ids and parts `'b':(1)2`.
+def _read_named_groups(mesh: str, axes: str) -> np.ndarray:
+    """Read `mesh['a'=2,'b'=4] {'b'}`, optionally with ids and axis parts `'b':(1)2`.
 
     Source: Mesh::ToString and AxisRef::ToString in openxla/xla, xla/hlo/ir.
     """
@@ -102,7 +102,7 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     device_ids = re.search(r"device_ids=\((.*)\)", mesh)
     ids = np.arange(np.prod([*sizes.values()]))
     if device_ids and device_ids[1].startswith("["):
-        ids = _iota(device_ids[1])  # Its shape may differ from the mesh's.
+        ids = _read_iota(device_ids[1])  # Its shape may differ from the mesh's.
     elif device_ids:
         ids = np.array([int(n) for n in re.findall(r"\d+", device_ids[1])])
     ids = ids.reshape([*sizes.values()])
@@ -110,8 +110,8 @@ def _named_groups(mesh: str, axes: str) -> np.ndarray:
     for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
         dim = names.index(name)
         if size:  # A part of an axis: split the axis into three.
-            split = int(outer), int(size), sizes[name] // int(outer) // int(size)
-            ids = ids.reshape((*ids.shape[:dim], *split, *ids.shape[dim + 1 :]))
+            split_sizes = int(outer), int(size), sizes[name] // int(outer) // int(size)
+            ids = ids.reshape((*ids.shape[:dim], *split_sizes, *ids.shape[dim + 1 :]))
             names[dim : dim + 1] = [f"{name}<", name, f"{name}>"]
             sizes[name] = int(size)
             dim += 1

@@ -47,8 +47,8 @@ class SourceLines:
             file, line = self._locations.get(location, ("", ""))
             if file.startswith(_PACKAGES):
                 lines.setdefault(file.removeprefix(f"{ROOT}/"), line)
-        shown = [f"{file}:{line}" for file, line in lines.items()]
-        return " < ".join(shown[:_MAX_FILES])
+        locations = [f"{file}:{line}" for file, line in lines.items()]
+        return " < ".join(locations[:_MAX_FILES])
 
 
 def _table(text: str, title: str) -> str:

@@ -4,10 +4,10 @@ The text for CPU and GPU contains trip counts. For TPU, trip counts are computed
 running the loop's counter. A loop whose counter cannot be evaluated counts once and is
 listed in `Module.unread`.
 
-A branch of a conditional counts as often as a scope in the branch states
-(model/scopes.py), at least once unless the scope states zero. Without such a scope a
-branch always counts. XLA:GPU peels the first iteration off a loop, and there all
-branches count.
+A scope in a branch of a conditional can state how often the branch is taken
+(model/scopes.py). The branch counts that often, but at least once unless the scope
+states zero. A branch without this scope always counts. XLA:GPU peels the first
+iteration off a loop, and all branches count in that iteration.
 """
 
 import operator
@@ -24,7 +24,7 @@ from train.plan.compiled.hlo import (
     is_loop_invariant,
     parse,
 )
-from train.plan.cost import taken_part
+from train.plan.cost import taken_fraction
 
 _MAX_TRIPS = 1_000_000
 _FORWARDED = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"}
@@ -43,8 +43,8 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "NE": operator.ne,
 }
 
-# Looks up a scalar: (number of a parameter, its tuple element or None) -> value.
-Values = Callable[[int, int | None], int | None]
+# Returns a scalar's value: (number of a parameter, its tuple element or None) -> value.
+Lookup = Callable[[int, int | None], int | None]
 
 
 def read_module(text: str) -> Module:
@@ -54,25 +54,25 @@ def read_module(text: str) -> Module:
         ValueError: if the text is not an HLO module.
     """
     module = parse(text)
-    _list_executed(module.entry, 1, (), _unknown)
+    _list_executed(module.entry, 1, (), _unknown_scalar)
     return module
 
 
-def _unknown(number: int, element: int | None) -> int | None:
+def _unknown_scalar(number: int, element: int | None) -> int | None:
     return None
 
 
 def _list_executed(
-    computation: Computation, times: int, loops: tuple[Loop, ...], values: Values
+    computation: Computation, times: int, loops: tuple[Loop, ...], lookup: Lookup
 ) -> None:
     """Append a computation's instructions, loops and calls to its module's lists."""
     module = computation.module
     for instruction in computation.order:
         module.executed.append(Executed(instruction, times, loops))
         if instruction.opcode == "while":
-            loop = _read_loop(instruction, values)
+            loop = _read_loop(instruction, lookup)
             module.loops[loop.body.name] = loop
-            initial = _initial_state(instruction, values)
+            initial = _initial_state(instruction, lookup)
 
             def invariant(number: int, element: int | None, loop=loop, initial=initial):
                 if element is None or not is_loop_invariant(loop.body, element):
@@ -81,19 +81,21 @@ def _list_executed(
 
             _list_executed(loop.body, times * loop.trips, (*loops, loop), invariant)
         elif instruction.opcode in ("call", "conditional"):
-            for called in instruction.called:
+            for branch in instruction.called:
                 branch_times = times
                 if instruction.opcode == "conditional":
-                    scopes = (inner.op_name for inner in called.order)
-                    share = taken_part(scopes, instruction.op_name)
-                    if share is not None:
-                        branch_times = max(1 if share else 0, round(times * share))
-                _list_executed(called, branch_times, loops, _unknown)
+                    scopes = (inner.op_name for inner in branch.order)
+                    fraction = taken_fraction(scopes, instruction.op_name)
+                    if fraction is not None:
+                        branch_times = max(
+                            1 if fraction else 0, round(times * fraction)
+                        )
+                _list_executed(branch, branch_times, loops, _unknown_scalar)
 
 
-def _read_loop(loop: Instruction, values: Values) -> Loop:
+def _read_loop(loop: Instruction, lookup: Lookup) -> Loop:
     stated_trips = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
-    trips = int(stated_trips) if stated_trips else _count_trips(loop, values)
+    trips = int(stated_trips) if stated_trips else _count_trips(loop, lookup)
     module = loop.computation.module
     if trips is None:
         module.unread.append(f"trip count of {loop.name}: counted as 1")
@@ -107,23 +109,23 @@ def _read_loop(loop: Instruction, values: Values) -> Loop:
     return Loop(loop.body, loop.op_name or most_frequent, trips, loop)
 
 
-def _initial_state(loop: Instruction, values: Values) -> Callable[[int], int | None]:
+def _initial_state(loop: Instruction, lookup: Lookup) -> Callable[[int], int | None]:
     """Return a function that evaluates an element of a loop's initial state."""
     (start,) = loop.operands
 
     def initial(element: int) -> int | None:
         if start.opcode != "tuple":
             return None
-        return _evaluate(start.operands[element], values)
+        return _evaluate(start.operands[element], lookup)
 
     return initial
 
 
-def _count_trips(loop: Instruction, values: Values) -> int | None:
+def _count_trips(loop: Instruction, lookup: Lookup) -> int | None:
     """Count the trips of a loop by running its counter, or None if it is unknown."""
     computations = loop.computation.module.computations
     condition = computations[loop.find(r" condition=%([\w.-]+)")]
-    root, initial = loop.body.root, _initial_state(loop, values)
+    root, initial = loop.body.root, _initial_state(loop, lookup)
     state = dict[int, int | None]()
 
     def element_of(number: int, element: int | None) -> int | None:
@@ -146,30 +148,30 @@ def _count_trips(loop: Instruction, values: Values) -> int | None:
     return None
 
 
-def _evaluate(instruction: Instruction, values: Values) -> int | None:
+def _evaluate(instruction: Instruction, lookup: Lookup) -> int | None:
     """Return the value of an integer scalar, or None if it is unknown."""
     opcode, arguments = instruction.opcode, instruction.arguments
     if opcode == "constant":
         return int(arguments) if re.fullmatch(r"-?\d+", arguments) else None
     if opcode == "parameter":
-        return values(int(arguments), None)
+        return lookup(int(arguments), None)
     operands = instruction.operands
     if opcode == "get-tuple-element":
         (source,), index = operands, instruction.index
         if source.opcode == "parameter":
-            return values(int(source.arguments), index)
+            return lookup(int(source.arguments), index)
         if source.opcode != "tuple":
             return None
-        return _evaluate(source.operands[index], values)
+        return _evaluate(source.operands[index], lookup)
     if opcode in _FORWARDED:
-        return _evaluate(operands[0], values)
+        return _evaluate(operands[0], lookup)
     if opcode == "fusion":
         return _evaluate(
             instruction.called[0].root,
-            lambda number, _: _evaluate(operands[number], values),
+            lambda number, _: _evaluate(operands[number], lookup),
         )
     if opcode in _ARITHMETIC or opcode == "compare":
-        a, b = (_evaluate(operand, values) for operand in operands)
+        a, b = (_evaluate(operand, lookup) for operand in operands)
         if a is None or b is None:
             return None
         if opcode == "compare":

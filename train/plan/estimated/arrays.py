@@ -1,7 +1,7 @@
 """The local part of an array, and how shape operations lay out their results.
 
-The dims of constants have the traced size and are not `known`. A result of constants
-and other arrays is laid out like the other arrays.
+The dims of constants have the traced size and are not known. A result of constants and
+other arrays is laid out like the other arrays.
 """
 
 import math
@@ -19,7 +19,7 @@ class Dim(NamedTuple):
 
     size: int
     axes: Axes = ()
-    known: bool = True
+    is_known: bool = True
 
 
 class OperationPosition(NamedTuple):
@@ -41,7 +41,7 @@ class OperationPosition(NamedTuple):
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the operation rematerialises; the scope's name is from JAX."""
+        """Whether the operation is rematerialisation, which JAX names in the scope."""
         return "rematted_computation" in self.scope
 
     @property
@@ -58,7 +58,7 @@ class PartialSum:
     bytes: int
     position: OperationPosition
     is_product: bool
-    reduced: bool = False
+    is_reduced: bool = False
 
 
 @dataclass(eq=False)
@@ -67,8 +67,8 @@ class LocalArray:
 
     from_batch: whether the array depends on the batch, not on parameters alone.
     sums: the partial sums that the array contains; some may be reduced already.
-    made_from: the parameter, if the array is one in another dtype or shape.
-    label: the part of the model that the array serves, for people.
+    made_from: the parameter that the array is a converted or reshaped copy of.
+    label: the name of the parameter or batch field, for printing.
     on_host: whether the array is in host memory.
     """
 
@@ -91,15 +91,15 @@ class LocalArray:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
 
-def gathered(
+def gather_along(
     array: LocalArray, axes: Iterable[str], sizes: Mapping[str, int]
 ) -> LocalArray:
     """Return an array gathered along some axes."""
     dims = []
     for dim in array.dims:
         removed = [axis for axis in dim.axes if axis in axes]
-        kept = tuple(axis for axis in dim.axes if axis not in axes)
-        dims.append(Dim(dim.size * num_shards(sizes, removed), kept, dim.known))
+        remaining = tuple(axis for axis in dim.axes if axis not in axes)
+        dims.append(Dim(dim.size * num_shards(sizes, removed), remaining, dim.is_known))
     from_batch, source = array.from_batch, array.source
     return LocalArray(tuple(dims), array.itemsize, from_batch, made_from=source)
 
@@ -113,14 +113,14 @@ def broadcast_dims(
         shape: the traced shape of the result.
         operands: arrays with their traced shapes; arrays of another rank are ignored.
     """
-    order = [pair for pair in operands if len(pair[1]) == len(shape)]
-    order.sort(key=lambda pair: not pair[0].from_batch)
-    if order and order[0][1] == shape and all(dim.known for dim in order[0][0].dims):
-        return order[0][0].dims
+    pairs = [pair for pair in operands if len(pair[1]) == len(shape)]
+    pairs.sort(key=lambda pair: not pair[0].from_batch)
+    if pairs and pairs[0][1] == shape and all(dim.is_known for dim in pairs[0][0].dims):
+        return pairs[0][0].dims
     dims, used = list[Dim](), set[str]()
     for i, size in enumerate(shape):
-        matches = (array.dims[i] for array, traced in order if traced[i] == size)
-        dim = next((d for d in matches if d.known), Dim(size, (), False))
+        matches = (array.dims[i] for array, traced in pairs if traced[i] == size)
+        dim = next((d for d in matches if d.is_known), Dim(size, (), False))
         axes = tuple(axis for axis in dim.axes if axis not in used)
         used.update(axes)
         dims.append(dim._replace(axes=axes))
@@ -131,7 +131,7 @@ def resize_dim(dim: Dim, before: int, after: int) -> Dim:
     """Return a padded or sliced dim, given the traced sizes before and after."""
     if before == after:
         return dim
-    if dim.axes or not dim.known:
+    if dim.axes or not dim.is_known:
         return Dim(after, (), False)
     return Dim(dim.size * after // before)
 
@@ -139,7 +139,7 @@ def resize_dim(dim: Dim, before: int, after: int) -> Dim:
 def reshape_dims(
     dims: Sequence[Dim], before: Sequence[int], after: Sequence[int]
 ) -> tuple[Dim, ...]:
-    """Return the dims of a reshaped array; the first dim of a group has all axes."""
+    """Return reshaped dims; the first dim of a merged or split group has all axes."""
     result, i, j = list[Dim](), 0, 0
     while j < len(after):
         old_size, new_size = (before[i], after[j]) if i < len(before) else (1, after[j])
@@ -150,9 +150,9 @@ def reshape_dims(
                 old_size, i = old_size * before[i], i + 1
             else:
                 new_size, j = new_size * after[j], j + 1
-        group, rest = dims[old_start:i], after[new_start + 1 : j]
-        size = max(1, math.prod(dim.size for dim in group) // math.prod(rest))
+        group, others = dims[old_start:i], after[new_start + 1 : j]
+        size = max(1, math.prod(dim.size for dim in group) // math.prod(others))
         axes = tuple(axis for dim in group for axis in dim.axes)
-        known = all(dim.known for dim in group)
-        result += [Dim(size, axes, known), *(Dim(size, (), known) for size in rest)]
+        is_known = all(dim.is_known for dim in group)
+        result += [Dim(size, axes, is_known), *(Dim(n, (), is_known) for n in others)]
     return tuple(result)

@@ -19,24 +19,24 @@ class Exchange(NamedTuple):
     """A collective of a step.
 
     payload: the payload of all `count` executions together.
-    serves: the part of the model, for people.
+    label: the part of the model that uses the result, for printing.
     once: whether the collective runs once a step, not in each microbatch.
     body: the id of the loop body around the collective.
-    members: the positions along `axes` of the devices in one group; (): all.
+    members: the positions along `axes` of the devices in one group; () means all.
     """
 
     axes: Axes
     kind: str
     count: int
     payload: float
-    serves: str
+    label: str
     in_layers: bool
     once: bool
     body: int
     members: tuple[int, ...] = ()
 
 
-class Sending:
+class CollectiveRecorder:
     """Records the collectives of a device."""
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
@@ -55,7 +55,7 @@ class Sending:
         members: tuple[int, ...] = (),
     ) -> None:
         """Record a collective that runs as often as its position."""
-        axes, times = self.nontrivial(axes), position.times
+        axes, times = self.nontrivial_axes(axes), position.times
         if axes and payload and times:
             label = label or position.scope.strip("/").split("/")[-1]
             exchange = Exchange(
@@ -71,51 +71,53 @@ class Sending:
             )
             self.exchanges.append(exchange)
 
-    def nontrivial(self, axes: Axes) -> Axes:
+    def nontrivial_axes(self, axes: Axes) -> Axes:
         """Return the axes with more than one device, in the mesh's order."""
         if not axes:
             return ()
         return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
 
-    def entries(self, spec: Sequence, rank: int) -> list[Axes]:
-        """Return the axes of each dim of a PartitionSpec that have several devices."""
-        axes = [self.nontrivial(mesh_axes(entry)) for entry in spec]
+    def axes_by_dim(self, spec: Sequence, rank: int) -> list[Axes]:
+        """Return for each dim of a PartitionSpec the axes with more than one device."""
+        axes = [self.nontrivial_axes(mesh_axes(entry)) for entry in spec]
         return axes + [()] * (rank - len(axes))
 
-    def gather(self, array: LocalArray, axes: Axes, at: OperationPosition) -> None:
+    def gather(
+        self, array: LocalArray, axes: Axes, position: OperationPosition
+    ) -> None:
         """Record the gather of a parameter, unless this loop has gathered it already.
 
         XLA:GPU gathers parameters again for rematerialisation.
         """
-        axes = self.nontrivial(axes)
-        rematerialises = at.is_recomputed and self.platform == "gpu"
-        key = (at.body, array.source, axes, rematerialises)
+        axes = self.nontrivial_axes(axes)
+        rematerialises = position.is_recomputed and self.platform == "gpu"
+        key = (position.body, array.source, axes, rematerialises)
         if axes and key not in self._gathered:
             self._gathered.add(key)
             payload = array.bytes * num_shards(self.sizes, axes)
-            self.add(axes, "all-gather", payload, at, array.label)
+            self.add(axes, "all-gather", payload, position, array.label)
 
-    def reduce(self, array: LocalArray, kept: Axes, label: str = "") -> None:
-        """Record the reduction of an array's partial sums, scattered along `kept` axes.
+    def reduce(self, array: LocalArray, axes: Axes, label: str = "") -> None:
+        """Record the reduction of an array's partial sums, scattered along `axes`.
 
-        Equal partial sums of the same loop are added up first and reduced together.
+        Partial sums of the same axes and size in one loop are added up locally first.
         """
-        reduced = set[tuple[Axes, int, int]]()
-        for part in array.sums:
-            key = part.axes, part.bytes, part.position.body
-            is_reduced, part.reduced = part.reduced or key in reduced, True
-            if is_reduced:
+        recorded = set[tuple[Axes, int, int]]()
+        for term in array.sums:
+            key = term.axes, term.bytes, term.position.body
+            was_reduced, term.is_reduced = term.is_reduced or key in recorded, True
+            if was_reduced:
                 continue
-            reduced.add(key)
-            scattered = tuple(a for a in part.axes if a in kept and a not in array.axes)
-            other_axes = tuple(a for a in part.axes if a not in scattered)
-            scatters = part.is_product and self.platform != "cpu"
+            recorded.add(key)
+            scattered = tuple(a for a in term.axes if a in axes and a not in array.axes)
+            other_axes = tuple(a for a in term.axes if a not in scattered)
+            scatters = term.is_product and self.platform != "cpu"
             kind = "reduce-scatter" if scatters else "all-reduce"
-            self.add(scattered, kind, part.bytes, part.position, label)
-            local_bytes = part.bytes / num_shards(self.sizes, scattered)
-            self.add(other_axes, "all-reduce", local_bytes, part.position, label)
+            self.add(scattered, kind, term.bytes, term.position, label)
+            local_bytes = term.bytes / num_shards(self.sizes, scattered)
+            self.add(other_axes, "all-reduce", local_bytes, term.position, label)
 
-    def lay_out(
+    def reshard(
         self,
         array: LocalArray,
         spec: Sequence,
@@ -125,20 +127,21 @@ class Sending:
         """Record the resharding of an array to a PartitionSpec; return the new dims.
 
         A parameter keeps the axes that the spec drops unless `strict`, because XLA
-        chooses free shardings by the operations that follow.
+        chooses the sharding of parameters by the operations that follow.
         """
-        entries = self.entries(spec, len(array.dims))
-        wanted = {axis for axes in entries for axis in axes}
-        self.reduce(array, tuple(wanted))
+        target_axes_by_dim = self.axes_by_dim(spec, len(array.dims))
+        target_axes = {axis for axes in target_axes_by_dim for axis in axes}
+        self.reduce(array, tuple(target_axes))
         strict = strict or array.from_batch
         dims, moved, dropped = list[Dim](), (), ()
-        for dim, axes in zip(array.dims, entries, strict=True):
-            moved += tuple(a for a in dim.axes if a not in axes and a in wanted)
-            lost_axes = tuple(a for a in dim.axes if a not in wanted)
+        for dim, axes in zip(array.dims, target_axes_by_dim, strict=True):
+            moved += tuple(a for a in dim.axes if a not in axes and a in target_axes)
+            lost_axes = tuple(a for a in dim.axes if a not in target_axes)
             dropped += lost_axes if strict else ()
             axes += () if strict else lost_axes
             size = dim.size * num_shards(self.sizes, dim.axes)
-            dims.append(Dim(-(-size // num_shards(self.sizes, axes)), axes, dim.known))
+            local_size = -(-size // num_shards(self.sizes, axes))
+            dims.append(Dim(local_size, axes, dim.is_known))
         self.add(moved, "all-to-all", array.bytes, position, array.label)
         gathered_bytes = array.bytes * num_shards(self.sizes, dropped)
         self.add(dropped, "all-gather", gathered_bytes, position, array.label)

@@ -23,38 +23,38 @@ def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> HbmBytes:
     `state_bytes` is the size of the local state.
     """
     products = others = 0
-    for loop in step.gradients.each():
+    for loop in step.gradients.flatten():
         for operation in loop.body:
             if operation.flops or operation.name in _INDEXED:
                 times = step.microbatches * loop.position.times * loop.trips
-                products += times * _sum(_touched(operation))
-                others += times * _moved_again(operation, loop.position.in_layers)
+                products += times * _sum_bytes(_arrays_of(operation))
+                others += times * _pass_bytes(operation, loop.position.in_layers)
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:
         others += 3 * step.microbatches * gradients  # each is added to a running sum
     # The update reads the gradients, and reads and writes the state.
     others += 2 * state_bytes + gradients
-    for operation in step.update.each():
+    for operation in step.update.flatten():
         if operation.flops:
-            products += _sum(_touched(operation))
+            products += _sum_bytes(_arrays_of(operation))
             # The result is accumulated and rounded.
             others += 3 * operation.results[0].bytes
     return HbmBytes(products, others)
 
 
-def _touched(operation: Operation) -> list[LocalArray]:
+def _arrays_of(operation: Operation) -> list[LocalArray]:
     return [*dict.fromkeys(operation.operands), *operation.results]
 
 
-def _moved_again(operation: Operation, in_layers: bool) -> int:
+def _pass_bytes(operation: Operation, in_layers: bool) -> int:
     """Return the bytes of the passes before and after an operation.
 
     These passes make or use activations, and round or gather a layer's weights.
     """
-    activations = _sum(a for a in _touched(operation) if a.from_batch)
+    activations = _sum_bytes(a for a in _arrays_of(operation) if a.from_batch)
     weights = (a for a in dict.fromkeys(operation.operands) if not a.from_batch)
-    return activations + (_sum(weights) if in_layers else 0)
+    return activations + (_sum_bytes(weights) if in_layers else 0)
 
 
-def _sum(arrays: Iterable[LocalArray]) -> int:
+def _sum_bytes(arrays: Iterable[LocalArray]) -> int:
     return sum(array.bytes for array in arrays)

@@ -19,7 +19,7 @@ from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
 from train.program import Program
 
-FLOAT32 = 4
+FLOAT32 = 4  # bytes
 _FORWARD = "splash_mha_fwd"
 
 
@@ -50,7 +50,7 @@ class LocalStep:
 
     @property
     def loops(self) -> list[Operation]:
-        """The loops of the gradients, with the loops inside those over stages."""
+        """The loops of the gradients, with the inner loops of loops over stages."""
         loops = [op for op in self.gradients.operations if op.body]
         loop_lists = [op.body if op.position.in_stages else [op] for op in loops]
         return [op for ops in loop_lists for op in ops if op.body]
@@ -63,10 +63,10 @@ class LocalStep:
     @property
     def flops(self) -> Flops:
         """The FLOPs of matrix products and attention kernels."""
-        products = sum(op.position.times * op.flops for op in self.update.each())
+        products = sum(op.position.times * op.flops for op in self.update.flatten())
         full = attention = eight_bits = grouped = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
-        for op in (*self.gradients.each(), *self.gradients.in_branches):
+        for op in (*self.gradients.flatten(), *self.gradients.branch_operations):
             flops = self.microbatches * op.position.times * op.flops
             if not op.is_kernel:
                 products += flops
@@ -74,7 +74,7 @@ class LocalStep:
                 if all(array.itemsize == 1 for array in op.operands[:2]):
                     eight_bits += flops
                 continue
-            fraction = op.part
+            fraction = op.computed_fraction
             if self.attention.is_cudnn:  # Splash was traced in place of cuDNN
                 kernel_ratio = CUDNN_PRODUCTS[True] / backward
                 flops *= kernel_ratio if op.position.is_backward else 1.0
@@ -92,33 +92,33 @@ def _cudnn_fraction(kernel: Operation) -> float:
     Splash computes all blocks of a square; a window over all blocks is no square.
     """
     computed, blocks = computed_blocks(kernel.position.scope) or (0, 1)
-    computes_all = computed == blocks and kernel.square
-    return 1.0 if computes_all else min(kernel.part, 0.5)
+    computes_all = computed == blocks and kernel.is_square
+    return 1.0 if computes_all else min(kernel.computed_fraction, 0.5)
 
 
 def local_step(program: Program) -> LocalStep:
-    """Return the local step of a program, without lowering it."""
+    """Trace a program, without lowering, and return its local step."""
     platform, sizes = program.mesh.devices.flat[0].platform, program.mesh.shape
     microbatches = program.config.train.accumulation_steps
     params, batch = _local_arrays(program.state.params), _local_arrays(program.batch)
-    for rows in batch:
-        first, *rest = rows.dims
-        rows.dims = (first._replace(size=first.size // microbatches), *rest)
-        rows.from_batch = True
+    for field in batch:
+        rows, *other_dims = field.dims
+        field.dims = (rows._replace(size=rows.size // microbatches), *other_dims)
+        field.from_batch = True
     gradients = Walk(sizes, platform)
     loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
-    gradients.sending.reduce(loss, ())
+    gradients.recorder.reduce(loss, ())
     # The results after the gradients are the experts' loads, which are replicated.
     for result, param in zip(results, params, strict=False):
-        gradients.sending.reduce(result, param.axes, param.label)
+        gradients.recorder.reduce(result, param.axes, param.label)
     gradient_exchanges = [
         e._replace(count=e.count * times, payload=e.payload * times)
-        for e in gradients.sending.exchanges
+        for e in gradients.recorder.exchanges
         for times in [1 if e.once else microbatches]
     ]
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)
-    exchanges = [*gradient_exchanges, *update.sending.exchanges]
+    exchanges = [*gradient_exchanges, *update.recorder.exchanges]
     return LocalStep(
         program,
         platform,
@@ -142,7 +142,7 @@ def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
     results = update.run(jaxpr, arguments)
     for result, param in zip(results[: len(local_params)], local_params, strict=True):
         entries = [dim.axes for dim in param.dims]
-        update.sending.lay_out(result, entries, update.position, strict=True)
+        update.recorder.reshard(result, entries, update.position, strict=True)
     return update
 
 

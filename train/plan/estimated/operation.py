@@ -17,8 +17,8 @@ class Operation:
     """An equation, or a loop whose `body` runs `trips` times.
 
     flops: the FLOPs of a product or a kernel, including skipped blocks.
-    part: the fraction of `flops` that is computed.
-    square: whether an attention kernel has as many keys as queries.
+    computed_fraction: the fraction of `flops` that is computed.
+    is_square: whether an attention kernel has as many keys as queries.
     slices: the slices of stacked arrays that a trip of a loop reads.
     carried: the arrays that a loop carries from trip to trip.
     stacked: the results of a trip that a loop stacks.
@@ -29,8 +29,8 @@ class Operation:
     results: list[LocalArray]
     position: OperationPosition
     flops: float = 0.0
-    part: float = 1.0
-    square: bool = True
+    computed_fraction: float = 1.0
+    is_square: bool = True
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
     slices: list[LocalArray] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Operation:
         return self.name == "pallas_call"
 
 
-def each(operations: Iterable[Operation]) -> Iterator[Operation]:
+def flatten(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Yield operations and, recursively, the operations in the bodies of loops."""
     for operation in operations:
         yield operation
-        yield from each(operation.body)
+        yield from flatten(operation.body)

@@ -1,10 +1,10 @@
 """Split a collective into phases, each over one network.
 
-A collective within a TPU slice, or on GPUs, whose rings go through all nodes, has one
-phase. XLA splits a collective across TPU slices into two, so that each chip sends only
-its share between slices. A gather runs between slices first and then within a slice. A
-reduction runs as an all-reduce within a slice and then between slices. All other
-collectives go through the hosts entirely.
+A collective within a TPU slice has one phase. A collective on GPUs has one too, because
+its rings go through all nodes. XLA splits a collective across TPU slices into two, so
+that each chip sends only its share between slices. A gather runs between slices first
+and then within a slice. A reduction runs as an all-reduce within a slice and then
+between slices. All other collectives go through the hosts entirely.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from model.gather import AxisSteps, scatter_groups
-from train.hardware.interconnect import Group, group_along, num_parts
+from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.plan.estimated.collectives import Exchange
 
 
@@ -35,7 +35,7 @@ def phases(
     Args:
         exchange: the collective.
         mesh: the mesh of the devices.
-        steps: the steps in a slice of exchanges without `members`.
+        steps: the steps, within a slice, of exchanges without `members`.
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
     kind, payload, inner_size = exchange.kind, exchange.payload, group.size // slices
@@ -44,9 +44,9 @@ def phases(
             group, _ = _group(step.axes, step.members, mesh)
             yield Phase(step, group.network, group.size, group.links)
         return
-    inner = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
-    if inner_size > 1 and kind in inner:
-        in_slice = exchange._replace(kind=inner[kind])
+    kinds = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
+    if inner_size > 1 and kind in kinds:
+        in_slice = exchange._replace(kind=kinds[kind])
         yield Phase(in_slice, "ICI", inner_size, group.links)
         payload /= inner_size
     yield Phase(exchange._replace(payload=payload), "DCN", slices)
@@ -56,9 +56,9 @@ def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exch
     """Yield the steps of a gather or scatter along one axis, or the exchange itself."""
     sizes: tuple[int, ...] = ()
     if not exchange.members and len(exchange.axes) == 1:
-        for axis in steps:
-            if axis.axis == exchange.axes[0]:
-                by_kind = {"reduce-scatter": axis.scatter, "all-gather": axis.gather}
+        for step in steps:
+            if step.axis == exchange.axes[0]:
+                by_kind = {"reduce-scatter": step.scatter, "all-gather": step.gather}
                 sizes = by_kind.get(exchange.kind, ())
     for groups in scatter_groups(sizes):
         members = tuple(groups[0]) if groups else exchange.members
@@ -72,4 +72,4 @@ def _group(
     axes: tuple[str, ...], members: tuple[int, ...], mesh: Mesh
 ) -> tuple[Group, int]:
     """Return the group of an exchange, and the number of slices that it spans."""
-    return group_along(axes, mesh, members), num_parts(mesh, axes, members)
+    return group_along(axes, mesh, members), num_slices_along(mesh, axes, members)

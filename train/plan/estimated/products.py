@@ -7,20 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from train.plan.cost import causal_blocks, computed_blocks, expected_part
-from train.plan.estimated.arrays import Dim, LocalArray, OperationPosition, gathered
-from train.plan.estimated.collectives import Sending
-from train.plan.estimated.layouts import Layout
+from train.plan.cost import causal_blocks, computed_blocks, expected_fraction
+from train.plan.estimated.arrays import Dim, LocalArray, OperationPosition, gather_along
+from train.plan.estimated.collectives import CollectiveRecorder
+from train.plan.estimated.layouts import ResultLayout
 
 
 def lay_out_product(
-    a: LocalArray, b: LocalArray, pairs: Any, sending: Sending, at: OperationPosition
-) -> tuple[LocalArray, LocalArray, Layout, float]:
+    a: LocalArray,
+    b: LocalArray,
+    pairs: Any,
+    recorder: CollectiveRecorder,
+    position: OperationPosition,
+) -> tuple[LocalArray, LocalArray, ResultLayout, float]:
     """Lay out `dot_general` on a device.
 
     An axis conflicts if it shards both operands in dims that do not match, or only a
-    contracted dim of one operand. Then the parameter is gathered along this axis; of
-    two parameters, the one whose contracted dim is sharded, or the smaller.
+    contracted dim of one operand. Then the parameter is gathered along this axis. Of
+    two parameters, the one with the sharded contracted dim is gathered, or the smaller.
 
     Returns:
         The operands of the local product; the result's dims with the axes along which
@@ -42,9 +46,9 @@ def lay_out_product(
             if (dim_a in in_a) != (dim_b in in_b):
                 to_gather = a if dim_a in in_a else b
         if to_gather is not None:
-            sending.gather(to_gather, (axis,), at)
-            whole = gathered(to_gather, (axis,), sending.sizes)
-            a, b = (whole, b) if to_gather is a else (a, whole)
+            recorder.gather(to_gather, (axis,), position)
+            gathered = gather_along(to_gather, (axis,), recorder.sizes)
+            a, b = (gathered, b) if to_gather is a else (a, gathered)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
     free_a = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
@@ -52,8 +56,8 @@ def lay_out_product(
     flops = 2.0 * math.prod(d.size for d in (*contracted, *batch, *free_a, *free_b))
     if not free_a and not free_b:
         flops = 0.0  # an elementwise product and a sum, not a matrix product
-    summed = tuple(axis for dim in contracted for axis in dim.axes)
-    return a, b, ((*batch, *free_a, *free_b), summed), flops
+    sum_axes = tuple(axis for dim in contracted for axis in dim.axes)
+    return a, b, ((*batch, *free_a, *free_b), sum_axes), flops
 
 
 def _dim_of(array: LocalArray, axis: str) -> int | None:
@@ -61,15 +65,15 @@ def _dim_of(array: LocalArray, axis: str) -> int | None:
 
 
 def _join(a: Dim, b: Dim) -> Dim:
-    """Return the known dim of a matched pair, or the smaller: XLA slices the other."""
-    if not (a.known and b.known):
-        return a if a.known else b
+    """Return the known dim of a pair, or the smaller of two: XLA slices the larger."""
+    if not (a.is_known and b.is_known):
+        return a if a.is_known else b
     return min(a, b, key=lambda dim: dim.size)
 
 
 def lay_out_grouped_product(
     params: Any, operands: list[LocalArray], scope: str
-) -> tuple[Layout, float]:
+) -> tuple[ResultLayout, float]:
     """Lay out a product of rows grouped by expert.
 
     Returns:
@@ -84,19 +88,19 @@ def lay_out_grouped_product(
     else:  # gradients of the matrices, [E, K, N]
         dims = sizes.dims[0], rows.dims[1], operand.dims[1]
     flops = 2.0 * rows.size * dims[-1].size
-    return (dims, ()), flops * expected_part(scope)
+    return (dims, ()), flops * expected_fraction(scope)
 
 
 class KernelFlops(NamedTuple):
     """The FLOPs of an attention kernel on a device, including skipped blocks.
 
-    part: the fraction of `flops` in blocks that the mask does not skip.
-    square: whether there are as many keys as queries.
+    computed_fraction: the fraction of `flops` in blocks that the mask does not skip.
+    is_square: whether there are as many keys as queries.
     """
 
     flops: float
-    part: float
-    square: bool
+    computed_fraction: float
+    is_square: bool
 
 
 def traced_attention_flops(
@@ -115,14 +119,14 @@ def traced_attention_flops(
     traced, local = max(floats, key=lambda pair: pair[0].size)
     flops = cells * _jaxpr_flops(params["jaxpr"]) * local.size / traced.size
     lengths = [array.dims[-2].size for _, array in floats[:2] if len(array.dims) > 1]
-    square = len({*lengths}) == 1
+    is_square = len({*lengths}) == 1
     masks = [v.aval.shape[-2:] for v in equation.invars if v.aval.dtype == np.int8]
     if not masks:
-        return KernelFlops(flops, 1.0, square)
+        return KernelFlops(flops, 1.0, is_square)
     computed, blocks = computed_blocks(scope) or causal_blocks(masks[0])
     # The grid has one cell for each block of the mask; count all blocks of the scores.
     flops *= blocks / math.prod(masks[0])
-    return KernelFlops(flops, computed / blocks, square)
+    return KernelFlops(flops, computed / blocks, is_square)
 
 
 def _jaxpr_flops(jaxpr: Any) -> float:

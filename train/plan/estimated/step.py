@@ -66,9 +66,9 @@ def count_host_bytes(program: Program, step: LocalStep | None = None) -> int:
 
     The same number of bytes comes back. Arguments: as `estimate_step`.
     """
-    kept = saved_bytes(step or local_step(program), on_host=True)
+    activations = saved_bytes(step or local_step(program), on_host=True)
     moments = sum(map(bytes_per_device, program.host_state.values()))
-    return program.config.train.accumulation_steps * kept + moments
+    return program.config.train.accumulation_steps * activations + moments
 
 
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
@@ -106,47 +106,48 @@ def _totals(
     exchanges: Iterable[Exchange], program: Program, by_use: bool
 ) -> list[CollectiveTotal]:
     def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str, int]:
-        e, use = phase.exchange, phase.exchange.serves if by_use else ""
+        e, use = phase.exchange, phase.exchange.label if by_use else ""
         return e.axes, phase.network, e.kind, use, phase.links
 
-    rows, device = [], program.mesh.devices.flat[0]
+    totals, device = [], program.mesh.devices.flat[0]
     platform = executor = device.platform
     if (chip := chip_of(device.device_kind)) and chip.sparse_cores:
         executor = "SparseCores" if program.config.runtime.sparse_cores else ""
     if chip and chip.links == 6:
         executor = ""
     steps = program.execution.placement.axis_steps
-    split = (p for e in exchanges for p in phases(e, program.mesh, steps))
-    ordered = groupby(sorted(split, key=key), key)
+    all_phases = (p for e in exchanges for p in phases(e, program.mesh, steps))
+    ordered = groupby(sorted(all_phases, key=key), key)
     for (axes, network, kind, use, links), group in ordered:
-        parts = list(group)
-        members = [phase.exchange for phase in parts]
+        group_phases = list(group)
+        members = [phase.exchange for phase in group_phases]
         payload = sum(e.payload for e in members)
+        sent = sum(sent_bytes(kind, p.exchange.payload, p.size) for p in group_phases)
         overlap = _OVERLAP.get(executor, {}).get(kind, 0.0)
         if network == "DCN":
             overlap = 1.0
         in_layers = sum(e.payload for e in members if e.in_layers) / payload
-        rows.append(
+        totals.append(
             CollectiveTotal(
                 axes=axes,
                 network=network,
                 kind=kind,
                 count=_count_starts(members, platform),
                 payload=round(payload),
-                sent=sum(sent_bytes(kind, p.exchange.payload, p.size) for p in parts),
+                sent=sent,
                 overlapped=overlap * in_layers,
                 serves=use,
                 links=links,
             )
         )
-    return sorted(rows, key=lambda row: -row.sent)
+    return sorted(totals, key=lambda total: -total.sent)
 
 
 def _count_starts(exchanges: list[Exchange], platform: str) -> int:
-    """Count the executed collectives of a kind and axes.
+    """Count the executions of collectives of one kind along the same axes.
 
-    XLA:GPU combines the gathers of a loop iteration, and its scatters, except those
-    that depend on each other.
+    XLA:GPU combines the gathers of one loop iteration, and also the reductions, unless
+    one depends on another.
     """
     if platform == "tpu" or ACTIVATION_AXES & {*exchanges[0].axes}:
         return sum(e.count for e in exchanges)
@@ -155,6 +156,6 @@ def _count_starts(exchanges: list[Exchange], platform: str) -> int:
         iterations[e.body, e.count].append(e.payload / e.count)
     is_gather, starts = exchanges[0].kind == "all-gather", 0
     for (_, count), payloads in iterations.items():
-        combined = math.ceil(sum(payloads) / _MAX_COMBINED) if is_gather else 1
-        starts += count * min(len(payloads), combined)
+        num_combined = math.ceil(sum(payloads) / _MAX_COMBINED) if is_gather else 1
+        starts += count * min(len(payloads), num_combined)
     return starts

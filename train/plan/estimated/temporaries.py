@@ -1,13 +1,13 @@
 """Estimate the memory that a step needs besides its arguments, without a compiler.
 
-The estimate is the largest of three moments:
+The estimate is the largest sum at three points in time:
 
 - the loss: the logits of a tile, the rounded head, and the sum of its gradient;
 - the layers: the gradients of all layers, the gathered weights of one, the gradients
   that are being scattered, and part of a layer's activations;
 - the update: the gradients, and what the optimizer makes and moves.
 
-At the first two moments the saved activations, the features, and the sum over
+At the first two points the saved activations, the features, and the sum over
 microbatches exist too. Saved activations, weights, gradients and logits are exact. A
 fixed fraction of a layer's other activations exists at once (`_AT_ONCE`).
 """
@@ -20,7 +20,7 @@ from model.choices import Attention
 from model.params import is_of_layers
 from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
-from train.plan.estimated.operation import SHAPES, Operation, each
+from train.plan.estimated.operation import SHAPES, Operation, flatten
 from train.program import Program
 from train.sharding import bytes_per_device
 
@@ -33,12 +33,12 @@ _LANES, _SUBLANES = 128, 8
 def temporaries(step: LocalStep) -> dict[str, int]:
     """Return the bytes of the temporaries at the step's peak, by name."""
     held = _held_throughout(step)
-    moments = [held | _loss(step), held | _layers(step), _update(step)]
-    largest = max(moments, key=lambda items: sum(items.values()))
+    sums = [held | _loss_items(step), held | _layer_items(step), _update_items(step)]
+    largest = max(sums, key=lambda items: sum(items.values()))
     return {name: size for name, size in largest.items() if size}
 
 
-def tiled(shape: Sequence[int], itemsize: int, platform: str) -> int:
+def tiled_bytes(shape: Sequence[int], itemsize: int, platform: str) -> int:
     """Return the bytes of an array, including the padding of a TPU's tiles.
 
     A tile is 8 x 128 elements of the two minor dims. XLA chooses the minor dims that
@@ -84,13 +84,13 @@ def _saved_arrays(loop: Operation, attention: Attention) -> Iterable[LocalArray]
     """
     if not attention.is_cudnn:
         return dict.fromkeys(loop.stacked)
-    original = dict[LocalArray, LocalArray]()
+    originals = dict[LocalArray, LocalArray]()
     for operation in loop.body:
-        first = operation.operands[0] if operation.operands else None
+        operand = operation.operands[0] if operation.operands else None
         for result in operation.results:
-            if first and operation.name in SHAPES and result.bytes == first.bytes:
-                original[result] = original.get(first, first)
-    return {original.get(array, array): None for array in loop.stacked}
+            if operand and operation.name in SHAPES and result.bytes == operand.bytes:
+                originals[result] = originals.get(operand, operand)
+    return {originals.get(array, array): None for array in loop.stacked}
 
 
 def _held_throughout(step: LocalStep) -> dict[str, int]:
@@ -98,24 +98,25 @@ def _held_throughout(step: LocalStep) -> dict[str, int]:
     hidden = max((array.bytes for array in carried), default=0)
     items = {"saved activations": saved_bytes(step), "features": 3 * hidden}
     if step.microbatches > 1:
-        items["sum over microbatches"] = _bytes(step, step.params, FLOAT32)
+        items["sum over microbatches"] = _sum_bytes(step, step.params, FLOAT32)
     weights = [used for loop in step.layers for used in _weights(loop)]
     width = min((array.itemsize for array in weights), default=FLOAT32)
     if step.attention is Attention.cudnn and step.program.batch.segment_ids is not None:
         rows, length = (dim.size for dim in step.batch[0].dims)
         items["attention mask"] = rows * length**2 * width
     if step.platform == "tpu" and width < FLOAT32:
-        items["rounded weights"] = sum(  # of all layers, before the loop over them
-            loop.trips * _bytes(step, [used.source for used in _weights(loop)], width)
+        items["rounded weights"] = sum(  # XLA rounds all layers before the loop
+            loop.trips
+            * _sum_bytes(step, [used.source for used in _weights(loop)], width)
             for loop in step.layers
         )
     return items
 
 
-def _loss(step: LocalStep) -> dict[str, int]:
-    """Count a tile of the loss; {} if only the loops over layers have products."""
+def _loss_items(step: LocalStep) -> dict[str, int]:
+    """Return the items of a tile of the loss; {} if only layers have products."""
     tiles = [loop for loop in step.loops if loop not in step.layers]
-    sums = [array for loop in tiles for array in loop.carried]
+    carried = [array for loop in tiles for array in loop.carried]
     for loop in tiles:
         products = [op for op in loop.body if op.flops]
         heads = {a for op in products for a in op.operands if not a.from_batch}
@@ -124,14 +125,16 @@ def _loss(step: LocalStep) -> dict[str, int]:
             logits = products[0].results[0]
             width = logits.itemsize + head.itemsize
             return {
-                "logits of a tile": _bytes(step, [logits], width),
-                "rounded head": _bytes(step, [head]),
-                "head's gradient": max((_bytes(step, [a]) for a in sums), default=0),
+                "logits of a tile": _sum_bytes(step, [logits], width),
+                "rounded head": _sum_bytes(step, [head]),
+                "head's gradient": max(
+                    (_sum_bytes(step, [a]) for a in carried), default=0
+                ),
             }
     return {}
 
 
-def _layers(step: LocalStep) -> dict[str, int]:
+def _layer_items(step: LocalStep) -> dict[str, int]:
     in_layers = {array.source for loop in step.layers for array in loop.operands}
     gathered = {
         used.source: used
@@ -143,9 +146,9 @@ def _layers(step: LocalStep) -> dict[str, int]:
     largest = sorted(array.size for array in gathered)[-1 if _on_tpu(step) else -2 :]
     reduced = step.program.execution.numerics.reduce_dtype.itemsize
     return {
-        "gradients": _bytes(step, [p for p in step.params if p in in_layers]),
+        "gradients": _sum_bytes(step, [p for p in step.params if p in in_layers]),
         "gathered weights": max(
-            _bytes(step, [a for a in gathered if a in _weights(loop)])
+            _sum_bytes(step, [a for a in gathered if a in _weights(loop)])
             for loop in step.layers
         ),
         "gradients to scatter": reduced * sum(largest),
@@ -157,7 +160,7 @@ def _layer_bytes(step: LocalStep, loop: Operation) -> int:
     """Estimate the bytes of a layer's activations that exist at once."""
     arrays = {
         array
-        for operation in each(loop.body)
+        for operation in flatten(loop.body)
         if operation.flops
         for array in (*operation.operands, *operation.results)
         if array.from_batch and not array.on_host
@@ -165,9 +168,9 @@ def _layer_bytes(step: LocalStep, loop: Operation) -> int:
     return int(_AT_ONCE * sum(_activation_bytes(step, array) for array in arrays))
 
 
-def _update(step: LocalStep) -> dict[str, int]:
-    """Count the temporaries of the update."""
-    operations = list(step.update.each())
+def _update_items(step: LocalStep) -> dict[str, int]:
+    """Return the items of the update."""
+    operations = list(step.update.flatten())
     products = [
         sum(array.bytes for array in (*op.operands, *op.results, *op.results))
         for op in operations
@@ -179,7 +182,7 @@ def _update(step: LocalStep) -> dict[str, int]:
         if any(inner.flops for inner in op.body)
     )
     return {
-        "gradients": _bytes(step, step.params),
+        "gradients": _sum_bytes(step, step.params),
         "optimizer's products": max(products, default=0),
         "matrices on the way": matrices,
         "moments on the way": _moved_moments(step.program),
@@ -190,7 +193,7 @@ def _moved_moments(program: Program) -> int:
     """Count the bytes of host moments that are on the device at once.
 
     These are the moments of two layers, or of parameters outside the layers. XLA:TPU
-    moves all of the latter at once.
+    moves all moments outside the layers at once.
     """
     two_layers, other_sizes = 0, [0]
     for name, leaf in program.host_state.items():
@@ -210,7 +213,7 @@ def _weights(loop: Operation) -> list[LocalArray]:
     """
     used = {
         array.source: array
-        for operation in each(loop.body)
+        for operation in flatten(loop.body)
         if operation.flops and loop.position.is_backward
         for array in operation.operands
         if not array.from_batch and array.source in loop.slices
@@ -227,9 +230,9 @@ def _activation_bytes(step: LocalStep, array: LocalArray) -> int:
     shape = [dim.size for dim in array.dims]
     if step.attention is Attention.splash and len(shape) == 4:
         shape[-1] = -(-shape[-1] // _LANES) * _LANES
-    return tiled(shape, array.itemsize, step.platform)
+    return tiled_bytes(shape, array.itemsize, step.platform)
 
 
-def _bytes(step: LocalStep, arrays: Sequence[LocalArray], itemsize: int = 0) -> int:
+def _sum_bytes(step: LocalStep, arrays: Sequence[LocalArray], itemsize: int = 0) -> int:
     shapes = [([dim.size for dim in a.dims], itemsize or a.itemsize) for a in arrays]
-    return sum(tiled(shape, width, step.platform) for shape, width in shapes)
+    return sum(tiled_bytes(shape, width, step.platform) for shape, width in shapes)

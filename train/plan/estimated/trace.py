@@ -22,7 +22,7 @@ from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
 from train.execution import batch_shards
-from train.hardware.interconnect import num_parts
+from train.hardware.interconnect import num_slices_along
 from train.optimizer.update import Optimizer
 from train.program import Program
 from train.step import make_gradients
@@ -32,7 +32,7 @@ _ROWS = 2  # traced rows of a device if no equation depends on their number
 
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
-    """Trace (parameters, batch) -> (loss, gradients) of one microbatch."""
+    """Trace the function (parameters, batch) -> (loss, gradients) of a microbatch."""
     config, execution = program.config, program.execution
     placement = execution.placement
     if execution.attention.is_cudnn:
@@ -42,10 +42,10 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     # XLA's grouped product reads and writes the same arrays as the kernels.
     execution = execution._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
-    sizes, dcn_sharded = program.mesh.shape, _is_sharded_over_dcn(program)
-    if not dcn_sharded:  # phases.py splits collectives into the whole mesh's steps
+    sizes, is_dcn_sharded = program.mesh.shape, _is_sharded_over_dcn(program)
+    if not is_dcn_sharded:
+        # phases.py splits collectives into the steps of the whole mesh.
         placement = replace(placement, axis_steps=())
-    if not dcn_sharded:
         sizes = {axis: _least_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
@@ -53,58 +53,57 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     context_size = program.batch_shards.sequence
     if context_size > 1 and execution.context_attention is ContextAttention.ring:
         tile *= 2 * context_size
-    return _gradients(
+    return _trace_gradients(
         config.model,
         execution._replace(placement=placement),
         # The remat policy is in the execution. One microbatch is traced.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
         length=-(-config.data.sequence_length // tile) * tile,
-        documents=program.batch.segment_ids is not None,
-        rows=_rows(program),
+        has_documents=program.batch.segment_ids is not None,
+        rows=_num_traced_rows(program),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _gradients(
+def _trace_gradients(
     config: ModelConfig,
     execution: Execution,
     train: TrainConfig,
     length: int,
-    documents: bool,
+    has_documents: bool,
     rows: int,
 ) -> ClosedJaxpr:
     model = abstract_gpt(config)
     placement = execution.placement
     assert placement.mesh is not None
     shards = batch_shards(placement.rules, placement.mesh.shape).rows
-    field = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
-    batch = Batch(field, field, field if documents else None, field)
+    array = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
+    batch = Batch(array, array, array if has_documents else None, array)
     step = make_gradients(model, execution, train)
     return jax.make_jaxpr(step)(params_of(model), batch)
 
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
-    """Trace (gradients, optimizer's state, parameters) -> (parameters, state)."""
+    """Trace the function (gradients, state, parameters) -> (parameters, state)."""
     leaves, tree = jax.tree.flatten((params, state))
     shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    return _update(optimizer, shapes, tree)
+    return _trace_update(optimizer, shapes, tree)
 
 
 @functools.lru_cache(maxsize=64)
-def _update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
+def _trace_update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     params, state = jax.tree.unflatten(tree, leaves)
     # The equations do not depend on where the moments are.
     on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        at = jnp.float32(1), state, params, jnp.int32(0)
-        return on_device.update(grads, *at)[:2]
+        return on_device.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
 
     return jax.make_jaxpr(update)(params, state, params)
 
 
-def _rows(program: Program) -> int:
+def _num_traced_rows(program: Program) -> int:
     """Return the number of rows to trace: all local rows, if equations depend on them.
 
     Experts sort the local tokens, and stages split the local rows.
@@ -117,7 +116,7 @@ def _rows(program: Program) -> int:
 
 
 def _is_sharded_over_dcn(program: Program) -> bool:
-    """Return whether TPU slices share a parameter, other than by experts or stages.
+    """Return whether TPU slices shard a parameter, other than by experts or stages.
 
     Then the groups that gather and scatter depend on the sizes of all axes.
     """
@@ -126,7 +125,7 @@ def _is_sharded_over_dcn(program: Program) -> bool:
     specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
     used = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
     return program.execution.placement.platform == "tpu" and any(
-        num_parts(program.mesh, [axis]) > 1 for axis in used - allowed
+        num_slices_along(program.mesh, [axis]) > 1 for axis in used - allowed
     )
 
 

@@ -13,16 +13,16 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from train.plan.cost import taken_part
+from train.plan.cost import taken_fraction
 from train.plan.estimated.arrays import (
     Dim,
     LocalArray,
     OperationPosition,
     PartialSum,
 )
-from train.plan.estimated.collectives import Sending
+from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import Layouts
-from train.plan.estimated.operation import SHAPES, Operation, each
+from train.plan.estimated.operation import SHAPES, Operation, flatten
 from train.plan.estimated.products import (
     lay_out_grouped_product,
     lay_out_product,
@@ -41,26 +41,26 @@ _SAME_PARAMETER = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"
 class Walk:
     """Follows a program, and records its operations and collectives.
 
-    `operations` has the last branch of a conditional. `in_branches` has the products
-    and kernels of the other branches that state how often they are taken.
+    `operations` has the last branch of a conditional. `branch_operations` has the
+    products and kernels of other branches that state how often they are taken.
     """
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
-        """Start on a mesh."""
+        """Start without operations, on a mesh with axes of the given sizes."""
         self.operations: list[Operation] = []
-        self.in_branches: list[Operation] = []
-        self.sending = Sending(sizes, platform)
+        self.branch_operations: list[Operation] = []
+        self.recorder = CollectiveRecorder(sizes, platform)
         self._times, self._scope = 1, ""
-        self._layouts = Layouts(self.sending)
+        self._layouts = Layouts(self.recorder)
 
     @property
     def position(self) -> OperationPosition:
         """The current position of the walk."""
         return OperationPosition(self._times, self._scope, id(self.operations))
 
-    def each(self) -> Iterator[Operation]:
+    def flatten(self) -> Iterator[Operation]:
         """Yield all operations, including those in loops."""
-        return each(self.operations)
+        return flatten(self.operations)
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
@@ -76,12 +76,12 @@ class Walk:
                 continue
             outer, inner = self._scope, str(equation.source_info.name_stack)
             self._scope = f"{outer}/{inner}" if inner else outer
-            results = self._equation(equation, [read(v) for v in equation.invars])
+            results = self._walk(equation, [read(v) for v in equation.invars])
             arrays.update(zip(equation.outvars, results, strict=True))
             self._scope = outer
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
+    def _walk(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params = equation.primitive.name, equation.params
         if name == "name":  # names a result for a rematerialisation policy
             return operands
@@ -91,15 +91,15 @@ class Walk:
             return self._shard_map(params, operands)
         inner = params.get("jaxpr") or params.get("call_jaxpr")
         if name == "cond":
-            return self._branches(params["branches"], operands[1:])
+            return self._cond(params["branches"], operands[1:])
         if name == "while":  # the number of trips is unknown: count one
             inner = params["body_jaxpr"]
             operands = operands[params["cond_nconsts"] :]
         if inner is None or name == "pallas_call":
-            return self._plain(equation, operands)
+            return self._record(equation, operands)
         return self.run(inner, operands)
 
-    def _branches(
+    def _cond(
         self, branches: Sequence[Any], operands: list[LocalArray]
     ) -> list[LocalArray]:
         """Walk the last branch, and the other branches that state how often they run.
@@ -111,7 +111,7 @@ class Walk:
         times, operations, results = self._times, self.operations, list[LocalArray]()
         for branch in branches:
             scopes = (str(e.source_info.name_stack) for e in branch.jaxpr.eqns)
-            fraction, is_last = taken_part(scopes), branch is branches[-1]
+            fraction, is_last = taken_fraction(scopes), branch is branches[-1]
             if fraction is None and not is_last:
                 continue
             self._times = times if fraction is None else round(times * fraction)
@@ -122,29 +122,29 @@ class Walk:
                 for old, new in zip(results or outputs, outputs, strict=True)
             ]
             if not is_last:
-                self.in_branches += [op for op in self.each() if op.flops]
+                self.branch_operations += [op for op in self.flatten() if op.flops]
         self._times, self.operations = times, operations
         return results
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        """Walk a loop's body once; slice or stack arrays with a dim more outside."""
+        """Walk a loop's body once; slice or stack arrays with one more dim outside."""
         inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 
-        def same_rank(outside: Any, inside: Any) -> int:
+        def count_same_rank(outside: Any, inside: Any) -> int:
             pairs = zip(outside, inside, strict=True)
             return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
-        num_whole = same_rank(equation.invars, inner.invars)
-        num_carried = same_rank(equation.outvars, inner.outvars)
+        num_unsliced = count_same_rank(equation.invars, inner.invars)
+        num_carried = count_same_rank(equation.outvars, inner.outvars)
         slices = [
             replace(a, dims=a.dims[1:], sums=(), made_from=None)
-            for a in operands[num_whole:]
+            for a in operands[num_unsliced:]
         ]
         outer_operations, times = self.operations, self._times
-        here = self.position
-        loop = Operation("scan", operands, [], here, trips=trips, slices=slices)
+        position = self.position
+        loop = Operation("scan", operands, [], position, trips=trips, slices=slices)
         self.operations, self._times = loop.body, times * trips
-        results = self.run(inner, [*operands[:num_whole], *slices])
+        results = self.run(inner, [*operands[:num_unsliced], *slices])
         self.operations, self._times = outer_operations, times
         loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
         loop.results = list(loop.carried)
@@ -157,19 +157,19 @@ class Walk:
 
     def _shard_map(self, params: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk a per-device program, in which manual axes do not shard dims."""
-        manual_axes, sending = params["newly_manual_axes"], self.sending
+        manual_axes, recorder = params["newly_manual_axes"], self.recorder
         arguments, results = list[LocalArray](), list[LocalArray]()
         for array, spec in zip(operands, params["in_specs"], strict=True):
-            entries = sending.entries(spec, len(array.dims))
+            entries = recorder.axes_by_dim(spec, len(array.dims))
             for i, dim in enumerate(array.dims):
                 entries[i] += tuple(a for a in dim.axes if a not in manual_axes)
-            dims = sending.lay_out(array, entries, self.position, strict=True)
+            dims = recorder.reshard(array, entries, self.position, strict=True)
             automatic = [tuple(a for a in d.axes if a not in manual_axes) for d in dims]
             sizes = (dim.size for dim in dims)
             arguments.append(self._with_dims(array, map(Dim, sizes, automatic)))
         inner_results = self.run(params["jaxpr"], arguments)
         for array, spec in zip(inner_results, params["out_specs"], strict=True):
-            entries = sending.entries(spec, len(array.dims))
+            entries = recorder.axes_by_dim(spec, len(array.dims))
             dims = [
                 Dim(dim.size, axes + dim.axes)
                 for dim, axes in zip(array.dims, entries, strict=True)
@@ -183,23 +183,23 @@ class Walk:
         self.operations.append(Operation("shard_map", [array], [result], self.position))
         return result
 
-    def _plain(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
+    def _record(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params, position = equation.primitive.name, equation.params, self.position
-        scalars = all(array.size == 1 for array in operands[1:])
-        is_by_scalar = name in ("mul", "div") and (scalars or operands[0].size == 1)
+        are_scalars = all(array.size == 1 for array in operands[1:])
+        is_by_scalar = name in ("mul", "div") and (are_scalars or operands[0].size == 1)
         is_linear = name in _LINEAR or is_by_scalar
         for array in () if is_linear else operands:
-            self.sending.reduce(array, ())
-        flops, part, square = 0.0, 1.0, True
+            self.recorder.reduce(array, ())
+        flops, fraction, is_square = 0.0, 1.0, True
         if name == "pallas_call":
-            flops, part, square = traced_attention_flops(
+            flops, fraction, is_square = traced_attention_flops(
                 equation, operands, self._scope
             )
         if name == "dot_general":
             pairs = params["dimension_numbers"]
             left, right = operands
             *operands, layout, flops = lay_out_product(
-                left, right, pairs, self.sending, position
+                left, right, pairs, self.recorder, position
             )
             layouts = [layout]
         elif name == "ragged_dot_general":
@@ -208,7 +208,7 @@ class Walk:
         else:
             layouts = self._layouts.lay_out_results(equation, operands, position)
         from_batch = any(array.from_batch for array in operands)
-        unreduced = [p for a in operands for p in a.sums if is_linear and not p.reduced]
+        sums = [p for a in operands for p in a.sums if is_linear and not p.is_reduced]
         results = []
         for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
             on_host = var.aval.memory_space is jax.memory.Space.Host
@@ -216,8 +216,8 @@ class Walk:
             array = LocalArray(dims, size, from_batch, on_host=on_host)
             if name in _SAME_PARAMETER:
                 array.source, array.label = operands[0].source, operands[0].label
-            axes = self.sending.nontrivial(sum_axes) if from_batch else ()
-            array.sums = tuple(unreduced)
+            axes = self.recorder.nontrivial_axes(sum_axes) if from_batch else ()
+            array.sums = tuple(sums)
             if axes:
                 is_product = name == "dot_general"
                 array.sums += (PartialSum(axes, array.bytes, position, is_product),)
@@ -228,8 +228,8 @@ class Walk:
             results=results,
             position=position,
             flops=flops,
-            part=part,
-            square=square,
+            computed_fraction=fraction,
+            is_square=is_square,
         )
         self.operations.append(operation)
         return results

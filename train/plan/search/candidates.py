@@ -18,7 +18,7 @@ from train.plan.recomputing import (
     policies_with_offload,
 )
 
-_ALWAYS = ("data", "fsdp", "tensor")  # in the overrides even if their size is 1
+_REQUIRED = ("data", "fsdp", "tensor")  # in the overrides even if their size is 1
 _MAX_TENSOR = 16
 _MIN_POSITIONS = 8192  # positions of a row on each device of a context axis
 
@@ -59,8 +59,8 @@ class Layout:
         mesh, dcn = config.mesh, self.dcn
         sizes = {
             axis: getattr(self, axis)
-            for axis in (*_ALWAYS, *(a for a in MESH_AXES if a not in _ALWAYS))
-            if axis in _ALWAYS or getattr(self, axis) > 1 or getattr(mesh, axis) != 1
+            for axis in (*_REQUIRED, *(a for a in MESH_AXES if a not in _REQUIRED))
+            if axis in _REQUIRED or getattr(self, axis) > 1 or getattr(mesh, axis) != 1
         }
         factors = {
             axis: getattr(dcn, axis)
@@ -95,32 +95,32 @@ class Layout:
 
 
 def layouts(
-    num_devices: int, parts: int, experts: int = 0, sequence_length: int = 0
+    num_devices: int, num_slices: int, experts: int = 0, sequence_length: int = 0
 ) -> list[Layout]:
-    """List the possible meshes of slices or nodes, with default settings otherwise.
+    """List the possible meshes of slices or nodes, with other settings at defaults.
 
     The tensor, expert and context axes stay inside a slice or node; one of data, fsdp
     and pipeline crosses. A pipeline has one stage in each slice or node.
 
     Args:
         num_devices: the number of all devices.
-        parts: the number of slices or nodes.
+        num_slices: the number of slices or nodes.
         experts: the number of experts of the model, or 0.
         sequence_length: the length of a row; only long rows are sharded.
     """
-    part_size = num_devices // parts
+    slice_size = num_devices // num_slices
     meshes = []
-    largest = {"tensor": _MAX_TENSOR, "expert": max(experts, 1)}
-    largest["context"] = max(sequence_length // _MIN_POSITIONS, 1)
+    max_sizes = {"tensor": _MAX_TENSOR, "expert": max(experts, 1)}
+    max_sizes["context"] = max(sequence_length // _MIN_POSITIONS, 1)
     sizes = (
-        [n for n in _divisors(part_size) if n <= limit] for limit in largest.values()
+        [n for n in _divisors(slice_size) if n <= limit] for limit in max_sizes.values()
     )
     for tensor, expert, context in itertools.product(*sizes):
-        remainder, uneven = divmod(part_size, tensor * expert * context)
-        if uneven:
+        unassigned, indivisible = divmod(slice_size, tensor * expert * context)
+        if indivisible:
             continue
-        for fsdp in _divisors(remainder):
-            data = remainder // fsdp
+        for fsdp in _divisors(unassigned):
+            data = unassigned // fsdp
             layout = Layout(
                 data=data,
                 fsdp=fsdp,
@@ -132,11 +132,11 @@ def layouts(
                 expert=expert,
                 context=context,
             )
-            replicas = {"data": data * parts, "dcn_data": parts}
+            replicas = {"data": data * num_slices, "dcn_data": num_slices}
             meshes.append(replace(layout, **replicas))
-            if parts > 1:
-                shards = {"fsdp": fsdp * parts, "dcn_fsdp": parts}
-                stages = {"pipeline": parts, "dcn_pipeline": parts}
+            if num_slices > 1:
+                shards = {"fsdp": fsdp * num_slices, "dcn_fsdp": num_slices}
+                stages = {"pipeline": num_slices, "dcn_pipeline": num_slices}
                 meshes += [replace(layout, **shards), replace(layout, **stages)]
     return meshes
 
@@ -151,11 +151,11 @@ def variants(
     """Return a mesh with each remat policy and each number of microbatches.
 
     The variant of the least FLOPs comes first, and the one of the least memory last.
-    Each device has whole rows of a microbatch for each of a pipeline's `passes`.
+    Each device has at least one row of a microbatch for each of the `passes`.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
     allowed = policies_with_offload(offload)
-    microbatches = _powers_of_two(batch_size // (shards * passes))
+    microbatches = _powers_of_two_in(batch_size // (shards * passes))
     return [
         replace(layout, remat=format_policy(policy), accumulation_steps=n)
         for policy in reversed(policies_for(model))
@@ -184,5 +184,6 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _powers_of_two(largest: int) -> list[int]:
-    return [n for n in (2**i for i in range(largest.bit_length())) if largest % n == 0]
+def _powers_of_two_in(number: int) -> list[int]:
+    """Return the powers of two that divide a number."""
+    return [n for n in (2**i for i in range(number.bit_length())) if number % n == 0]

@@ -116,29 +116,29 @@ def print_result(result: SearchResult, config: Config) -> None:
         print(f"impossible  {meshes}; the first of them: {rule.why}")
     for sentence in failures(result.failed, config):
         print(f"failed      {sentence}")
-    compiled_layouts = {w.layout for w in result.compiled}
-    fitting = (w for w in result.weighed if w.fits)
-    uncompiled = [w for w in frontier(fitting) if w.layout not in compiled_layouts]
+    compiled_layouts = {c.layout for c in result.compiled}
+    fitting = (c for c in result.weighed if c.fits)
+    uncompiled = [c for c in frontier(fitting) if c.layout not in compiled_layouts]
     rows = [*result.compiled, *uncompiled[:_MAX_SHOWN]]
-    requested = [w for w in result.weighed if w.layout == result.given]
+    requested = [c for c in result.weighed if c.layout == result.given]
     requested = [] if result.given in compiled_layouts else requested
-    for w in [*requested, *([] if result.best else [result.closest])]:
-        rows += [w] if w not in rows else []
+    for c in [*requested, *([] if result.best else [result.closest])]:
+        rows += [c] if c not in rows else []
     print_table(
         [
             [
-                "yes" if w.fits else "no",
-                format_count(w.tokens_per_second),
-                f"{w.mfu:.0%}",
-                format_bytes(w.needed),
-                format_bytes(w.spare) if w.fits else f"-{format_bytes(-w.spare)}",
-                w.how,
-                w.layout.overrides(config)
-                + " (this config's)" * (w.layout == result.given),
+                "yes" if c.fits else "no",
+                format_count(c.tokens_per_second),
+                f"{c.mfu:.0%}",
+                format_bytes(c.needed),
+                format_bytes(c.spare) if c.fits else f"-{format_bytes(-c.spare)}",
+                c.how,
+                c.layout.overrides(config)
+                + " (this config's)" * (c.layout == result.given),
             ]
-            for w in rows
+            for c in rows
         ],
-        ["fits", "tokens/s", "MFU", "needed", "left", "memory is", "layout"],
+        ["fits", "tokens/s", "MFU", "needed", "spare", "source", "layout"],
         "layouts, predicted",
     )
     _print_changes(result.weighed, config)
@@ -146,11 +146,11 @@ def print_result(result: SearchResult, config: Config) -> None:
     outcome = best.layout.overrides(config) if best else none_fits(result, config)
     print(f"best        {outcome}")
     if best and result.runner_up:
-        estimated = next(w for w in result.weighed if w.layout == best.layout)
+        estimated = next(c for c in result.weighed if c.layout == best.layout)
         runner_up = result.runner_up
         print(f"next best   {runner_up.layout.overrides(config)}")
         print(
-            f"            the fastest that cuts layers otherwise: "
+            f"            the fastest that shards layers differently: "
             f"{runner_up.step_s / estimated.step_s - 1:+.0%} time a step, "
             f"{format_bytes(runner_up.needed)} a device instead of "
             f"{format_bytes(estimated.needed)}, estimated"
@@ -169,13 +169,13 @@ def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
 
 def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:
     """Print the effect of each change alone on the best layout without changes."""
-    plain = next(w for w in weighed if not w.layout.changes)
+    plain = next(c for c in weighed if not c.layout.changes)
     rows = list[list[str]]()
-    for change in dict.fromkeys(c for w in weighed for c in w.layout.changes):
-        candidates = [w for w in weighed if w.layout.changes == (change,)]
+    for change in dict.fromkeys(name for c in weighed for name in c.layout.changes):
+        candidates = [c for c in weighed if c.layout.changes == (change,)]
         layout = replace(plain.layout, changes=(change,))
-        changed = next((w for w in candidates if w.layout == layout), None)
-        fastest = next((w for w in candidates if w.fits), None)
+        changed = next((c for c in candidates if c.layout == layout), None)
+        fastest = next((c for c in candidates if c.fits), None)
         rows.append(
             [
                 change,
@@ -199,15 +199,15 @@ def none_fits(result: SearchResult, config: Config) -> str:
     smallest = result.closest
     if smallest.fits:
         return (
-            "none that was compiled fits, but by the estimate others do; to compile "
-            "more raise search_minutes"
+            "no compiled layout fits, but others are estimated to fit; to compile "
+            "more, raise search_minutes"
         )
     remedy = "take more or larger chips, shorter rows (data.sequence_length), or"
     if smallest.held > smallest.available:
         size = format_bytes(smallest.held)
         remedy = f"its state and batch alone take {size}: take more or larger chips, or"
     hint = ""
-    if not any(w.layout.changes for w in result.weighed):
+    if not any(c.layout.changes for c in result.weighed):
         hint = "; search_precision=true weighs small moments and host memory too"
     return (
         f"none fits; the least is needed by {smallest.layout.overrides(config)}: "
@@ -230,11 +230,11 @@ def as_candidate(layout: Layout, plan: Plan) -> Candidate:
     """Return the candidate of a planned layout.
 
     Raises:
-        ConfigError: the rates of the devices are unknown.
+        ConfigError: if the rates of the devices are unknown.
     """
     needed, prediction = plan.memory.needed, plan.prediction
     if prediction is None:
-        rule = f"cannot compare layouts: {plan.unpredicted}"
+        rule = f"cannot compare layouts: {plan.missing_prediction}"
         raise ConfigError([Mistake("search", True, rule)])
     middle = prediction.middle
     return Candidate(
@@ -250,5 +250,5 @@ def as_candidate(layout: Layout, plan: Plan) -> Candidate:
 
 
 def rank(c: Candidate) -> tuple[bool, float, int]:
-    """Return a sort key: first the fastest that fits, last what needs most memory."""
+    """Return a sort key: fitting candidates by time, then all others by memory."""
     return not c.fits, c.step_s if c.fits else c.needed, c.needed

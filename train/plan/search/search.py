@@ -63,7 +63,7 @@ def search(
         config: the settled config. Its own layout, if it has one, is also searched.
         devices: the devices to plan for, which need not be present.
         budget: a device's memory.
-        compiles: compile at least this many, until one fits; 0 compiles none.
+        compiles: compile at least this many layouts, until one fits; 0 compiles none.
         minutes: compile no more layouts after this time.
         precision: also weigh fewer bits and host memory (plan/precision.py).
         beat: called while layouts are weighed, and before each compilation.
@@ -115,7 +115,7 @@ def search(
 
 
 def _queue(ranked: list[Candidate], requested: Layout | None) -> list[Candidate]:
-    """Return what to compile: the config's layout, the best of each policy, the rest.
+    """Return the candidates to compile: the config's, each policy's best, then others.
 
     The estimates of meshes are more accurate than those of remat policies.
     """
@@ -146,12 +146,12 @@ def choose(
     chip = chip_of(devices[0].device_kind)
     if chip is None or chip.hbm_bandwidth is None:
         log.info("mesh=planned: the rates of these devices are unknown: all on fsdp")
-        parts = num_slices(devices)
+        slices = num_slices(devices)
         return Layout(
-            data=parts,
-            fsdp=len(devices) // parts,
+            data=slices,
+            fsdp=len(devices) // slices,
             tensor=1,
-            dcn_data=parts,
+            dcn_data=slices,
             dcn_fsdp=1,
             remat=format_policy(config.train.remat),
             accumulation_steps=config.train.accumulation_steps,
@@ -178,11 +178,12 @@ def _cache_file(
     layout_keys = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
     searched_keys = (*layout_keys, "train.remat", "train.accumulation_steps")
     unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
-    kind = devices[0].device_kind, len(devices), num_slices(devices), budget.available
+    device, slices = devices[0], num_slices(devices)
+    machine = device.device_kind, len(devices), slices, budget.available
     ignored, cores = (*HARMLESS, *searched_keys, *unused_keys), "runtime.sparse_cores"
     items = flatten(training_config(config)).items()
     key_values = {k: v for k, v in items if k == cores or not is_covered(k, ignored)}
-    identity = [key_values, kind, precision, versions(), code_version()]
+    identity = [key_values, machine, precision, versions(), code_version()]
     identity = json.dumps(identity, sort_keys=True)
-    digits = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return cache_folder() / "plans" / f"{digits}.json"
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return cache_folder() / "plans" / f"{name}.json"

@@ -31,7 +31,7 @@ from train.program import Program, make_program
 _MUCH_SLOWER = 1.5  # recomputation and microbatches cannot make up for this factor
 
 
-class Weighed(NamedTuple):
+class Estimates(NamedTuple):
     """The estimates of layouts.
 
     candidates: the memory and speed of each layout.
@@ -60,7 +60,7 @@ def weigh_all(
     budget: MemoryBudget,
     requested: Layout | None,
     beat: Callable[[], object] = lambda: None,
-) -> Weighed:
+) -> Estimates:
     """Estimate all layouts. An error in one estimate does not affect other layouts.
 
     First each mesh is weighed without recomputation, then with its other variants. If a
@@ -91,30 +91,30 @@ def weigh_all(
 
     for mesh in _track(meshes, "weighing meshes", beat):
         try:
-            program, choices = _lay_out(config, devices, mesh)
+            program, choices = _make_variants(config, devices, mesh)
         except ConfigError as error:
             for mistake in error.mistakes:
                 impossible.setdefault(mistake.key, []).append(mistake)
             continue
         if mesh is requested:
             weigh(program, mesh)
-        elif first := weigh_first(program, choices):
-            possible.append((first, program, choices))
+        elif candidate := weigh_first(program, choices):
+            possible.append((candidate, program, choices))
     if not weighed and errors:
         raise next(iter(errors.values()))
     if not weighed:
         raise ConfigError([mistakes[0] for mistakes in impossible.values()])
     possible.sort(key=lambda entry: entry[0].step_s)
-    for first, program, choices in _track(possible, "weighing layouts", beat):
+    for candidate, program, choices in _track(possible, "weighing layouts", beat):
         fitting = (c.step_s for c in weighed.values() if c.fits)
-        is_slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
+        is_slow = candidate.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
         for layout in choices[-1:] if is_slow else choices:
             if layout not in errors:
                 weigh(program, layout)
     excluded = {
         key: Excluded(len(group), _why(group[0])) for key, group in impossible.items()
     }
-    return Weighed(weighed, excluded, errors)
+    return Estimates(weighed, excluded, errors)
 
 
 def _weigh(
@@ -129,7 +129,7 @@ def _weigh(
         return error
 
 
-def _lay_out(
+def _make_variants(
     config: Config, devices: Sequence[Device], mesh: Layout
 ) -> tuple[Program, list[Layout]]:
     """Return the program of a mesh, and its variants, the least FLOPs first.
@@ -142,7 +142,7 @@ def _lay_out(
     rows, passes = config.data.batch_size, program.pipeline.local_microbatches
     choices = variants(mesh, rows, config.model, offload, passes)
     if mistakes := [
-        rule for first in choices[:1] for rule in config_mistakes(first.applied(config))
+        m for variant in choices[:1] for m in config_mistakes(variant.applied(config))
     ]:
         raise ConfigError(mistakes)
     return program, choices
@@ -152,8 +152,8 @@ def weigh_changes(
     config: Config,
     devices: Sequence[Device],
     budget: MemoryBudget,
-    plain: Weighed,
-) -> Weighed:
+    plain: Estimates,
+) -> Estimates:
     """Add the estimates of precision changes to the layouts on the frontier.
 
     The frontier includes layouts that do not fit, because a change may save enough
@@ -161,23 +161,23 @@ def weigh_changes(
     """
     weighed, errors = dict(plain.candidates), dict(plain.errors)
     programs = dict[Layout, Program | None]()
-    best = [candidate.layout for candidate in frontier(plain.candidates.values())]
-    pairs = list(itertools.product(combinations(config), best))
+    best_layouts = [c.layout for c in frontier(plain.candidates.values())]
+    pairs = list(itertools.product(combinations(config), best_layouts))
     for changes, layout in _track(pairs, "weighing changes"):
         layout = replace(layout, changes=changes)
-        wanted = layout.applied(config)
-        if config_mistakes(wanted):
+        changed = layout.applied(config)
+        if config_mistakes(changed):
             continue
         mesh = replace(layout, remat="full", accumulation_steps=1)
         if mesh not in programs:
             programs[mesh] = None
             with suppress(ConfigError):
-                programs[mesh] = make_program(wanted, devices)
+                programs[mesh] = make_program(changed, devices)
         program = programs[mesh]
         if program is None:
             continue
         with suppress(ConfigError):
-            candidate = _weigh(program.with_train_config(wanted.train), layout, budget)
+            candidate = _weigh(program.with_train_config(changed.train), layout, budget)
             if isinstance(candidate, Exception):
                 errors[layout] = candidate
             else:

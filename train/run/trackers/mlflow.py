@@ -1,4 +1,4 @@
-"""MLflow: a server, or files in `<run_dir>/mlflow/`.
+"""Track a run with MLflow, on a server or in files under `<run_dir>/mlflow/`.
 
 A run has one id, in `<run_dir>/mlflow/run_id`. Each start asks the tracker for the last
 step of each metric, so that no step is sent twice.
@@ -14,8 +14,8 @@ from typing import Any
 from train.identity import leaves
 from train.run.trackers.writer import Line, Writer
 
-_PARAMS, _METRICS = 100, 1000  # the limits of one request
-_VALUE_LENGTH = 500  # every server accepts this length
+_MAX_PARAMS, _MAX_METRICS = 100, 1000  # the limits of one request
+_MAX_VALUE_LENGTH = 500  # every server accepts this length
 
 
 class MlflowWriter(Writer):
@@ -26,7 +26,7 @@ class MlflowWriter(Writer):
     def open(self, folder: Path, marked: int) -> int:
         """Find the run, or create it with its config as parameters."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # refused by default
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # off by default
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
@@ -49,23 +49,23 @@ class MlflowWriter(Writer):
         experiment = (
             existing.experiment_id if existing else client.create_experiment(name)
         )
-        created = client.create_run(experiment, run_name=self._run.name)
+        new_run = client.create_run(experiment, run_name=self._run.name)
         params = [
-            Param(".".join(path), str(value)[:_VALUE_LENGTH])
+            Param(".".join(path), str(value)[:_MAX_VALUE_LENGTH])
             for path, value in leaves(self._run.config)
         ]
-        for first in range(0, len(params), _PARAMS):
+        for start in range(0, len(params), _MAX_PARAMS):
             client.log_batch(
-                created.info.run_id, params=params[first : first + _PARAMS]
+                new_run.info.run_id, params=params[start : start + _MAX_PARAMS]
             )
-        return created.info.run_id
+        return new_run.info.run_id
 
     def _last_step(self, key: str) -> int:
         history = self._client.get_metric_history(self._id, key)
         return max(metric.step for metric in history)
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Send the values that the tracker lacks, in few requests."""
+        """Send the values that the tracker lacks, in as few requests as possible."""
         timestamp_ms = int(1000 * time.time())
         metrics = [
             self._metric(key, value, timestamp_ms, step)
@@ -73,8 +73,8 @@ class MlflowWriter(Writer):
             for key, value in values.items()
             if step > self._last_steps.get(key, -1)
         ]
-        for first in range(0, len(metrics), _METRICS):
-            self._client.log_batch(self._id, metrics[first : first + _METRICS])
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._id, metrics[start : start + _MAX_METRICS])
 
     def close(self) -> None:
         """Mark the run as ended."""

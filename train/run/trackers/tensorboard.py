@@ -1,4 +1,4 @@
-"""TensorBoard's event files, in `<run_dir>/tensorboard/`.
+"""Track a run with TensorBoard, in event files under `<run_dir>/tensorboard/`.
 
 Each start writes a new file, whose first record tells readers to forget the steps of
 earlier starts that this one repeats.
@@ -13,7 +13,7 @@ from train.run.trackers.writer import Line, Writer
 
 
 class TensorBoardWriter(Writer):
-    """One event file."""
+    """Writes the lines of a start to one event file."""
 
     name = "tensorboard"
 
@@ -28,8 +28,8 @@ class TensorBoardWriter(Writer):
         last = min(marked, self._run.step)
         # Readers read the files in the order of their names.
         self._file = EventsWriter(str(folder / f"{self._run.start:06d}"))
-        begin = events.SessionLog(status=events.SessionLog.START)
-        self._add(session_log=begin, step=last + 1)
+        session_start = events.SessionLog(status=events.SessionLog.START)
+        self._add(session_log=session_start, step=last + 1)
         self._file.flush()
         return last
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline by default.
+"""Track a run with Weights & Biases, offline by default.
 
 A run has one id, in `<run_dir>/wandb/run_id`. A server drops steps up to its last
 step, so that no step appears twice.
@@ -16,7 +16,7 @@ from train.run.trackers.writer import Line, Writer
 
 _logger = logging.getLogger(__name__)
 FINISH_TIMEOUT_S = 20.0
-_QUIET = {
+_QUIET_SETTINGS = {
     "silent": True,
     "console": "off",
     "disable_git": True,
@@ -49,10 +49,10 @@ class WandbWriter(Writer):
         import wandb  # takes half a second
 
         mode = self._config.mode
-        if mode == "online" and not _has_key():
+        if mode == "online" and not _has_credentials():
             _logger.warning("wandb: no API key on this machine, so offline")
             mode = "offline"
-        known_settings = wandb.Settings.model_fields
+        supported_settings = wandb.Settings.model_fields
         self._wandb: Any = wandb.init(
             project=self._config.project,
             name=self._run.name,
@@ -62,7 +62,7 @@ class WandbWriter(Writer):
             dir=str(folder.parent),
             config=self._run.config,
             settings=wandb.Settings(
-                **{k: v for k, v in _QUIET.items() if k in known_settings}
+                **{k: v for k, v in _QUIET_SETTINGS.items() if k in supported_settings}
             ),
         )
         self._wandb.define_metric("*", step_metric="step")
@@ -78,7 +78,7 @@ class WandbWriter(Writer):
         self._wandb.finish()
 
 
-def _has_key() -> bool:
+def _has_credentials() -> bool:
     """Return whether wandb can log in without asking at the terminal."""
     if any(map(os.environ.get, ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
         return True

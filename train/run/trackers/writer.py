@@ -12,12 +12,12 @@ Line = tuple[int, Mapping[str, float]]  # completed updates, and their values
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedRun:
     """A start of a run whose metrics a tracker receives.
 
     run_dir: the run's directory; its `metrics.jsonl` has no lines after `step`.
     name: the name to show.
-    config: the config to show.
+    config: the config to show, without secrets.
     step: completed updates of the restored state.
     start: the number of the start, from 1.
     """
@@ -44,7 +44,7 @@ class Writer(abc.ABC):
 
     name: str  # names the tracker, its pip extra, and its folder in the run
 
-    def __init__(self, run: Tracked, config: Any = None):
+    def __init__(self, run: TrackedRun, config: Any = None):
         self._run, self._config = run, config
 
     @abc.abstractmethod

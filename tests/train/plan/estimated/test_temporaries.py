@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.temporaries import saved_bytes, temporaries, tiled
+from train.plan.estimated.temporaries import saved_bytes, temporaries, tiled_bytes
 
 F32 = 4
 
@@ -23,8 +23,8 @@ F32 = 4
     ],
 )
 def test_tiles_pad_the_two_minor_dims(shape, padded):
-    assert tiled(shape, F32, "tpu") == F32 * padded
-    assert tiled(shape, F32, "gpu") == F32 * math.prod(shape)
+    assert tiled_bytes(shape, F32, "tpu") == F32 * padded
+    assert tiled_bytes(shape, F32, "gpu") == F32 * math.prod(shape)
 
 
 def test_full_recomputation_keeps_the_inputs_of_the_layers(programs):

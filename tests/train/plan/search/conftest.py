@@ -10,7 +10,7 @@ from train.hardware.targets import parse_target
 from train.plan import recomputing
 from train.plan.budget import memory_budget
 from train.plan.plan import Plan, estimate
-from train.plan.recomputing import WAYS
+from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
 from train.plan.search.candidates import Layout
 
@@ -28,13 +28,13 @@ def devices(monkeypatch, tmp_path):
 
 
 PLANS: dict[tuple, Plan] = {}
-FEW = WAYS[0], WAYS[2], WAYS[-1]
+FEW = POLICIES[0], POLICIES[2], POLICIES[-1]
 
 
 @pytest.fixture
 def estimated_once(monkeypatch):
     """Estimate each program once, of three policies; none depends on the room."""
-    monkeypatch.setattr(recomputing, "WAYS", FEW)
+    monkeypatch.setattr(recomputing, "POLICIES", FEW)
 
     def once(program, budget=None):
         mesh = program.mesh
@@ -64,6 +64,6 @@ COPIES = Layout(2, 4, 1, 2, 1, "none", 1)
 @pytest.fixture
 def two_slices(devices, monkeypatch):
     """Two slices, on which copies and stages are weighed; one way to recompute."""
-    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
     monkeypatch.setattr(weigh, "layouts", lambda *_: [STAGES, COPIES])
     return fake_devices(parse_target("v5e-4x2"))

@@ -11,7 +11,7 @@ from model.choices import Mlp
 from model.config import ModelConfig
 from train.cli.command import compose
 from train.config import MESH_AXES
-from train.plan.recomputing import WAYS, format_policy
+from train.plan.recomputing import POLICIES, format_policy
 from train.plan.search.candidates import Layout, layout_of, layouts, variants
 
 
@@ -46,8 +46,8 @@ def test_microbatches_are_whole_rows_of_each_device():
     mesh = Layout(2, 4, 1, 1, 1, "none", 1)
     found = variants(mesh, 96, ModelConfig())  # 12 rows a device
     assert {one.accumulation_steps for one in found} == {1, 2, 4}
-    assert {one.remat for one in found} == set(map(format_policy, WAYS))
-    assert len(found) == 3 * len(WAYS)
+    assert {one.remat for one in found} == set(map(format_policy, POLICIES))
+    assert len(found) == 3 * len(POLICIES)
     assert found[0] == mesh
     assert (found[-1].remat, found[-1].accumulation_steps) == ("full", 4)
     for axis in ("pipeline", "expert"):
@@ -63,7 +63,7 @@ def test_where_no_layer_has_an_mlp_none_is_kept():
     mesh, moe = Layout(2, 4, 1, 1, 1, "none", 1), ModelConfig(mlp=Mlp.moe)
     for model in (replace(moe, shared_experts=1), replace(moe, dense_layers=1)):
         assert {one.remat for one in variants(mesh, 8, model)} == set(
-            map(format_policy, WAYS)
+            map(format_policy, POLICIES)
         )
     assert not any("mlp" in one.remat for one in variants(mesh, 8, moe))
 

@@ -10,7 +10,7 @@ from train.plan import precision, recomputing
 from train.plan.budget import MemoryBudget, memory_budget
 from train.plan.plan import estimate
 from train.plan.precision import CHANGES, combinations, with_changes
-from train.plan.recomputing import WAYS
+from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
 from train.plan.search.result import (
     none_fits,
@@ -48,7 +48,7 @@ def test_what_would_be_refused_if_it_was_typed_is_not_weighed(
 
 @pytest.mark.slow
 def test_experts_are_laid_out_too(composed, devices, monkeypatch, capsys):
-    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
     devices, room = devices[:4], MemoryBudget(*[2**36] * 3)
     shape = ("model=moe_nano", "model.num_heads=1", "model.num_experts=6")
     rows = ("data.batch_size=4", "data.sequence_length=128", "mesh.expert=2")
@@ -76,7 +76,7 @@ def test_changes_of_precision_are_weighed_when_asked_for(
     some = "optimizer.moment_dtype=int8", "model.compute_dtype=float8"
     some += ("optimizer.offload=true",)
     monkeypatch.setattr(precision, "CHANGES", {name: CHANGES[name] for name in some})
-    monkeypatch.setattr(recomputing, "WAYS", WAYS[:1])
+    monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
     monkeypatch.setattr(weigh, "layouts", lambda *_: [])
     # Which compiles moments of eight bits on a TPU's host.
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))

@@ -8,7 +8,7 @@ from etils import epath
 from train.config import TrackerConfig
 from train.run.metrics import open_metrics
 from train.run.tracker import Tracker, open_tracker
-from train.run.trackers.writer import Tracked
+from train.run.trackers.writer import TrackedRun
 
 CONFIG = {"model": {"num_layers": 2}, "seed": 0}
 
@@ -21,7 +21,7 @@ def begin(config: TrackerConfig, run_dir: Path, start: int, step: int, end: int)
     """
     metrics = open_metrics(run_dir, step)
     tracker = open_tracker(
-        config, Tracked(epath.Path(run_dir), "tiny", CONFIG, step, start)
+        config, TrackedRun(epath.Path(run_dir), "tiny", CONFIG, step, start)
     )
     for taken in range(step + 1, end + 1):
         values = {"loss": 1 / taken, "learning_rate": float(start)}

@@ -11,18 +11,18 @@ import pytest
 from tests.fleet import REPOSITORY
 from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
-from train.run.trackers.writer import Tracked
+from train.run.trackers.writer import TrackedRun
 
 SESSION = """
 import sys, time
 from etils import epath
 from train.config import TrackerConfig, WandbConfig
 from train.run.tracker import open_tracker
-from train.run.trackers.writer import Tracked
+from train.run.trackers.writer import TrackedRun
 began = time.monotonic()
 config = TrackerConfig(WandbConfig(enabled=True))
 run_dir = epath.Path(sys.argv[1])
-run = open_tracker(config, Tracked(run_dir, "tiny", {"model": {"num_layers": 2}}))
+run = open_tracker(config, TrackedRun(run_dir, "tiny", {"model": {"num_layers": 2}}))
 for step in range(int(sys.argv[2]), int(sys.argv[3])):
     run.log(step, {"loss": float("nan") if step == 3 else 1 / step, "eval/loss": 2.0})
 waited = time.monotonic() - began
@@ -133,7 +133,7 @@ def fake(monkeypatch):
 
 def _use(run_dir, mode="offline"):
     config = TrackerConfig(WandbConfig(enabled=True, mode=mode))
-    run = open_tracker(config, Tracked(run_dir, "tiny", {}))
+    run = open_tracker(config, TrackedRun(run_dir, "tiny", {}))
     for step in range(1, 4):
         run.log(step, {"loss": 1.0})
     run.finish()
