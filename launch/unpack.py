@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(getattr(signal, name), lambda *_: os._exit(_PREEMPTED))
     archive, command = arguments[0], arguments[2:]
     try:
-        folder = unpack(read_archive(archive), cache_folder())
+        folder = unpack(read_archive(archive), user_cache_folder())
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         sys.exit(f"{archive}: cannot be unpacked: {error}")
     print(f"code: {folder}", file=sys.stderr, flush=True)
@@ -53,7 +53,7 @@ def read_archive(archive: str) -> bytes:
         return file.read()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def cache_folder() -> Path:
+def user_cache_folder() -> Path:
     """Return a folder that only this user may write to, because its code is run."""
     root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     folder = Path(root, "longhaul", "code").absolute()

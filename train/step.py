@@ -180,11 +180,10 @@ def make_gradients(
         if config.accumulation_steps == 1:
             grads, (loss, load_LE, figures) = compute_grads(params, rows)
         else:
+            parts = split(rows, config.accumulation_steps)
+            shape = load_shape if has_experts else None
             grads, (loss, load_LE, figures) = sum_over_microbatches(
-                compute_grads,
-                params,
-                split(rows, config.accumulation_steps),
-                load_shape=load_shape if has_experts else None,
+                compute_grads, params, parts, load_shape=shape
             )
         return Gradients(
             loss=sum_over_rows(loss, placement),

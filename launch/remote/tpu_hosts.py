@@ -48,7 +48,7 @@ def make_folder_line(name: str) -> str:
     return f"mkdir -p {remote_folder(name)}/incoming"
 
 
-def start_line(name: str) -> str:
+def start_training_line(name: str) -> str:
     """Return the line of shell that starts training from the copied files."""
     # Files are replaced, which does not disturb a shell that runs the old run.sh.
     folder = remote_folder(name)
@@ -99,7 +99,9 @@ class TpuHosts(Hosts):
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
-        output = self._run_line(start_line(self._name), timeout_s=COMMAND_TIMEOUT_S)
+        output = self._run_line(
+            start_training_line(self._name), timeout_s=COMMAND_TIMEOUT_S
+        )
         return len(read_states(output.decode(errors="replace")))
 
     def _local_files(self) -> Path:

@@ -30,7 +30,7 @@ from launch.remote.tpu_hosts import (
     copy_to_vms,
     make_folder_line,
     ssh_to_vms,
-    start_line,
+    start_training_line,
 )
 from launch.submissions import Submission
 from train.errors import Mistake
@@ -116,7 +116,7 @@ def _typed_commands(name: str, cluster: TpuVmCluster) -> str:
         "Are they?": gcloud["describe"],
         "Make room for the files": ssh_to_vms(name, cluster, make_folder_line(name)),
         "Copy them, from the folder of this file": copy_to_vms(name, cluster),
-        "Start training": ssh_to_vms(name, cluster, start_line(name)),
+        "Start training": ssh_to_vms(name, cluster, start_training_line(name)),
         "Does it run?": ssh_to_vms(name, cluster, poll),
         "Let it save and stop": ssh_to_vms(name, cluster, interrupt),
         "Delete the machines": gcloud["delete"],

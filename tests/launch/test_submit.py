@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 
 from launch import __main__ as door
-from launch.archive import files
+from launch.archive import files_to_pack
 from launch.config import LocalCluster, schema_of
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, Rendered
@@ -60,7 +60,7 @@ def test_the_record_holds_the_archive(elsewhere, tmp_path: Path, monkeypatch):
     submitted(monkeypatch, Away(), *arguments)
     folder = tmp_path / "runs/x/launch/1"
     packed = (folder / ARCHIVE).read_bytes()
-    assert contents(packed).keys() == {*files(REPOSITORY)}
+    assert contents(packed).keys() == {*files_to_pack(REPOSITORY)}
     assert (folder / UNPACK).read_bytes() == UNPACKER.read_bytes()
     sha = hashlib.sha256(packed).hexdigest()
     assert json.loads((folder / "record.json").read_text())["code"] == sha

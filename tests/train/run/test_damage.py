@@ -16,7 +16,7 @@ from etils import epath
 import train.profile.__main__ as profile
 import train.profile.times
 from data.errors import DataError
-from launch.submissions import Submission, submitted
+from launch.submissions import Submission, require_submission
 from train import checkpoints, report, status
 from train.cli.schema import config_yaml
 from train.config import Config, RunConfig
@@ -102,7 +102,7 @@ COMMANDS: dict[str, Callable[[Path], Any]] = {
     "init_from": lambda run: record_or_check_files(
         str(run / "weights"), epath.Path(run), Cluster()
     ),
-    "launch": lambda run: submitted(str(run)),
+    "launch": lambda run: require_submission(str(run)),
 }
 # Of each file, the commands that cannot do without it, and others that read it.
 FILES: dict[str, tuple[set[str], set[str]]] = {

@@ -82,7 +82,7 @@ class Layouts:
             case "unstack":
                 removed = [params["axis"]]
             case "stack":
-                dims = [*first]
+                dims = [*first_dims]
                 dims.insert(params["axis"], Dim(len(operands)))
                 return [(tuple(dims), ())]
             case name if name.startswith("reduce_") and "axes" in params:

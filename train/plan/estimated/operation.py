@@ -43,8 +43,8 @@ class Operation:
         return self.name == "pallas_call"
 
 
-def flatten(operations: Iterable[Operation]) -> Iterator[Operation]:
+def flatten_loops(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Yield operations and, recursively, the operations in the bodies of loops."""
     for operation in operations:
         yield operation
-        yield from flatten(operation.body)
+        yield from flatten_loops(operation.body)

@@ -20,7 +20,7 @@ from model.choices import Attention
 from model.params import is_of_layers
 from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
-from train.plan.estimated.operation import SHAPES, Operation, flatten
+from train.plan.estimated.operation import SHAPES, Operation, flatten_loops
 from train.program import Program
 from train.sharding import bytes_per_device
 
@@ -160,7 +160,7 @@ def _layer_bytes(step: LocalStep, loop: Operation) -> int:
     """Estimate the bytes of a layer's activations that exist at once."""
     arrays = {
         array
-        for operation in flatten(loop.body)
+        for operation in flatten_loops(loop.body)
         if operation.flops
         for array in (*operation.operands, *operation.results)
         if array.from_batch and not array.on_host
@@ -213,7 +213,7 @@ def _weights(loop: Operation) -> list[LocalArray]:
     """
     used = {
         array.source: array
-        for operation in flatten(loop.body)
+        for operation in flatten_loops(loop.body)
         if operation.flops and loop.position.is_backward
         for array in operation.operands
         if not array.from_batch and array.source in loop.slices

@@ -22,7 +22,7 @@ from train.plan.estimated.arrays import (
 )
 from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import Layouts
-from train.plan.estimated.operation import SHAPES, Operation, flatten
+from train.plan.estimated.operation import SHAPES, Operation, flatten_loops
 from train.plan.estimated.products import (
     lay_out_grouped_product,
     lay_out_product,
@@ -60,7 +60,7 @@ class Walk:
 
     def flatten(self) -> Iterator[Operation]:
         """Yield all operations, including those in loops."""
-        return flatten(self.operations)
+        return flatten_loops(self.operations)
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
