@@ -57,7 +57,7 @@ SMALL = ("model.num_layers=4", "model.vocab_size=16384")  # llama3_1b has 16, 12
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_eight_devices_take_less_than_a_third_more_than_the_weights(tmp_path):
+def test_eight_devices_take_less_than_half_more_than_the_weights(tmp_path):
     """Optimizers that keep moments take these besides."""
     model = compose([*WORDS, *SMALL]).model
     abstract, family = abstract_gpt(model), family_of(model)
@@ -76,4 +76,4 @@ def test_eight_devices_take_less_than_a_third_more_than_the_weights(tmp_path):
     said = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
-    assert int(said.stdout) < 1.3 * 4 * sum(map(math.prod, shapes.values()))
+    assert int(said.stdout) < 1.5 * 4 * sum(map(math.prod, shapes.values()))
