@@ -93,13 +93,13 @@ def run_stacks(
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
     """Run stacked layers by one scan over groups of layers.
 
-    Each group has layers of all stacks. If the layers in one slot of all groups have
+    Each group has layers of all stacks. If a position in the group (a slot) always has
     the same kind, that kind is static. `unroll` is the number of layers in each
     iteration, rounded to whole groups; -1 means all of them, without a loop. `caches`
     has one cache for each slot of a group. Layers are numbered from `first_layer`.
 
     Returns:
-        x_BTD after the layers, the longer caches or None, and the last stack's routing.
+        x_BTD after all layers, the extended caches or None, the last stack's routing.
     """
     num_groups, sizes = groups_of(stacks)
     size = sum(sizes)
@@ -114,7 +114,7 @@ def run_stacks(
         execution=execution,
         call=call,
         kinds=kinds,
-        # The backward pass recomputes one layer at a time, even if a group has several.
+        # Only a loop over single layers keeps XLA from undoing the recomputation.
         in_loop=unroll < num_groups and size == 1,
     )
     layer_numbers = [first_layer + jnp.arange(i, depth, size) for i in range(size)]
@@ -148,7 +148,7 @@ class _Group:
     """The body of the scan, which runs one layer in each slot of a group.
 
     `blocks` are the layers without parameters, and `sizes` the numbers of layers that
-    each stack has in a group. `in_loop` says whether a loop runs groups of one layer.
+    each stack has in a group. `in_loop` says if a loop runs one layer at a time.
     """
 
     blocks: Sequence[Any]

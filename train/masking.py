@@ -1,8 +1,7 @@
 """Recognise secrets, and mask them in all that is written or shown.
 
 A secret is a value whose name says so (`DB_PASS`, `API_KEY_2`, `MYTOKENS`), the
-password in a URL, or the value of an environment variable with such a name that
-`${oc.env:NAME}` reads.
+password in a URL, or the value that `${oc.env:NAME}` reads if NAME is such a name.
 """
 
 import os
@@ -22,7 +21,7 @@ _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
-_MIN_LENGTH = 6  # shorter secrets may be common words: masked only as a whole text
+_MIN_LENGTH = 6  # shorter ones may be common words: masked only if the whole text
 
 _environment_secrets: dict[str, str] = {}  # value -> its interpolation
 
@@ -77,7 +76,7 @@ def mask_values(value: Any) -> Any:
 
 
 def remember_secrets(text: str) -> None:
-    """Remember, to mask them, the secret environment variables that a text names."""
+    """Remember the secret environment variables that a text names, to mask them."""
     for name in _FROM_ENVIRONMENT.findall(text):
         value = os.environ.get(name)
         if value and is_secret_name(name):

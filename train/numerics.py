@@ -1,4 +1,4 @@
-"""Figures of each layer that show which layer causes a bad step.
+"""Per-layer statistics that show which layer causes a bad step.
 
 The metrics of a watched step (`log.numerics_interval_steps`) include these figures,
 float32 [L], reduced over all devices and microbatches:
@@ -10,8 +10,8 @@ float32 [L], reduced over all devices and microbatches:
     numerics/grad_norm      the norm of these gradients
     numerics/update_ratio   the RMS of the update over the RMS of the weights
     numerics/flushed        the share of operands of linear layers and experts that
-                            eight bits flush to zero
-    numerics/saturated      ... that eight bits round to the largest value
+                            the 8-bit dtype flushes to zero
+    numerics/saturated      ... that it rounds to the largest value
 
 The last two exist if `model.compute_dtype` has eight bits. Values that are not finite
 count as infinite. Other steps run a program that does not compute these figures.
@@ -94,10 +94,10 @@ def find_culprit(
 ) -> Culprit | None:
     """Return the quantity to blame for a skipped step, or None if none stands out.
 
-    The first choice is the first result of the forward pass whose square is not finite;
-    then a gradient whose square is not finite, in the last such layer, which the
-    backward pass reaches first; then the quantity that has grown most since an earlier
-    step. Both steps must be watched, and the earlier step must not be skipped.
+    In this order: the first forward result whose square is not finite; the gradient of
+    the last layer (the first in the backward pass) whose square is not finite; the
+    quantity that has grown most since an earlier step. Both steps must be watched, and
+    the earlier step must not be skipped.
     """
     forward = [*_candidates(metrics, _ACTIVATIONS)]
     backward = [*_candidates(metrics, _GRADIENTS)]

@@ -28,7 +28,7 @@ _SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+")
 
 
 def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
-    """List the mistakes in the keys that both kinds of GKE share."""
+    """List the mistakes in the keys that `gke_tpu` and `gke_gpu` share."""
     errors = []
     if not cluster.image:
         rule = "is needed: an image with this program in it (docker build), as "

@@ -1,7 +1,8 @@
 """Copy files to the VMs of a queued resource, and run commands there.
 
 Source of the flags: the reference of gcloud compute tpus queued-resources ssh and scp
-(SDK 528). Their exit code is that of an arbitrary worker, so run.sh reports states.
+(SDK 528). They exit with the code of an arbitrary worker, so run.sh prints the states
+of all processes.
 """
 
 import logging
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 STATES = "states.jsonl"  # holds the observed states of the resource
 _ALL = ("--node=all", "--worker=all")
 _FIRST = ("--node=0", "--worker=0")  # the VM of process 0
-FIRST_AND_COUNT = (0, 1)  # arguments of run.sh: each VM has one process, number 0
+FIRST_AND_COUNT = (0, 1)  # for run.sh: each VM runs one process, with local number 0
 
 
 def ssh_to_vms(
@@ -105,7 +106,7 @@ class TpuHosts(Hosts):
         return len(read_states(output.decode(errors="replace")))
 
     def _local_files(self) -> Path:
-        """Write the files to copy to the VMs into a local folder; return the folder."""
+        """Write the files that the VMs need to a local folder; return the folder."""
         folder = self._submission.local_folder()
         for file in files_of(self._cluster):
             if not (folder / file).exists():

@@ -96,7 +96,7 @@ def make_attend_shared_rows(
     window: int | None,
     soft_cap: float | None,
 ) -> Attend:
-    """Return a function that attends on local rows, heads and positions.
+    """Return the attention function for local rows, heads and positions.
 
     Devices share rows over the manual mesh axes `axes`. The algorithm is not `auto`,
     and the window is shorter than a row.

@@ -119,7 +119,7 @@ def _make_step_kernel(
 
 
 def _step_scope(chunks: Chunks, causal: bool) -> AbstractContextManager:
-    """Return a scope which states that a ring step without a mask skips no blocks."""
+    """Return a scope that records that an unmasked ring step skips no blocks."""
     T, S = chunks.q_BNTH.shape[2], chunks.k_BKSH.shape[2]
     blocks = T * S // _block_size(math.gcd(T, S)) ** 2
     return nullcontext() if causal else computed_scope(blocks, blocks)
@@ -139,7 +139,7 @@ def _make_kernel(mask: Any, num_heads: int, **options: Any) -> Any:
 
 
 def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
-    """Return a scope that states how many blocks T queries of S keys compute."""
+    """Return a scope that records how many blocks the last T of S queries use."""
     block = _block_size(math.gcd(T, S))
     starts = range(S - T, S, block)
     blocks = sum(
@@ -150,6 +150,6 @@ def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
 
 def _block_size(T: int) -> int:
     # Wide blocks amortise the grid; narrow blocks skip more above the diagonal. With
-    # head dims up to 256, the vector memory of v5e, v5p and v6e holds blocks of 1024
-    # positions; blocks of 2048 do not fit v5e and v5p (compiled, but not timed).
+    # head dims up to 256, blocks of 1024 positions fit the vector memory of v5e, v5p
+    # and v6e; 2048 do not fit v5e and v5p. These sizes were compiled, but not timed.
     return next(size for size in (512, 384, 256, 128) if T % size == 0)

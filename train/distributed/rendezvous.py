@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
-_TAKEN_S = 120.0  # how long an earlier start may hold the port; above a heartbeat
+_TAKEN_S = 120.0  # an earlier start may hold the port for JAX's heartbeat timeout
 _GRACE_S = 5.0  # how long process 0 has to tell the others that the time is up
 _OTHER_FILES = 512  # files that process 0 opens in addition to connections
 _HEARD = {"heard": True}
@@ -62,8 +62,8 @@ def join_processes(
     """Report to process 0, and wait for the others.
 
     Raises:
-        Exit: process 0 cannot be reached, leaves, or names missing processes;
-            WRONG_CONFIG, if only another program answers at its address.
+        Exit: process 0 cannot be reached, leaves, or names missing processes. The code
+            is WRONG_CONFIG if only another program answers there.
     """
     began, has_warned, is_acknowledged = time.monotonic(), False, False
     hello = json.dumps({"process": process, "processes": processes}) + "\n"

@@ -77,9 +77,10 @@ def replicated_shardings(state: Any) -> dict[str, NamedSharding]:
 
 
 def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
-    """Return the devices whose shard differs from the majority of its replicas.
+    """Return the devices whose shard differs from the most common of its replicas.
 
-    Without a majority, as with two replicas, all are returned, and none is certain.
+    If no value is the most common, as with two replicas, all devices are returned, and
+    none is certain.
     `checksums` is a result of the function from `make_checksums(state, mesh)`.
     """
     device_numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
@@ -111,14 +112,14 @@ def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
 def flip(state: Any, array: str, device: int) -> Any:
     """Return the state with one bit flipped in a device's shard of an array.
 
-    Drills use this. Nothing changes on processes that do not own the device.
+    Fault injection uses this. Only the process of the device changes anything.
     """
 
     def local_data(shard: Any) -> jax.Array:
         if shard.device.id != device:
             return shard.data
         elements = np.array(shard.data)
-        elements.reshape(-1).view(np.uint8)[-elements.itemsize] ^= 1  # in the last one
+        elements.reshape(-1).view(np.uint8)[-elements.itemsize] ^= 1  # last element
         return jax.device_put(elements, shard.data.sharding)
 
     def flip_leaf(path: Any, leaf: jax.Array) -> jax.Array:

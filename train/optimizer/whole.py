@@ -78,8 +78,8 @@ class _Layout(NamedTuple):
     """How a parameter is viewed as a stack of matrices.
 
     stack_dims, split: as in `ParamInfo`.
-    transposed: whether outputs are the rows. Then matrices whose inputs and outputs are
-        sharded the other way round can share rounds.
+    transposed: whether outputs are the rows. Then matrices with swapped shardings of
+        inputs and outputs can be exchanged together.
     axes: the mesh axes that shard the stack.
     """
 
@@ -157,8 +157,8 @@ class _Exchange(NamedTuple):
     ) -> jax.Array:
         """Map local parts [matrices, rows, columns] of one size to the results' parts.
 
-        Matrices are numbered by round, then by the device that takes them (by index
-        along `shared_axes`, then along the sharding axes), then within the batch.
+        Matrices are ordered by round, then by device (its index along `shared_axes`,
+        then along the sharding axes), then within the device's batch of a round.
         """
         sharding_axes = self.axes.rows + self.axes.columns
         row_shards = self._num_shards(self.axes.rows)

@@ -2,8 +2,8 @@
 
 A panel is one plane of chips: a two-dimensional TPU slice, a plane of a
 three-dimensional TPU slice, or a node of GPUs. Most panels differ only in the mesh
-position of their first device. So the page holds each pattern once, and the page's
-script computes which device holds which slice.
+position of their first device. So plan.html holds each pattern once, and its script
+computes which device holds which slice.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def layout_data(program: Program) -> dict[str, Any]:
         columns: the number of columns of a panel.
         drawn: the number of panels that are drawn at a time.
         patterns: `places` (positions in `mesh.devices.flat`) and `hosts` of the devices
-            of a panel, each relative to the least of the panel.
+            of a panel, each minus the panel's minimum.
         runs: sequences of panels with the same pattern, each as [pattern, first place,
             step, first host, step, number of panels].
         arrays: name, type, shape, bytes on a device, and spec, which lists for each dim

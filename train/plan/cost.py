@@ -3,7 +3,7 @@
 The costs are read from the compiled program (compiled/step.py) or estimated without a
 compiler (estimated/step.py). Both count the same quantities.
 
-FLOPs are those of matrix products only, two for each multiplication and addition.
+FLOPs are those of matrix products only, two for each multiply-add.
 Main-memory bytes are counted for each instruction separately, as if no cache kept data
 between instructions.
 
@@ -60,7 +60,7 @@ class Flops:
 
 
 def expected_fraction(scope: str) -> float:
-    """Return the expected fraction of used rows that a scope states, or 1."""
+    """Read the expected fraction of used rows from a scope's name, or 1."""
     numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
     return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
 
@@ -148,7 +148,7 @@ class StepCost:
     model_flops: a device's share of the model's FLOPs (train/model_flops.py).
     flops: the executed FLOPs.
     sent: collectives by mesh axes, network and kind.
-    outside_layers: the collectives outside the layers, also by use.
+    outside_layers: those outside the layers, split by `serves` too.
     host_bytes: bytes sent to host memory; the same number comes back.
     unread: the parts of the program's text that could not be read.
     how: compiled or estimated.

@@ -34,7 +34,7 @@ _CHARTS = (  # title, line names by metric, whether the axis starts at zero
     ("Tokens per second", {"tokens_per_second": "tokens/s"}, True),
     ("Load of experts", {"expert_load": "most loaded over mean"}, False),
 )
-# A chart over steps would not explain these metrics; all others have a chart.
+# A chart over steps would not explain these metrics.
 _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
     *("overflow", "eval/bits_per_byte"),

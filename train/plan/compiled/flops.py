@@ -1,6 +1,6 @@
 """Count the FLOPs of a compiled program.
 
-Matrix products count in fusions, in loops (once for each trip) and in kernels. The
+Matrix products are counted in fusions, loops (once for each trip) and kernels. The
 FLOPs of a kernel follow from the shapes of its operands.
 """
 
@@ -147,7 +147,7 @@ def _grouped_flops(instruction: Instruction) -> float:
 
 
 def _convolution_flops(instruction: Instruction) -> float:
-    """Count a convolution's FLOPs without the padding of batched products on TPUs.
+    """Count a convolution's FLOPs, except products with padding or dilation zeros.
 
     Source: HloCostAnalysis::HandleConvolution in openxla/xla.
     """
