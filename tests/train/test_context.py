@@ -64,7 +64,7 @@ def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
         ("auto", "xla", 4100, 3, "all_gather"),
         ("auto", "cudnn", 4100, 8, "ulysses"),
         ("auto", "cudnn_packed", 4096, 8, "ulysses"),
-        ("ring", "cudnn_packed", 4096, 8, "ring needs model.attention=cudnn,"),
+        ("ring", "cudnn_packed", 4096, 8, "ring needs model.attention=cudnn:"),
         ("auto", "splash", 4100, 3, "3 key and value heads"),
         ("ring", "splash", 4096 - 128, 8, "divisible by 1024, not 3968"),
         ("ulysses", "xla", 4096, 6, "6 key and value heads"),

@@ -67,7 +67,7 @@ def test_a_store_of_other_settings_is_refused_and_untouched(
     ranks = write_ranks(tmp_path / "ranks")
     prepare_store(config)
     before = content_of(tmp_path / "store")
-    other = "store: is a store of other input or other settings"
+    other = "store: is a store of other input or settings"
     refuse(config, other, validation=0.2)
     refuse(config, other, id_field="n")
     refuse(config, other, on_error=OnError.skip)

@@ -36,7 +36,7 @@ def test_from_s3_to_s3(bucket, config, records, tmp_path):
     assert {name for name in near if found[name] != near[name]} == of_place
     assert list(open_store(far.output or "").verify()) == []
     prepare_store(far)
-    refuse(far, "other settings", validation=0.2)
+    refuse(far, "other input or settings", validation=0.2)
     bucket.pipe_file("bucket/mine/file", b"mine")
     refuse(far, "is no token store", output="s3://bucket/mine")
     bucket.pipe_file("bucket/stores/far/train/tokens/c/0", b"damaged")

@@ -82,7 +82,7 @@ def test_who_leaves_no_time_to_save_is_told(
     job = replace(job, staged_bytes=120 * 10**9)
     cluster = SlurmCluster(signal_s=signal_s)
     assert slurm.submit(job, cluster, slurm.render(job, cluster), submission) == 0
-    told = f"Slurm leaves {signal_s} s, but a save takes some 120 s"
+    told = f"Slurm leaves {signal_s} s, but a save takes about 120 s"
     assert (told in caplog.text) is warned
 
 

@@ -70,7 +70,7 @@ def test_what_is_advised_fits(laid_out, overrides, mib, override):
     assert advice.override == override
     if override != "search=true":
         assert needs(laid_out(*overrides, *override.split())) <= room.available
-        assert "it fits, estimated" in advice.change
+        assert "estimated to fit" in advice.change
         assert advice.override == " ".join(one.override for one in advice.changes)
         *before, last = advice.changes
         assert last.fits

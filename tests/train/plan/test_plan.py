@@ -87,7 +87,7 @@ def test_recomputing_less_is_advised_where_it_is_faster(
 @pytest.mark.parametrize(
     ("mib", "change", "override"),
     [
-        (2500, "it fits, estimated", "mesh.data=2 mesh.fsdp=4 train.remat="),
+        (2500, "estimated to fit", "mesh.data=2 mesh.fsdp=4 train.remat="),
         pytest.param(100, "split layers into more parts", "", marks=pytest.mark.slow),
     ],
 )

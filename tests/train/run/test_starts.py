@@ -132,7 +132,7 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
         (WSD, 800, 561, 560, 800, "is 800 now"),
         (WSD, 2400, 1121, None, 1600, "stays at its last value"),
         (WSD, 1360, 1200, None, 1600, "ends at 55% of the peak rate"),
-        (COSINE, 850, 400, None, 1600, "ends at 55% of the peak rate; one of that"),
+        (COSINE, 850, 400, None, 1600, "ends at 55% of the peak rate; a schedule"),
         (COSINE, 2400, 400, None, 1600, "stays at its last value"),
         (CONSTANT, 800, 400, None, 1600, ""),
     ],
