@@ -134,8 +134,8 @@ class ProcessGroup:
     def wait(self, on_poll: Callable[[], object] = lambda: None) -> list[int | None]:
         """Wait for all processes; return their exit codes as a shell reports them.
 
-        `on_poll` is called at each poll. Processes are killed if they run for
-        LAST_SAVE_S         after another has ended.
+        `on_poll` is called at each poll. Processes are killed if they still run
+        LAST_SAVE_S after another has ended.
         """
         grace_left_s = LAST_SAVE_S
         while None in (codes := [process.poll() for process in self.processes]):

@@ -212,8 +212,8 @@ class SavedSteps:
         try:
             return self._orbax.load(step, abstract_state=wanted)
         except Exception as error:
-            verified = f"The files of the checkpoint of step {step} verified: "
-            error.add_note(f"{verified}memory, disk or network failed.")
+            cause = "memory, disk or network failed, unless the log says: unverified"
+            error.add_note(f"While step {step} was read, {cause}.")
             raise
 
     def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
