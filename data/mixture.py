@@ -134,5 +134,7 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
 def digits_mistake(weights: Sequence[float]) -> str | None:
     """Return the rule that the weights break if their period exceeds `MAX_PERIOD`."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
+    if period <= MAX_PERIOD:
+        return None
     rule = f"repeat only after {period} rows, and the limit is {MAX_PERIOD}: "
-    return f"{rule}round them to fewer digits" if period > MAX_PERIOD else None
+    return f"{rule}round them to fewer digits"

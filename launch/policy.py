@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from train import errors
-from train.errors import ABORTED, FINISHED
 
 log = logging.getLogger(__name__)
 
 # After these codes, a start would fail again or is not wanted. The first match decides.
 NEVER_AGAIN = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
 NEVER_AGAIN += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
-AGAIN = (errors.PREEMPTED, ABORTED, errors.OWNED)  # restarts that are not counted
+AGAIN = (
+    errors.PREEMPTED,
+    errors.ABORTED,
+    errors.OWNED,
+)  # restarts that are not counted
 SAME_STEP = 3  # after this number of crashes in a row at one step, a run ends
 LONGEST_BACKOFF_S = 600.0
 # How long processes may continue for a last save after another process has ended.
@@ -41,13 +44,13 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
     for code in NEVER_AGAIN:
         if code in codes:
             return Verdict.stop, code
-    crashes = [c for c in codes if c not in (None, FINISHED, *AGAIN)]
+    crashes = [c for c in codes if c not in (None, errors.FINISHED, *AGAIN)]
     if crashes:
         return Verdict.crashed, crashes[0] or 0
     failures = [code for code in codes if code]
     if failures or None in codes:
-        return Verdict.again, failures[0] if failures else ABORTED
-    return Verdict.done, FINISHED
+        return Verdict.again, failures[0] if failures else errors.ABORTED
+    return Verdict.done, errors.FINISHED
 
 
 def backoff(crashes: int, first_s: float) -> float:
@@ -62,10 +65,11 @@ def pause_after_crash(
 
     `crashes` includes the latest crash.
     """
-    crash = f"crashed with {code} ({crashes} of {max_restarts})"
     if crashes > max_restarts:
-        log.error("%s: giving up (cluster.max_restarts)", crash)
+        limit = f"cluster.max_restarts={max_restarts}"
+        log.error("crashed with %d, one time more than %s allows", code, limit)
         return None
     pause_s = backoff(crashes, first_s)
-    log.warning("%s: starting again in %.0f s", crash, pause_s)
+    count = f"{crashes} of {max_restarts}"
+    log.warning("crashed with %d (%s): starting again in %.0f s", code, count, pause_s)
     return pause_s

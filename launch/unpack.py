@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         os.execvp(command[0], [*command])
     except OSError as error:
-        sys.exit(f"{command[0]}: {error.strerror}")
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def read_archive(archive: str) -> bytes:

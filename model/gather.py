@@ -187,7 +187,7 @@ def rows_of(x: jax.Array, dim: int) -> jax.Array:
 
 
 def weight_of_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
-    """Undo `rows_of` for a weight of this shape, except that `dim` may differ."""
+    """Undo `rows_of` for a weight of this shape; only the size of `dim` may differ."""
     row_shape = shape[:dim] + shape[dim + 1 :]
     return jnp.moveaxis(rows.reshape(-1, *row_shape), 0, dim)
 

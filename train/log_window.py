@@ -37,7 +37,7 @@ class LogWindow:
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
         self.culprit: Culprit | None = None  # of skipped steps, if one was watched
-        self._last_accepted: Metrics | None = None  # of the last watched one
+        self._last_accepted: Metrics | None = None  # of the last watched step
         # Training and waiting time after the first window, which fills the data buffer.
         self._trained_s: float | None = None
         self._waited_s = self._lapped_wait_s = 0.0

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
-_LEASE_READS, _LEASE_READ_S = 10, 1.0  # an owner renews its lease every 2 seconds
+_MISSED_RENEWALS = 5  # after this many intervals without one, an owner is dead
+_LEASE_READ_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def _live_owner(folder: epath.Path) -> str | None:
         return None
     if (alive := owner.alive()) is not None:
         return str(owner) if alive else None
-    for _ in range(_LEASE_READS):
+    interval_s = read_yaml(folder / "config.yaml").run.lease_interval_s
+    for _ in range(math.ceil(_MISSED_RENEWALS * interval_s)):
         time.sleep(_LEASE_READ_S)
         owner = read_owner(os.fspath(folder))
         if owner != first_owner:

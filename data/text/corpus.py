@@ -26,7 +26,16 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.storage import is_remote
 from data.text.documents import read_documents
-from data.text.files import File, Format, Split, Unit, cut_file, hash_fraction, units_of
+from data.text.files import (
+    File,
+    Format,
+    Split,
+    Unit,
+    cut_file,
+    hash_fraction,
+    units_of,
+    unreadable_error,
+)
 from data.text.records import BadRecord, Reading, Record
 from data.text.streams import align_to_character, text_size
 
@@ -119,7 +128,10 @@ def find_corpus(config: DataConfig) -> Corpus:
     """
     if config.source is Source.python:
         root = sysconfig.get_paths()["stdlib"]
-        files = _library_files(Path(root))
+        try:
+            files = _library_files(Path(root))
+        except OSError as error:
+            raise unreadable_error(root, error) from error
         if len(files) < 2:
             raise DataError(
                 f"{root}: Python's standard library has no source code there. Name "

@@ -35,8 +35,7 @@ _HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's location."""
-    errors = _target_mistakes(cluster.target)
-    return [*errors, *jobset.jobset_mistakes(cluster, run_dir)]
+    return _target_mistakes(cluster.target) + jobset.jobset_mistakes(cluster, run_dir)
 
 
 def _target_mistakes(name: str | None) -> list[Mistake]:

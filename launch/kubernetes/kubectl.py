@@ -78,8 +78,7 @@ def status(submission: Submission) -> list[str]:
 
     def list_events(pod_name: str) -> list[dict[str, Any]]:
         selector = f"involvedObject.kind=Pod,involvedObject.name={pod_name}"
-        order = "--sort-by=.metadata.creationTimestamp"
-        return _list(submission, "events", "--field-selector", selector, order)
+        return _list(submission, "events", "--field-selector", selector)
 
     return lines + describe_pods(pods, list_events)
 

@@ -18,7 +18,7 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
     conditions = {condition["type"]: condition for condition in condition_list}
     if conditions.get("Admitted", {}).get("status") == "True":
         return f"queue {queue}: admitted"
-    why = conditions.get("QuotaReserved", {}).get("message", "waits")
+    why = conditions.get("QuotaReserved", {}).get("message") or "waits"
     return f"queue {queue}: {why}"
 
 
@@ -27,7 +27,7 @@ def describe_pods(
 ) -> list[str]:
     """Return lines: the pods by phase, why the first pending one waits, and failures.
 
-    `list_events` returns the events of a pod by its name, the newest last.
+    `list_events` returns the events of a pod by its name.
     """
     if not pods:
         return ["no pods"]
@@ -39,12 +39,18 @@ def describe_pods(
         pod, why = waiting[0]
         name = pod["metadata"]["name"]
         lines.append(f"{name} waits: {why}")
-        newest_event = list_events(name)[-1:]
+        newest_event = sorted(list_events(name), key=_last_seen)[-1:]
         lines += [f"  {e['reason']}: {e['message']}" for e in newest_event]
     failures = [line for pod in pods for line in _failure_lines(pod)]
     num_hidden = len(failures) - _MAX_FAILURES
     remainder = [f"... and {num_hidden} more"] if num_hidden > 0 else []
     return lines + failures[:_MAX_FAILURES] + remainder
+
+
+def _last_seen(event: Object) -> str:
+    # A repeated event keeps its creation time.
+    times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
+    return next(filter(None, times), event["metadata"].get("creationTimestamp", ""))
 
 
 def _waiting_reason(pod: Object) -> str | None:

@@ -173,6 +173,6 @@ def describe_states(diary: Path) -> Sequence[str]:
     lines = diary.read_text().splitlines()[-10:] if diary.exists() else []
     return [
         f"{datetime.fromtimestamp(line['time']):%F %T}   "
-        + ": ".join(filter(None, [line["state"], line["why"]]))
+        f"{ResourceState(line['state'], line['why'])}"
         for line in map(json.loads, lines)
     ]

@@ -50,7 +50,7 @@ _SETUP = (
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
     """List the mistakes in the cluster's keys, and in the run's location."""
-    errors = [*_target_mistakes(cluster.target)]
+    errors = _target_mistakes(cluster.target)
     if not cluster.zone:
         errors.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))
     if cluster.spot and cluster.reserved:

@@ -100,9 +100,15 @@ class Experts(nnx.Module):
         def run_device(
             tokens: Tokens, matrices: list[jax.Array], biases: list[jax.Array]
         ) -> Output:
-            experts = LocalExperts(matrices, biases, self.config, execution, call)
-            hidden_axes = mesh_axes(hidden_entry)
-            experts = experts._replace(expert_axes=expert_axes, hidden_axes=hidden_axes)
+            experts = LocalExperts(
+                matrices,
+                biases,
+                self.config,
+                execution,
+                call,
+                expert_axes=expert_axes,
+                hidden_axes=mesh_axes(hidden_entry),
+            )
             return run_on_device(tokens, experts)
 
         if automatic:  # XLA cannot partition a kernel.

@@ -137,7 +137,7 @@ def _axis_size_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
     for axis, size in sizes.items():
         key, factor = f"mesh.{axis}", getattr(mesh.dcn, axis)
         if size >= 1 and size % factor:
-            rule = f"must divide {key}={size}, because it is a factor of that size"
+            rule = f"must divide {key}={size}: it is the factor across slices or hosts"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule, (key,))
 
 

@@ -235,7 +235,8 @@ class Preemption:
 def _due_step(passed_steps: list[int]) -> int:
     """Return the step after which a request is due, or _LEAVE.
 
-    Processes that have completed the last step wait for the others.
+    Processes that have saved the last step exit, and the others once they have saved it
+    (`training_done`).
     """
     if _BEFORE in passed_steps or min(passed_steps) == _AFTER:
         return _LEAVE

@@ -62,8 +62,8 @@ class Cluster:
         """Wait until a key is set, and return its value; raises TimeoutError."""
         milliseconds = int(1000 * (timeout_s or _FOREVER_S))
         try:
-            key = f"{_PREFIX}/{key}"
-            return key_value_client().blocking_key_value_get(key, milliseconds)
+            client = key_value_client()
+            return client.blocking_key_value_get(f"{_PREFIX}/{key}", milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from train.errors import ABORTED, WRONG_CONFIG, Exit
+from train.units import few
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +103,8 @@ def join_processes(
 
 def process_names(processes: Iterable[int]) -> str:
     """Format numbers as `process 3` or `processes 3, 5, 6`, at most ten of them."""
-    numbers = sorted(processes)
-    more = f" and {len(numbers) - 10} more" if len(numbers) > 10 else ""
-    listed = ", ".join(map(str, numbers[:10]))
-    return f"process{'es' * (len(numbers) > 1)} {listed}{more}"
+    numbers = [*map(str, sorted(processes))]
+    return f"process{'es' * (len(numbers) > 1)} {few(numbers, limit=10)}"
 
 
 def _allow_open_files(needed: int) -> None:

@@ -13,7 +13,6 @@ from train.hardware.achievable import (
 )
 
 GB = 10**9
-MIB = 2**20
 GIB = 2**30
 
 

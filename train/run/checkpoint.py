@@ -146,8 +146,9 @@ class Checkpoints:
                 reason = _summarize(error)
                 failure = f"the save of step {previous_step} failed: {reason}"
                 others = (s for s in self.saved.steps() if s != previous_step)
-                other_sealed = any(is_sealed(self._directory / f"{s}") for s in others)
-                is_unneeded = previous_step == step or other_sealed
+                is_unneeded = previous_step == step or any(
+                    is_sealed(self._directory / f"{other}") for other in others
+                )
                 self._remove_failed(previous_step, with_folder=is_unneeded)
         should_save = step not in self.saved.steps() or failure is not None
         obstacle = None

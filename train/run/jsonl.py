@@ -139,30 +139,43 @@ def open_lines(
 
 
 def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> bool:
-    """Drop lines atomically; if none is left, delete the file and return False."""
+    """Drop lines atomically; if none is left, delete the file and return False.
+
+    If a file with damaged lines cannot be rewritten, only a torn last line is dropped.
+    """
     offset = kept_end = kept_bytes = num_damaged = 0
     for line, row in complete_lines(path, is_row):
         offset += len(line)
         num_damaged += row is None
         if row is not None and keep(row):
             kept_bytes, kept_end = kept_bytes + len(line), offset
+    copies = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
+    damaged_copy = next(file for file in copies if not file.exists())
+    try:
+        if num_damaged:
+            path.copy(damaged_copy)
+        if not kept_bytes:
+            path.unlink()
+        elif kept_bytes == kept_end and not is_remote(path):
+            os.truncate(path, kept_end)  # needs no room on a full disk
+        elif kept_bytes < path.stat().length:
+            rows = complete_lines(path, is_row)
+            kept_lines = (line for line, row in rows if row is not None and keep(row))
+            write_atomically(path, kept_lines)
+    except OSError as error:
+        if not num_damaged:
+            raise
+        damaged_copy.unlink(missing_ok=True)
+        message = "%s: %d lines are damaged. They stay where they are, because the file"
+        message += " cannot be rewritten (%s); all readers skip them"
+        log.warning(message, path, num_damaged, error)
+        if not is_remote(path):
+            os.truncate(path, kept_end)
+        return True
     if num_damaged:
-        copies = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
-        damaged_copy = next(file for file in copies if not file.exists())
-        path.copy(damaged_copy)
-        log.warning(
-            "%s: %d lines are damaged and are left out of curves and reports. The "
-            "original file is kept as %s",
-            *(path, num_damaged, damaged_copy),
-        )
-    if not kept_bytes:
-        path.unlink()
-    elif kept_bytes == kept_end and not is_remote(path):
-        os.truncate(path, kept_end)  # needs no room on a full disk
-    elif kept_bytes < path.stat().length:
-        rows = complete_lines(path, is_row)
-        kept_lines = (line for line, row in rows if row is not None and keep(row))
-        write_atomically(path, kept_lines)
+        message = "%s: %d lines are damaged and are left out of curves and reports. "
+        message += "The original file is kept as %s"
+        log.warning(message, path, num_damaged, damaged_copy)
     return kept_bytes > 0
 
 

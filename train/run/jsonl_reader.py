@@ -43,14 +43,18 @@ def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
 
 
 def iterate_rows(
-    run_dir: epath.Path | Path, name: str, is_row: IsRow = any_row
+    run_dir: epath.Path | Path,
+    name: str,
+    is_row: IsRow = any_row,
+    containing: bytes = b"",
 ) -> Iterator[Row]:
     """Yield a log's rows in order, reading one line at a time.
 
-    `is_row` distinguishes a line of this log from a damaged one.
+    `is_row` distinguishes a line of this log from a damaged one. Lines without the
+    bytes `containing` are skipped unparsed.
     """
     for line in _iterate_lines(list(part_paths(run_dir, name).values())):
-        if (row := parse_row(line, is_row)) is not None:
+        if containing in line and (row := parse_row(line, is_row)) is not None:
             yield row
 
 

@@ -82,7 +82,7 @@ def read_events(run_dir: epath.Path | Path) -> list[Row]:
 def read_validations(run_dir: epath.Path | Path) -> Validations | None:
     """Return the last and the best evaluation in the metrics; None if there is none."""
     validations: Validations | None = None
-    for row in iterate_metrics(run_dir):
+    for row in iterate_rows(run_dir, "metrics", is_metrics_row, b'"eval/loss"'):
         validations = updated_validations(validations, row["step"], row)
     return validations
 

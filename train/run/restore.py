@@ -212,8 +212,10 @@ class SavedSteps:
         try:
             return self._orbax.load(step, abstract_state=wanted)
         except Exception as error:
-            cause = "memory, disk or network failed, unless the log says: unverified"
-            error.add_note(f"While step {step} was read, {cause}.")
+            verified = (
+                f"The files of step {step} verified, unless the log says otherwise"
+            )
+            error.add_note(f"{verified}: memory, disk or network failed.")
             raise
 
     def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:

@@ -170,8 +170,10 @@ def test_status_says_why_pods_wait(cluster, submitted):
     cluster.add_pod("p0", phase="Pending", conditions=[unschedulable])
     cluster.add_pod("p1", 1, phase="Running")
     labels = {"involvedObject.kind": "Pod", "involvedObject.name": "p0"}
-    for reason in ("FailedScheduling", "FailedScaleUp"):
+    times = {"FailedScaleUp": "00:00:09Z", "FailedScheduling": "00:00:01Z"}
+    for reason, last_seen in times.items():
         about = {"reason": reason, "message": "GCE out of resources"}
+        about["lastTimestamp"] = f"2026-01-01T{last_seen}"
         cluster.add("events", labels, **about)
     said = gke_tpu.status(submitted)
     assert "pods: 1 pending, 1 running" in said

@@ -203,6 +203,22 @@ def test_the_file_with_damaged_lines_is_kept_and_they_are_counted(tmp_path, capl
     assert str(kept) in warning
 
 
+def test_a_full_disk_keeps_damaged_lines_where_they_are(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n\n{"n": 2}\n{"n": 3')
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jsonl, "write_atomically", full)
+    log = open_lines(tmp_path, "log")
+    log.append({"n": 3})
+    log.close()
+    assert numbers(tmp_path) == [1, 2, 3]
+    assert "1 lines are damaged. They stay where they are" in warnings(caplog)[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
+
+
 @pytest.mark.parametrize("block", [1, 2, 7, 20, 1000])
 @pytest.mark.parametrize("end", [b"", b"\n", b"\n\n", b'\n{"n": 3'])
 def test_a_log_is_read_from_its_end_in_pieces(tmp_path, monkeypatch, block, end):

@@ -136,22 +136,23 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
 
 def _layer_items(step: LocalStep) -> dict[str, int]:
     in_layers = {array.source for loop in step.layers for array in loop.operands}
+    weights = [_weights(loop) for loop in step.layers]
     gathered = {
         used.source: used
-        for loop in step.layers
-        for used in _weights(loop)
+        for arrays in weights
+        for used in arrays
         if used.size > used.source.size
     }.values()
     # GPUs reduce one gradient while they compute the next.
-    largest = sorted(array.size for array in gathered)[-1 if _on_tpu(step) else -2 :]
-    reduced = step.program.execution.numerics.reduce_dtype.itemsize
+    num_reduced = 1 if step.platform == "tpu" else 2
+    largest = sorted(array.size for array in gathered)[-num_reduced:]
+    itemsize = step.program.execution.numerics.reduce_dtype.itemsize
     return {
         "gradients": _sum_bytes(step, [p for p in step.params if p in in_layers]),
         "gathered weights": max(
-            _sum_bytes(step, [a for a in gathered if a in _weights(loop)])
-            for loop in step.layers
+            _sum_bytes(step, [a for a in gathered if a in arrays]) for arrays in weights
         ),
-        "gradients to scatter": reduced * sum(largest),
+        "gradients to scatter": itemsize * sum(largest),
         "one layer": max(_layer_bytes(step, loop) for loop in step.layers),
     }
 
@@ -211,18 +212,16 @@ def _weights(loop: Operation) -> list[LocalArray]:
 
     The matrices may be gathered, and have the dtype of the product.
     """
+    if not loop.position.is_backward:
+        return []
     used = {
         array.source: array
         for operation in flatten_loops(loop.body)
-        if operation.flops and loop.position.is_backward
+        if operation.flops
         for array in operation.operands
         if not array.from_batch and array.source in loop.slices
     }
     return list(used.values())
-
-
-def _on_tpu(step: LocalStep) -> bool:
-    return step.platform == "tpu"
 
 
 def _activation_bytes(step: LocalStep, array: LocalArray) -> int:

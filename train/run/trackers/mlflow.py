@@ -38,27 +38,29 @@ class MlflowWriter(Writer):
         self._id = self._run.run_id(self.name, self._create)
         self._client.update_run(self._id, status="RUNNING")
         metrics = self._client.get_run(self._id).data.metrics
+        if not metrics:  # an earlier start may have been killed while it sent these
+            self._log_params()
         self._last_steps = {key: self._last_step(key) for key in metrics}
         return marked if metrics else -1
 
     def _create(self) -> str:
-        from mlflow.entities import Param
-
         client, name = self._client, self._config.experiment
         existing = client.get_experiment_by_name(name)
         experiment = (
             existing.experiment_id if existing else client.create_experiment(name)
         )
-        new_run = client.create_run(experiment, run_name=self._run.name)
+        return client.create_run(experiment, run_name=self._run.name).info.run_id
+
+    def _log_params(self) -> None:
+        from mlflow.entities import Param
+
         params = [
             Param(".".join(path), str(value)[:_MAX_VALUE_LENGTH])
             for path, value in leaves(self._run.config)
         ]
         for start in range(0, len(params), _MAX_PARAMS):
-            client.log_batch(
-                new_run.info.run_id, params=params[start : start + _MAX_PARAMS]
-            )
-        return new_run.info.run_id
+            batch = params[start : start + _MAX_PARAMS]
+            self._client.log_batch(self._id, params=batch)
 
     def _last_step(self, key: str) -> int:
         history = self._client.get_metric_history(self._id, key)
