@@ -174,7 +174,7 @@ def test_status_says_why_pods_wait(cluster, submitted):
     for reason, last_seen in times.items():
         about = {"reason": reason, "message": "GCE out of resources"}
         about["lastTimestamp"] = f"2026-01-01T{last_seen}"
-        cluster.add("events", labels, **about)
+        cluster.add("events", labels, metadata={"name": reason}, **about)
     said = gke_tpu.status(submitted)
     assert "pods: 1 pending, 1 running" in said
     at = said.index(f"p0 waits: Unschedulable: {why}")
