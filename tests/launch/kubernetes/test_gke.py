@@ -21,6 +21,15 @@ def pod_of(document: dict[str, Any]) -> dict[str, Any]:
     return job["template"]["spec"]
 
 
+def test_the_schemas_are_strict():
+    document = manifest(TPU)
+    assert refused(document) == []
+    pod_of(document)["securityContext"]["runAsRoot"] = False
+    document["spec"]["replicatedJobs"][0]["replicas"] = "2"
+    document["spec"]["failurePolicy"]["rules"][0]["action"] = "Fail"
+    assert len(refused(document)) == 3
+
+
 def test_the_sample_of_kueue_is_accepted():
     documents = list(yaml.safe_load_all((REPOSITORY / "docs/kueue.yaml").read_text()))
     kinds = [document["kind"] for document in documents]
