@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.config import GkeGpuCluster, GkeTpuCluster, kind_of
 from launch.kubernetes import gke_gpu
 from launch.manifest import merge_values, to_yaml
 from launch.policy import Verdict, judge
 from tests.fleet import REPOSITORY
 from tests.launch.controllers import after, refused
 from tests.launch.hostile import VALUES
-from tests.launch.kinds import GPU, JOB, TPU, manifest
+from tests.launch.kinds import GOLDEN, GPU, JOB, OTHERS, TPU, manifest
 from train.hardware.targets import parse_target
 
 
@@ -91,6 +92,30 @@ def test_every_exit_code_means_what_it_means_elsewhere(cluster):
     }
     for code in (*range(256), None):
         assert after(document, code) == action[judge([code])[0]], code
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        cluster
+        for cluster in (*GOLDEN.values(), *OTHERS)
+        if isinstance(cluster, GkeTpuCluster | GkeGpuCluster)
+    ],
+    ids=kind_of,
+)
+def test_as_little_leave_as_possible(cluster):
+    pod = pod_of(manifest(cluster))
+    account = cluster.service_account is not None
+    assert pod["automountServiceAccountToken"] is account
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod["shareProcessNamespace"] is True
+    assert not {"hostPID", "hostIPC", "initContainers"} & pod.keys()
+    if isinstance(cluster, GkeGpuCluster):
+        assert pod["securityContext"]["runAsNonRoot"] is True
 
 
 MORE = """
