@@ -55,51 +55,56 @@ def test_presets_tell_all_keys_with_their_defaults(kind):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "changes", "key"),
+    ("cluster", "changes", "key", "rule"),
     [
-        (SSH, {"hosts": []}, "hosts"),
-        (SSH, {"hosts": ["-oProxyCommand=x"]}, "hosts"),
-        (SSH, {"hosts": ["a", "a"]}, "hosts"),
-        (SSH, {"address": "$(x)"}, "hosts"),
-        (SSH, {"code": Code.image}, "code"),
-        (SLURM, {"time": "a day"}, "time"),
-        (SLURM, {"memory": "500 GB"}, "memory"),
-        (SLURM, {"options": {"gpus-per-task": 1}}, "options.gpus-per-task"),
-        (SLURM, {"srun_options": {"nodes": 3}}, "srun_options.nodes"),
-        (SLURM, {"options": {"output": "x"}}, "options.output"),
-        (SLURM, {"options": {"--x": True}}, "options.--x"),
-        (SLURM, {"options": {"licenses": ["a"]}}, "options.licenses"),
-        (SLURM, {"gpus_per_node": None}, "gpu"),
-        (SLURM, {"gpu": "v5e"}, "gpu"),
-        (SLURM, {"processes_per_node": 2}, "processes_per_node"),
-        (SlurmCluster(), {"code": Code.image}, "code"),
-        (SlurmCluster(), {"container_mounts": ["/a:/a"]}, "container_mounts"),
-        (TPU, {"target": None}, "target"),
-        (TPU, {"target": "h100-8"}, "target"),
-        (TPU, {"target": "v5e-8x2"}, "target"),
-        (TPU, {"image": None}, "image"),
-        (TPU, {"code": Code.shared}, "code"),
-        (TPU, {"memory": "300 Gi"}, "memory"),
-        (TPU, {"secrets": {"A": "B/c"}}, "secrets.A"),
-        (GPU, {"gpu": "h1000"}, "gpu"),
-        (TPU_VM, {"target": "tpu7x-128"}, "target"),
-        (TPU_VM, {"target": "v5e-3"}, "target"),
-        (TPU_VM, {"target": None}, "target"),
-        (TPU_VM, {"zone": None}, "zone"),
-        (TPU_VM, {"reserved": True}, "spot, cluster.reserved"),
-        (TPU_VM, {"image": "a"}, "image"),
-        (TPU_VM, {"secrets": {"a b": "c"}}, "secrets"),
-        (SKY, {"cloud": None}, "region"),
-        (SKY, {"code": Code.shared}, "code"),
-        (SKY, {"image": None}, "image"),
-        (SKY, {"secrets": {"a=secret": "A"}}, "secrets"),
-        (SkypilotCluster(image="a/b:c"), {"image": None}, "accelerators"),
+        (SSH, {"hosts": []}, "hosts", "must name at least one host"),
+        (SSH, {"hosts": ["-oProxyCommand=x"]}, "hosts", "as host or user@host"),
+        (SSH, {"hosts": ["a", "a"]}, "hosts", "must differ"),
+        (SSH, {"address": "$(x)"}, "hosts", "must be a host name or an address"),
+        (SSH, {"code": Code.image}, "code", "must be shared or archive"),
+        (SLURM, {"time": "a day"}, "time", "[days-]hours:minutes:seconds"),
+        (SLURM, {"memory": "500 GB"}, "memory", "say 500G"),
+        (SLURM, {"options": {"gpus-per-task": 1}}, "options.gpus-per-task", "hides"),
+        (SLURM, {"srun_options": {"nodes": 3}}, "srun_options.nodes", "cluster.nodes"),
+        (SLURM, {"options": {"output": "x"}}, "options.output", "for the launcher"),
+        (SLURM, {"options": {"--x": True}}, "options.--x", "without the leading --"),
+        (SLURM, {"options": {"licenses": ["a"]}}, "options.licenses", "must be text"),
+        (SLURM, {"gpus_per_node": None}, "gpu", "needs cluster.gpus_per_node"),
+        (SLURM, {"gpu": "v5e"}, "gpu", "must be a100"),
+        (SLURM, {"processes_per_node": 2}, "processes_per_node", "must be 1"),
+        (SlurmCluster(), {"code": Code.image}, "code", "cluster.container_image"),
+        (SlurmCluster(), {"container_mounts": ["/a:/a"]}, "container_mounts", "needs"),
+        (TPU, {"target": None}, "target", "is required: v6e-8"),
+        (TPU, {"target": "v5e-7"}, "target", "v5e comes in"),
+        (TPU, {"target": "h100-8"}, "target", "is not a TPU"),
+        (TPU, {"target": "v5e-8x2"}, "target", "which GKE does not join"),
+        (TPU, {"image": None}, "image", "cluster.image=host/name:tag"),
+        (TPU, {"code": Code.shared}, "code", "pods do not see"),
+        (TPU, {"memory": "300 Gi"}, "memory", "say 200Gi"),
+        (TPU, {"secrets": {"A": "B/c"}}, "secrets.A", "wandb/api-key"),
+        (GPU, {"processes_per_node": 3}, "processes_per_node", "must be 1"),
+        (GPU, {"gpu": "h1000"}, "gpu", "must be a100"),
+        (TPU_VM, {"target": "tpu7x-128"}, "target", "GKE only: cluster=gke_tpu"),
+        (TPU_VM, {"target": "h100-8x4"}, "target", "is not a TPU"),
+        (TPU_VM, {"target": "v5e-3"}, "target", "the nearest are v5e-1 and v5e-4"),
+        (TPU_VM, {"target": None}, "target", "is required: v6e-8"),
+        (TPU_VM, {"zone": None}, "zone", "is required, say us-east5-b"),
+        (TPU_VM, {"reserved": True}, "spot, cluster.reserved", "exclude each other"),
+        (TPU_VM, {"image": "a"}, "image", "goes with cluster.code=image"),
+        (TPU_VM, {"secrets": {"a b": "c"}}, "secrets", "must be a variable's name"),
+        (SKY, {"cloud": None}, "region", "needs cluster.cloud"),
+        (SKY, {"code": Code.shared}, "code", "must be archive or image"),
+        (SKY, {"image": None}, "image", "is needed with cluster.code=image"),
+        (SKY, {"secrets": {"A": "a=secret"}}, "secrets", "{WANDB_API_KEY: WANDB_"),
+        (SKY, {"secrets": {"a=secret": "A"}}, "secrets", "{WANDB_API_KEY: WANDB_"),
+        (SkypilotCluster(image="a/b:c"), {"image": None}, "accelerators", "say H100:8"),
     ],
 )
-def test_what_cannot_be_is_refused(cluster, changes, key):
+def test_what_cannot_be_is_refused(cluster, changes, key, rule):
     assert mistakes(cluster) == []
     (mistake,) = mistakes(replace(cluster, **changes))
     assert mistake.key == f"cluster.{key}"
+    assert rule in mistake.rule
     assert "a=secret" not in str(mistake.value)
 
 
@@ -107,6 +112,8 @@ def test_what_cannot_be_is_refused(cluster, changes, key):
 def test_a_run_lies_where_its_machines_see_it(cluster):
     (mistake,) = mistakes(cluster, "/runs/a")
     assert mistake.key == "run.dir"
+    assert f"cluster={kind_of(cluster)} " in mistake.rule
+    assert "give run.dir=gs://bucket/runs/name" in mistake.rule
 
 
 @pytest.mark.parametrize(

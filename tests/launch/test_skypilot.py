@@ -157,6 +157,23 @@ def test_it_warns_where_nothing_installs_jax(sky, submission, caplog, keys, warn
     assert ("nothing seems to install jax" in caplog.text) is warned
 
 
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({}, True),
+        ({"accelerators": "H100:8"}, False),
+        ({"image": "docker:a/b:c"}, False),
+        ({"setup": ["pip install jax"]}, False),
+        ({"merge": {"resources": {"cpus": 8}, "setup": "pip install jax"}}, False),
+    ],
+)
+def test_a_job_without_accelerators_image_and_setup_is_refused(keys, refused):
+    mistakes = skypilot.mistakes(SkypilotCluster(**keys), "gs://bucket/run")
+    assert [mistake.key for mistake in mistakes] == ["cluster.accelerators"] * refused
+    for remedy in ("say H100:8", "cluster.image", "cluster.setup="):
+        assert all(remedy in mistake.rule for mistake in mistakes)
+
+
 def test_status_tells_of_the_newest_of_its_name(sky, submission):
     assert skypilot.status(submission) == ["SkyPilot knows no such job"]
     assert not skypilot.alive(submission)
