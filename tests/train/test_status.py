@@ -13,12 +13,14 @@ from etils import epath
 
 import train.status
 from tests.fleet import REPOSITORY
+from tests.train import doors
 from train.config import RunConfig
 from train.run.liveness import Owner
 from train.run.metrics import EventLog, open_metrics
 from train.status import StatusConfig, main, read_status
 
 OWNER = Owner.current()
+folder, door = doors.folder, doors.door  # fixtures
 
 
 def write_run(
@@ -173,6 +175,15 @@ def test_a_run_is_followed_until_nobody_is_at_it(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.count("state ") == 1
     assert "stopped: preempted" in out
+
+
+def test_no_run_is_a_mistake_of_the_command_line(door, tmp_path):
+    result = door(tmp_path, module="train.status", config=())
+    assert result.returncode == 78
+    assert f"run.dir = {tmp_path}" in result.stderr
+    rule = "must name the directory of a run; there is no"
+    assert f"{rule} {tmp_path}/config.yaml" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from etils import epath
 from data.config import DataConfig, MixtureSource, Source, WeightChange
 from train.cli.schema import config_yaml
 from train.config import Config, Schedule, ScheduleConfig
-from train.errors import ConfigError
+from train.errors import ConfigError, exit_code
 from train.run.continuation import compare_with_run
 from train.run.starts import read_run, record_start
 
@@ -62,6 +62,16 @@ def test_a_batch_is_of_the_start_that_took_its_step(tmp_path):
         "web": sources["web"],
         "new": MixtureSource("new", 1.0),
     }
+
+
+def test_no_run_is_named(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        read_run(str(tmp_path))
+    (mistake,) = error.value.mistakes
+    assert (mistake.key, mistake.value) == ("run.dir", str(tmp_path))
+    remedy, reason = "must name the directory of a run", "there is no"
+    assert mistake.rule == f"{remedy}; {reason} {tmp_path}/config.yaml"
+    assert exit_code(error.value) == 78
 
 
 def start_with(
