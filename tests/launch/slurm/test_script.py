@@ -167,6 +167,14 @@ def test_nodes_that_a_user_chose_stay_chosen(stubs, tmp_path):
         assert not [line for line in stubs.told() if "ExcNodeList" in line]
 
 
+def test_a_queue_that_takes_nothing_back(stubs, tmp_path):
+    stubs.program("scontrol", f"[[ $1 != requeue ]] || exit 1\n{SCONTROL}")
+    (stubs.bin / "python.codes").write_text("42 42")
+    done = stubs.run(rendered(tmp_path))
+    assert done.returncode == 42
+    assert "submit it again with action=resume" in done.stderr
+
+
 def test_a_signal_to_the_script_does_not_end_it(stubs, tmp_path):
     stubs.program("srun", f"kill -TERM $PPID\nsleep 0.3\nkill -CONT $PPID\n{SRUN}")
     assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
@@ -201,6 +209,13 @@ def test_a_save_longer_than_what_slurm_waits_is_not_the_end(stubs, tmp_path, kil
         (line,) = (tmp_path / "attempts.jsonl").read_text().splitlines()
         noted = json.loads(line)
         assert (noted["verdict"], noted["over"]) == ("again", False)
+
+
+def test_a_time_limit_puts_nothing_back_that_was_asked_to_stop(stubs, tmp_path):
+    stop = f"touch {tmp_path}/stop\nlooks=10"
+    stubs.program("srun", f"{stop}{TIME_LIMIT}{SRUN}")
+    assert stubs.attempt(rendered(tmp_path), [42, 42]) == 42
+    assert stubs.told() == []
 
 
 def test_values_arrive_verbatim(stubs, tmp_path):
