@@ -192,6 +192,30 @@ def test_without_a_home_it_is_a_new_folder(checkout: Path, tmp_path: Path):
     assert (tmp_path / folder).stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "reason"),
+    [
+        ("no-such-python", 127, "No such file or directory"),
+        ("./not-executable", 126, "Permission denied"),
+    ],
+)
+def test_a_command_that_cannot_be_executed_exits_as_from_a_shell(
+    checkout: Path, tmp_path: Path, name: str, code: int, reason: str
+):
+    submission = place(tmp_path / "submission", make_archive(checkout))
+    (submission / "not-executable").touch(mode=0o600)
+    command = [sys.executable, UNPACK, ARCHIVE, "--", name]
+    ran = subprocess.run(
+        command,
+        cwd=submission,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == code
+    assert ran.stderr.endswith(f"{name}: {reason}\n")
+
+
 def test_from_an_object_store(bucket, checkout: Path, tmp_path: Path):
     packed = make_archive(checkout)
     bucket.pipe("bucket/code/1/code.tar.gz", packed)
