@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.drills.drill import NotRun, drill, expect
-from tests.drills.ground import Ground
+from tests.drills.ground import HALF, Ground
 from tests.drills.preemption import goes_on
 from tests.drills.run import Run
 from tests.fleet import Fleet
@@ -82,7 +82,6 @@ def disk_full(ground: Ground) -> str:
         first = alarms(fleet)
         expect("sealed", run.sealed(), [5])
         expect("exit codes", run.start().wait(), [1])
-        expect("crashes", run.events("crash"), [])  # the storage failed, not the step
         (disk / "ballast").unlink()
         fleet = run.start("checkpoint.max_failed_saves=6")
         fleet.await_text("from step 5\n")
@@ -111,6 +110,22 @@ def read_only_checkpoints(ground: Ground) -> str:
     ground.check(run)
     failed = [event["step"] for event in run.events("save_failed")]
     return f"sealed {there}, then no save at {failed}; writable: 0, bits equal"
+
+
+@drill(13)
+def three_starts_without_a_save(ground: Ground) -> str:
+    """The folder of checkpoints cannot be written in three starts, max_failed_saves=0
+    -> 1 each time, never 70: the storage failed, not the step; then it goes on."""
+    run = ground.half()
+    with read_only(run.checkpoints, run.checkpoints / "unsealed"):
+        for _ in range(3):
+            fleet = run.start("checkpoint.max_failed_saves=0")
+            expect("exit codes", fleet.wait(), [1])
+            assert "1 saves in a row failed" in fleet.said(), fleet.said()[-2000:]
+    expect("crashes", run.events("crash"), [])
+    goes_on(run, HALF)
+    ground.check(run)
+    return f"1, 1, 1; writable: from step {HALF}, bits equal"
 
 
 @drill(13)
