@@ -22,10 +22,11 @@ from train.distributed.preemption import SAVE, Preemption
 with contextlib.closing(Preemption()) as preemption:
     preemption.before_exit = lambda code: print("left with", code, flush=True)
     phase = sys.argv[1]
+    end = 0 if phase == "closed" else 10**6
     if phase == "before":
         print("ready", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # as a compiler keeps it
-    for step in range(10**6):
+    for step in range(end):
         found = preemption.step_done(step)
         if step == 0:
             print("ready", flush=True)
@@ -38,7 +39,21 @@ with contextlib.closing(Preemption()) as preemption:
             sys.exit(found)
         if phase == "long" and step:
             time.sleep(60)
+        if phase == "after":
+            preemption.training_done()
+            time.sleep(60)
         time.sleep(0.01)
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep, write=os.write):
+        write(1, b"ready\\n")
+        sleep(2)
+        write(1, b"ended\\n")
+
+
+# The interpreter clears its modules at its end, and takes its time for this object.
+os.slow = Slow()
 """
 
 
@@ -76,6 +91,17 @@ def test_a_signal_ends_the_loop_after_a_step(run, number, code):
     assert found == code
     assert said.startswith("stopped")
     assert "left" not in said
+
+
+def test_a_signal_after_the_last_save_leaves_at_once(run):
+    found, said = run("after", signal.SIGTERM)
+    assert (found, said) == (42, "left with 42\n")
+
+
+def test_notices_until_the_interpreter_is_gone_change_nothing(run):
+    """Python restores the default actions long before the process is gone."""
+    notices = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+    assert run("closed", *notices) == (0, "ended\n")
 
 
 def test_a_signal_while_the_main_thread_compiles_leaves_at_once(run):
