@@ -50,6 +50,18 @@ def test_a_trainer_that_finishes_leaves_nothing_behind(start, tmp_path, ending):
 
 
 @pytest.mark.slow
+def test_signals_for_all_processes_do_not_end_the_watcher(start):
+    trainer = start("watchdog.phase('step', 1)\ntime.sleep(1000)")
+    ignored = 0
+    while not ignored & 1 << signal.SIGUSR2 - 1:  # the last one that it ignores
+        status = Path(f"/proc/{trainer.watcher}/status").read_text()
+        ignored = int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        os.kill(trainer.watcher, getattr(signal, name))
+    assert trainer.end()[0] == -signal.SIGABRT
+
+
+@pytest.mark.slow
 def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
     start, tmp_path
 ):
