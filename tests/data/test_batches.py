@@ -76,6 +76,16 @@ def test_a_batch_does_not_depend_on_where_reading_began(config):
         assert array.shape == (8, 16)
 
 
+def test_two_processes_together_read_all_validation_batches(config):
+    store = open_sources(config)
+    half = config.batch_size // 2
+    whole = validation_batches(store, config)
+    first = validation_batches(store, config, rows=slice(half))
+    second = validation_batches(store, config, rows=slice(half, None))
+    for batch, *halves in zip(whole, first, second, strict=True):
+        assert_equal(joined(halves), batch)
+
+
 def test_rows_of_a_batch_may_be_several_stretches(config):
     order = Order(open_sources(config), config, 5)
     some = order.read(2, [slice(6, 8), slice(0, 2)])
@@ -112,6 +122,15 @@ def test_the_order_of_rows_is_grains(count, seed):
     numbers = shuffled_rows(ranks, count, seed)
     assert numbers.dtype == np.int64
     assert numbers.tolist() == [order[rank] for rank in ranks.tolist()]
+
+
+def test_batches_straddle_epochs_without_loss(numbers):
+    config, _ = numbers
+    config = dataclasses.replace(config, batch_size=9)  # 112 rows: not divisible
+    store = open_sources(config)
+    batch = joined(take(Order(store, config, 0).batches(), 25))  # two epochs and a row
+    counts = np.unique(batch.inputs[:224], axis=0, return_counts=True)[1]
+    assert counts.tolist() == [2] * 112
 
 
 ranges = st.lists(st.integers(0, 60), max_size=8).map(
