@@ -46,7 +46,7 @@ def test_a_planned_mesh_is_written_out(folder, door):
     steps = "train.num_steps=2"
     result = door(path, "mesh=planned", steps)
     assert result.returncode == 0, result.stderr
-    assert "mesh=planned: nobody says how fast these devices are" in result.stderr
+    assert "mesh=planned: the rates of these devices are unknown" in result.stderr
     mesh = yaml.safe_load((path / "config.yaml").read_text())["mesh"]
     assert (mesh["fsdp"], mesh["planned"]) == (2, False)
     again = door(path, "mesh=planned", steps)  # the same command

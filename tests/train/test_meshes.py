@@ -45,6 +45,7 @@ FAST = [
     ("dense", "pipeline=2 fsdp=2 tensor=2 pipeline_repeats=2"),
     ("balanced", "data=2 expert=2 tensor=2"),
 ]
+DEEP_PIPELINE = "pipeline=2 pipeline_repeats=2 train.pipeline_microbatches=4"
 SLOW = [
     ("dense", "fsdp=4 tensor=2"),
     ("far", "data=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
@@ -56,7 +57,7 @@ SLOW = [
     ("near", "pipeline=2 data=2 tensor=2"),
     ("near", "pipeline=2 fsdp=2 context=2 train.remat=dots"),
     ("far", "pipeline=2 context=4"),
-    ("dense", "pipeline=2 context=2 pipeline_repeats=2 train.pipeline_microbatches=4"),
+    ("dense", f"{DEEP_PIPELINE} context=2 tensor=2"),
     ("dense", "pipeline=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
     ("experts", "pipeline=2 data=2 expert=2 pipeline_repeats=2"),
     ("experts", "pipeline=2 expert=2 tensor=2 train.remat=full"),
