@@ -85,14 +85,14 @@ def reduce_over_replicas(grads: Any, infos: Any, execution: Execution) -> Any:
 
     def reduce(info: ParamInfo, grad: jax.Array) -> jax.Array:
         if info.kind is Kind.vector:
-            replicas = placement.replica_axes(info.axes[: info.stacked])
-            return jax.lax.psum(grad.astype(jnp.float32), replicas)
-        replicas = placement.replica_axes(info.axes)
+            axes = placement.replica_axes(info.axes[: info.stacked])
+            return jax.lax.psum(grad.astype(jnp.float32), axes)
+        axes = placement.replica_axes(info.axes)
         summed_in_layer = info.kind is Kind.matrix and placement.reduce_in_layers
-        if not replicas or summed_in_layer:
+        if not axes or summed_in_layer:
             return grad
         all_reduce = on_shards(
-            partial(jax.lax.psum, axis_name=replicas), placement.param_spec(info.axes)
+            partial(jax.lax.psum, axis_name=axes), placement.param_spec(info.axes)
         )
         reduce_dtype = execution.numerics.reduce_dtype
         return all_reduce(grad.astype(reduce_dtype)).astype(grad.dtype)

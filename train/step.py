@@ -18,7 +18,7 @@ from model.placement import Placement
 from model.taps import Figures, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
-from train.numerics import layer_figures
+from train.numerics import compute_layer_metrics
 from train.optimizer.update import Optimizer
 from train.rows import (
     REPLICATED,
@@ -107,7 +107,7 @@ def make_train_step(
             )
         layer_metrics = {}
         if figures is not None:
-            layer_metrics = layer_figures(figures, grads, state.params, params)
+            layer_metrics = compute_layer_metrics(figures, grads, state.params, params)
         params = balance_experts(params, load_LE, updated, model.config)
         metrics = {
             "loss": loss,
