@@ -210,8 +210,8 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)
 
-    def interleave(local: jax.Array) -> jax.Array:
-        groups = local.reshape(repeats, -1, *local.shape[1:])
+    def interleave(shard: jax.Array) -> jax.Array:
+        groups = shard.reshape(repeats, -1, *shard.shape[1:])
         result = jnp.zeros_like(groups)
         for offset in range(repeats):
             sent_slots = [(offset + s // period) % repeats for s in range(S)]
@@ -222,7 +222,7 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
             group = _read(groups, jnp.asarray(sent_slots)[stage])
             group = jax.lax.ppermute(group, axis, pairs)
             result = _write(result, group, jnp.asarray(received_slots)[stage])
-        return result.reshape(local.shape)
+        return result.reshape(shard.shape)
 
     return jax.tree.map(interleave, params)
 
