@@ -8,7 +8,7 @@ the last expert's rows store zeros.
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,15 +45,15 @@ def triton_by_rows(
         M,
         (ends - sizes)[group] + _ROWS * (block - (block_ends - blocks)[group]),
     )
-    call = _make_call(
+    group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
+    return _call(
         partial(_rows_kernel, E=E, K=K, N=N, transposed=transposed),
+        [group, start, end, x_MK, w],
         out_shape=jax.ShapeDtypeStruct((M, N), dtype),
         grid=(block.size, pl.cdiv(N, _COLUMNS)),
         interpret=interpret,
         name="grouped_rows",
     )
-    group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
-    return call(group, start, end, x_MK, w)
 
 
 def _rows_kernel(
@@ -96,15 +96,15 @@ def triton_by_experts(
     """Return x^T y [E, D, F] over the rows of each expert in x [M, D], y [M, F]."""
     E, D, F = sizes_E.size, x_MD.shape[1], y_MF.shape[1]
     ends = jnp.cumsum(sizes_E)
-    call = _make_call(
+    starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
+    return _call(
         partial(_experts_kernel, D=D, F=F),
+        [starts_E, ends_E, x_MD, y_MF],
         out_shape=jax.ShapeDtypeStruct((E, D, F), dtype),
         grid=(E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
         interpret=interpret,
         name="grouped_experts",
     )
-    starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
-    return call(starts_E, ends_E, x_MD, y_MF)
 
 
 def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
@@ -137,16 +137,12 @@ def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
     return jax.lax.dot_general(a, b, dim_numbers, preferred_element_type=jnp.float32)
 
 
-def _make_call(kernel: Callable, **options: Any) -> Callable[..., jax.Array]:
-    """Return a function that calls a kernel with whole arrays as operands."""
-
-    def call(*operands: jax.Array) -> jax.Array:
-        return pl.pallas_call(
-            kernel,
-            in_specs=[_UNBLOCKED] * len(operands),
-            out_specs=_UNBLOCKED,
-            compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
-            **options,
-        )(*operands)
-
-    return call
+def _call(kernel: Callable, operands: Sequence[jax.Array], **options: Any) -> jax.Array:
+    """Call a kernel with whole arrays as operands."""
+    return pl.pallas_call(
+        kernel,
+        in_specs=[_UNBLOCKED] * len(operands),
+        out_specs=_UNBLOCKED,
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+        **options,
+    )(*operands)
