@@ -8,7 +8,6 @@ the last expert's rows store zeros.
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 32  # tile sizes, not tuned on a GPU
-_UNBLOCKED = pl.BlockSpec(memory_space=pl.ANY)
+_WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
+_COMPILER_PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 
 def triton_by_rows(
@@ -46,14 +46,17 @@ def triton_by_rows(
         (ends - sizes)[group] + _ROWS * (block - (block_ends - blocks)[group]),
     )
     group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
-    return _call(
+    call = pl.pallas_call(
         partial(_rows_kernel, E=E, K=K, N=N, transposed=transposed),
-        [group, start, end, x_MK, w],
         out_shape=jax.ShapeDtypeStruct((M, N), dtype),
         grid=(block.size, pl.cdiv(N, _COLUMNS)),
+        in_specs=[_WHOLE_ARRAY] * 5,
+        out_specs=_WHOLE_ARRAY,
+        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="grouped_rows",
     )
+    return call(group, start, end, x_MK, w)
 
 
 def _rows_kernel(
@@ -97,14 +100,17 @@ def triton_by_experts(
     E, D, F = sizes_E.size, x_MD.shape[1], y_MF.shape[1]
     ends = jnp.cumsum(sizes_E)
     starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
-    return _call(
+    call = pl.pallas_call(
         partial(_experts_kernel, D=D, F=F),
-        [starts_E, ends_E, x_MD, y_MF],
         out_shape=jax.ShapeDtypeStruct((E, D, F), dtype),
         grid=(E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
+        in_specs=[_WHOLE_ARRAY] * 4,
+        out_specs=_WHOLE_ARRAY,
+        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="grouped_experts",
     )
+    return call(starts_E, ends_E, x_MD, y_MF)
 
 
 def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
@@ -135,14 +141,3 @@ def _load(ref: Any, mask: jax.Array) -> jax.Array:
 def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
     dim_numbers = (((dim_a,), (dim_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dim_numbers, preferred_element_type=jnp.float32)
-
-
-def _call(kernel: Callable, operands: Sequence[jax.Array], **options: Any) -> jax.Array:
-    """Call a kernel with whole arrays as operands."""
-    return pl.pallas_call(
-        kernel,
-        in_specs=[_UNBLOCKED] * len(operands),
-        out_specs=_UNBLOCKED,
-        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
-        **options,
-    )(*operands)
