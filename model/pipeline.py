@@ -32,7 +32,7 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.remat import rematerialized_stage
 from model.scopes import part_scope
-from model.taps import Figures, Taps
+from model.taps import LayerFigures, Taps
 
 # (parameters, x, positions, group number, call) -> (x, routing), for one microbatch.
 RunGroup = Callable[
@@ -163,7 +163,7 @@ def _make_stage(
 
 def _reduce_stages(
     routing: Routing | None,
-    figures: Figures | None,
+    figures: LayerFigures | None,
     place_layers: Callable[..., Any],
     taps: Taps | None,
     axis: str,

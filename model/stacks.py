@@ -21,7 +21,7 @@ from model.execution import CallContext, Execution
 from model.experts.router import Routing
 from model.remat import name_layer_input, rematerialized
 from model.scopes import in_branch
-from model.taps import Figures, Taps
+from model.taps import LayerFigures, Taps
 
 
 class LayerKinds(NamedTuple):
@@ -51,7 +51,7 @@ class _Layer(NamedTuple):
 class _Outputs(NamedTuple):
     cache: KeysValues | None
     routing: Routing | None
-    figures: Figures | None
+    figures: LayerFigures | None
 
 
 def make_stack(config: ModelConfig, depth: int, is_moe: bool, rngs: nnx.Rngs) -> Block:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.params import STACKED, in_layer_order
-from model.taps import Figures
+from model.taps import LayerFigures
 
 Reduce = Callable[[jax.Array], jax.Array]
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
@@ -48,7 +48,7 @@ _GROWTH = 4.0  # A quantity that has grown by more than this factor is suspiciou
 
 
 def compute_layer_metrics(
-    figures: Figures, grads: Any, params: Any, new_params: Any
+    figures: LayerFigures, grads: Any, params: Any, new_params: Any
 ) -> dict[str, Float[Array, "L"]]:
     """Return the layer metrics of a watched step; `grads` are not clipped yet."""
     updates = jax.tree.map(

@@ -21,7 +21,7 @@ from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
 from model.placement import Placement
-from model.taps import Figures
+from model.taps import LayerFigures
 
 REPLICATED = PartitionSpec()
 
@@ -68,7 +68,7 @@ def sum_over_rows(sums: Any, placement: Placement) -> Any:
     return jax.tree.map(lambda x: jax.lax.psum(x, placement.batch_axes), sums)
 
 
-def reduce_over_rows(figures: Figures, placement: Placement) -> Figures:
+def reduce_over_rows(figures: LayerFigures, placement: Placement) -> LayerFigures:
     """Reduce the layer figures of local rows over all devices that share the batch."""
     return figures.reduce(
         lambda largest: jax.lax.pmax(largest, placement.batch_axes),
@@ -126,7 +126,7 @@ def sum_over_microbatches(
     params: Any,
     microbatches: Any,
     load_shape: tuple[int, int] | None,
-) -> tuple[Any, tuple[jax.Array, jax.Array | None, Figures | None]]:
+) -> tuple[Any, tuple[jax.Array, jax.Array | None, LayerFigures | None]]:
     """Sum gradients (in float32), losses and loads over microbatches in one scan.
 
     Args:

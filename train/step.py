@@ -15,7 +15,7 @@ from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
 from model.placement import Placement
-from model.taps import Figures, Taps
+from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
 from train.numerics import compute_layer_metrics
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     grads: Any
     load_LE: Load
     num_targets: Int[Array, ""]
-    figures: Figures | None
+    figures: LayerFigures | None
 
 
 class Rows(NamedTuple):
@@ -156,7 +156,9 @@ def make_gradients(
 
         def mean_loss(
             params: Any, rows: Rows
-        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Figures | None]]:
+        ) -> tuple[
+            Float[Array, ""], tuple[Float[Array, ""], Load, LayerFigures | None]
+        ]:
             batch, seeds_BT = rows
             taps = Taps() if watched else None
             make_keys = jax.vmap(jax.vmap(jax.random.key))
