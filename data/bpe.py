@@ -13,7 +13,7 @@ from data.errors import DataError
 from data.text.corpus import find_files
 from data.text.documents import read_documents
 from data.text.files import units_of
-from data.text.records import Reading, Record
+from data.text.records import ReadSettings, Record
 from data.tokenizer import RANK_FILE_PATTERN
 from data.tokenizer_json import byte_names, convert_for_oniguruma
 
@@ -84,17 +84,17 @@ def pieces_of(texts: Iterable[str]) -> Iterator[str]:
             start = end
 
 
-def hold_out(texts: Iterable[str], sample: list[str]) -> Iterator[str]:
-    """Cut texts into pieces; put every twentieth into `sample` and yield the others."""
+def hold_out(texts: Iterable[str], held_out_pieces: list[str]) -> Iterator[str]:
+    """Yield pieces of texts, but append every twentieth to `held_out_pieces`."""
     for index, piece in enumerate(pieces_of(texts)):
         if index % HELD_OUT_EVERY == 1:  # not 0: a tiny text's only piece is learned
-            sample.append(piece)
+            held_out_pieces.append(piece)
         else:
             yield piece
 
 
 def texts_of(
-    input: str, max_bytes: int, reading: Reading, pattern: str = "**/*"
+    input: str, max_bytes: int, settings: ReadSettings, pattern: str = "**/*"
 ) -> Iterator[str]:
     """Yield texts of at most `max_bytes` in all from an input, and skip bad records.
 
@@ -106,7 +106,7 @@ def texts_of(
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
     for unit in (unit for start in range(stride) for unit in units[start::stride]):
-        for record in read_documents(unit, reading):
+        for record in read_documents(unit, settings):
             if isinstance(record, Record):
                 text = record.text[:max_bytes]
                 yield text.decode("utf-8", "replace")

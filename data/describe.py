@@ -55,7 +55,9 @@ def describe_lengths(store: Store, split: Split) -> str:
     return "\n".join(lines)
 
 
-def sample(store: Store, split: Split, count: int, seed: int, width: int) -> str:
+def describe_sample(
+    store: Store, split: Split, count: int, seed: int, width: int
+) -> str:
     """Return the beginnings of `count` random documents as lines of text."""
     tokens = store.split(split)
     count, random = min(count, tokens.num_documents), np.random.default_rng(seed)

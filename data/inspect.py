@@ -44,20 +44,25 @@ class InspectConfig:
 def main(config: InspectConfig) -> int:
     """Print what a store holds, or which documents make up a batch."""
     from data.batches import Order
-    from data.describe import describe_batch, describe_lengths, describe_store, sample
+    from data.describe import (
+        describe_batch,
+        describe_lengths,
+        describe_sample,
+        describe_store,
+    )
     from data.sources import open_sources
     from data.text.files import SPLITS
     from data.token_store.store import open_store
 
+    seed = config.seed
     if config.step is None:
         store = open_store(str(config.store))
         print(describe_store(store))
         for split in SPLITS:
             print("\n" + describe_lengths(store, split))
-        text = sample(store, "train", config.samples, config.seed, 4 * config.width)
+        text = describe_sample(store, "train", config.samples, seed, 4 * config.width)
         print(f"\n{text}")
         return 0
-    seed = config.seed
     data = DataConfig(
         name=PurePosixPath(config.store or "").name,
         source=Source.tokens,

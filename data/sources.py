@@ -12,7 +12,7 @@ from data.config import DataConfig, Source
 from data.errors import DataError
 from data.storage import is_remote
 from data.text.files import Split
-from data.token_store.cached import cache_dir, cached_store
+from data.token_store.cached import cached_store, data_cache_folder
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST
 from data.tokenizer import load_tokenizer
@@ -106,7 +106,7 @@ def open_sources(
             f"data.sources: their tokenizers differ ({names}). Prepare all of them "
             f"with the same tokenizer"
         )
-    sources = Sources(stores, cache_dir(config))
+    sources = Sources(stores, data_cache_folder(config))
     if to_evaluate and (count := sources.num_tokens("validation")) < 2:
         is_text = config.source in (Source.python, Source.text)
         key = "data.validation" if is_text else "python -m data.prepare ... validation"

@@ -19,7 +19,7 @@ from data.config import ByteCount, Pattern, TextField
 from data.encoding import encode
 from data.errors import DataError
 from data.storage import created_atomically
-from data.text.records import Reading
+from data.text.records import ReadSettings
 from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
 from train.errors import Mistake
@@ -89,10 +89,10 @@ def main(config: TrainTokenizerConfig) -> int:
             f"output={output}: is there already. Remove it, or name another"
         )
     _log.info("learning %d tokens from %s", config.vocab_size, config.input)
-    sample: list[str] = []
-    reading = Reading(config.text_field, keep_invalid_utf8=True)
-    texts = texts_of(config.input, config.max_bytes, reading, config.pattern)
-    content = train(hold_out(texts, sample), config.vocab_size)
+    held_out_pieces: list[str] = []
+    read_settings = ReadSettings(config.text_field, keep_invalid_utf8=True)
+    texts = texts_of(config.input, config.max_bytes, read_settings, config.pattern)
+    content = train(hold_out(texts, held_out_pieces), config.vocab_size)
     try:
         with created_atomically(output) as partial:
             partial.write_bytes(content)
@@ -102,7 +102,7 @@ def main(config: TrainTokenizerConfig) -> int:
         ) from error
     sha256 = hashlib.sha256(content).hexdigest()
     encoding = load_tokenizer(str(output), sha256)
-    if text := "".join(sample).encode():
+    if text := "".join(held_out_pieces).encode():
         _log.info(
             "%.2f bytes per token on %d bytes of held-out text (single bytes: 1.00)",
             len(text) / len(encode(encoding, text)),

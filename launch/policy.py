@@ -13,13 +13,10 @@ from train import errors
 log = logging.getLogger(__name__)
 
 # After these codes, a start would fail again or is not wanted. The first match decides.
-NEVER_AGAIN = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
-NEVER_AGAIN += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
-AGAIN = (
-    errors.PREEMPTED,
-    errors.ABORTED,
-    errors.OWNED,
-)  # restarts that are not counted
+NO_RESTART_CODES = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
+NO_RESTART_CODES += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
+# Restarts after these codes are not counted; after other codes, they are.
+RESTART_CODES = (errors.PREEMPTED, errors.ABORTED, errors.OWNED)
 SAME_STEP = 3  # after this number of crashes in a row at one step, a run ends
 LONGEST_BACKOFF_S = 600.0
 # How long processes may continue for a last save after another process has ended.
@@ -41,10 +38,10 @@ def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
     Args:
         codes: exit codes as in a shell (137 for kill -9); None for a lost host.
     """
-    for code in NEVER_AGAIN:
+    for code in NO_RESTART_CODES:
         if code in codes:
             return Verdict.stop, code
-    crashes = [c for c in codes if c not in (None, errors.FINISHED, *AGAIN)]
+    crashes = [c for c in codes if c not in (None, errors.FINISHED, *RESTART_CODES)]
     if crashes:
         return Verdict.crashed, crashes[0] or 0
     failures = [code for code in codes if code]

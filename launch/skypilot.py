@@ -24,7 +24,7 @@ from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
 from launch.manifest import merge_values, to_yaml
 from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
-from launch.policy import AGAIN
+from launch.policy import RESTART_CODES
 from launch.submissions import Submission
 from launch.subprocesses import ask_tool, run_tool
 from train.errors import CRASHED, FINISHED, Exit, Mistake
@@ -100,7 +100,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
         "image_id": cluster.image,
         "job_recovery": {
             "max_restarts_on_errors": 0,
-            "recover_on_exit_codes": sorted(AGAIN),
+            "recover_on_exit_codes": sorted(RESTART_CODES),
         },
     }
     uses_gpus = not (cluster.accelerators or "tpu").lower().startswith("tpu")

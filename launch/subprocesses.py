@@ -142,7 +142,7 @@ class ProcessGroup:
             on_poll()
             if any(code is not None for code in codes):
                 grace_left_s -= _POLL_S
-                if grace_left_s < 0:
+                if grace_left_s < 0 and self._signal != signal.SIGKILL:
                     log.warning("some processes do not end, so they are killed")
                     self.send_signal(signal.SIGKILL)
             time.sleep(_POLL_S)

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues
-from model.attention.masks import Local
+from model.attention.masks import LocalFlag
 from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
@@ -59,9 +59,9 @@ class Block(nnx.Module):
         execution: Execution,
         call: CallContext,
         cache: KeysValues | None,
-        local: Local | bool,
+        local_flag: LocalFlag | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
-        """Return the layer's output, the longer cache, and the routing of experts.
+        """Return the layer's output, the updated cache, and the routing of experts.
 
         In a local layer, a query sees only the window.
         """
@@ -69,7 +69,7 @@ class Block(nnx.Module):
         call.note("residual", x_BTD)
         a_BTD = _normalize(self.attention_norm, x_BTD)
         with part_scope("attention"):
-            a_BTD, cache = self.attention(a_BTD, execution, call, cache, local)
+            a_BTD, cache = self.attention(a_BTD, execution, call, cache, local_flag)
         call.note("attention", a_BTD)
         a_BTD = _normalize(self.attention_output_norm, a_BTD)
         a_BTD = drop(a_BTD, self.dropout, "attention_output", call)

@@ -277,11 +277,11 @@ class ModelConfig:
         return tuple(self.window if reach == "local" else None for reach in repeated)
 
     @property
-    def precise(self) -> tuple[bool, ...]:
+    def high_precision_flags(self) -> tuple[bool, ...]:
         """Whether each layer is one of `high_precision_layers`."""
         ends = {"first": 0, "last": self.num_layers - 1}
-        precise = {ends.get(str(layer), layer) for layer in self.high_precision_layers}
-        return tuple(layer in precise for layer in range(self.num_layers))
+        numbers = {ends.get(str(layer), layer) for layer in self.high_precision_layers}
+        return tuple(layer in numbers for layer in range(self.num_layers))
 
     @property
     def rotary_dim(self) -> int:

@@ -111,7 +111,8 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
     )
     layer_numbers = [layer for layer in precise_layers if isinstance(layer, int)]
     yield (
-        {*layer_numbers} <= {*range(model.num_layers)} and not all(model.precise),
+        {*layer_numbers} <= {*range(model.num_layers)}
+        and not all(model.high_precision_flags),
         "high_precision_layers",
         ("num_layers",),
         f"must be first, last, or numbers below model.num_layers={model.num_layers},"

@@ -80,24 +80,24 @@ class WeightPlacement(NamedTuple):
         gathered_dims = tuple(pair for pair in self.sharded_dims if pair[0] not in dims)
         return self._replace(sharded_dims=gathered_dims)
 
-    def gather(self, local: jax.Array) -> jax.Array:
+    def gather(self, shard: jax.Array) -> jax.Array:
         """Return the weight, gathered over the manual axes, from its local shard."""
         if not self.sharded_dims:
-            return local
-        return on_shards(self._gather, self.automatic_spec)(local)
+            return shard
+        return on_shards(self._gather, self.automatic_spec)(shard)
 
-    def _gather(self, local: jax.Array) -> jax.Array:
+    def _gather(self, weight: jax.Array) -> jax.Array:
         num_shards = math.prod(jax.lax.psum(1, axes) for _, axes in self.sharded_dims)
-        form = "small" if num_shards * local.nbytes < _SMALL_BYTES else "gather"
+        form = "small" if num_shards * weight.nbytes < _SMALL_BYTES else "gather"
         for dim, axis, groups in reversed([*self._steps(form)]):
             gather = partial(
                 jax.lax.all_gather, axis_name=axis, axis_index_groups=groups, tiled=True
             )
             if self.platform == "tpu":
-                local = weight_of_rows(gather(rows_of(local, dim)), local.shape, dim)
+                weight = weight_of_rows(gather(rows_of(weight, dim)), weight.shape, dim)
             else:
-                local = gather(self._constrain_to_row_major(local, dim), axis=dim)
-        return local
+                weight = gather(self._constrain_to_row_major(weight, dim), axis=dim)
+        return weight
 
     def reduce_scatter(self, gradient: jax.Array) -> jax.Array:
         """Return the local shard of a gradient summed over devices, in its dtype."""

@@ -76,7 +76,7 @@ class GPT(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None, Routing | None]:
         """Return the features after all layers and the norm, in the activation dtype.
 
-        Also return the longer cache if a cache is given, and the routing of the layers
+        Also return the updated cache if a cache is given, and the routing of the layers
         that have experts. Positions count from 0 in each document.
         """
         lookups = [(self.embedding, tokens_BT)]
@@ -93,7 +93,7 @@ class GPT(nnx.Module):
             segment_ids_BT=segment_ids_BT,
             rotations=None if is_pipelined else self._rotations(positions_BT),
         )
-        longer_caches, routing = list[KeysValues](), None
+        updated_caches, routing = list[KeysValues](), None
         for loop_number, (stacks, kinds) in enumerate(self._loops):
             loop_call = call.fold_in(loop_number)
             if is_pipelined:
@@ -103,7 +103,7 @@ class GPT(nnx.Module):
                 continue
             caches = None
             if cache is not None:
-                caches = cache[len(longer_caches) :][: sum(groups_of(stacks)[1])]
+                caches = cache[len(updated_caches) :][: sum(groups_of(stacks)[1])]
             x_BTD, caches, routing = run_stacks(
                 stacks,
                 x_BTD,
@@ -113,10 +113,10 @@ class GPT(nnx.Module):
                 unroll=self.config.layer_unroll,
                 caches=caches,
             )
-            longer_caches += caches or []
+            updated_caches += caches or []
         # Without a constraint, XLA may shard the norm's result like its scale.
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
-        return x_BTD, tuple(longer_caches) or None, routing
+        return x_BTD, tuple(updated_caches) or None, routing
 
     def _run_stages(
         self,
@@ -140,7 +140,7 @@ class GPT(nnx.Module):
                 execution,
                 call._replace(rotations=self._rotations(positions_BT)),
                 # Local layers are the same in every stage (train/mesh_sizes.py).
-                kinds=kinds._replace(local=kinds.local[:depth]),
+                kinds=kinds._replace(local_flags=kinds.local_flags[:depth]),
                 unroll=self.config.layer_unroll,
                 first_layer=group_number * depth,
             )
@@ -156,8 +156,8 @@ class GPT(nnx.Module):
     def _loops(self) -> list[tuple[list[Block], LayerKinds]]:
         """The stacks of each loop over layers, and the kinds of their layers."""
         num_dense = self.config.layers_before_experts
-        local = [window is not None for window in self.config.windows]
-        precise, loops = self.config.precise, []
+        local_flags = [window is not None for window in self.config.windows]
+        precision_flags, loops = self.config.high_precision_flags, []
         for stacks, layers in (
             ((self.dense_layers,), slice(num_dense)),
             ((self.layers_between, self.layers), slice(num_dense, None)),
@@ -165,7 +165,7 @@ class GPT(nnx.Module):
             stacks = [stack for stack in stacks if stack is not None]
             # In a pipeline, the parameters may belong to the layers of one stage.
             depth = sum(map(depth_of, stacks))
-            kinds = LayerKinds(local[layers][:depth], precise[layers])
+            kinds = LayerKinds(local_flags[layers][:depth], precision_flags[layers])
             loops += [(stacks, kinds)] if stacks else []
         return loops
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
-from model.attention.masks import Local
+from model.attention.masks import LocalFlag
 from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
@@ -119,9 +119,9 @@ class SelfAttention(nnx.Module):
         execution: Execution,
         call: CallContext,
         cache: KeysValues | None,
-        local: Local | bool,
+        local_flag: LocalFlag | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
-        """Return the attention over x and cached positions, and the longer cache."""
+        """Return the attention over x and cached positions, and the updated cache."""
         placement, compute = execution.placement, execution.numerics.compute_dtype
         q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
         k_BTKH = saveable(self.key(x_BTD, execution, call), "key")
@@ -132,11 +132,11 @@ class SelfAttention(nnx.Module):
         if self.query_scale != 1:
             q_BTNH = q_BTNH * self.query_scale
         if call.rotations is not None:
-            rotation = call.rotations.for_layer(local)
+            rotation = call.rotations.for_layer(local_flag)
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
         options: dict[str, Any] = {
-            "window": self.window if local is not False else None,
-            "local": None if isinstance(local, bool) else local,
+            "window": self.window if local_flag is not False else None,
+            "local_flag": None if isinstance(local_flag, bool) else local_flag,
             "soft_cap": self.soft_cap,
             "sinks_N": None if self.sinks is None else self.sinks[...],
         }

@@ -116,7 +116,7 @@ _product.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_weight(
-    local: jax.Array,
+    shard: jax.Array,
     placement: WeightPlacement,
     compute: DTypeLike,
     float8: Quantization | None,
@@ -128,16 +128,16 @@ def gather_weight(
     summed in that dtype. Rounding the result a second time changes nothing.
     """
     if float8 is None:
-        return placement.gather(local.astype(compute)).astype(local.dtype)
+        return placement.gather(shard.astype(compute)).astype(shard.dtype)
     if not placement.sharded_dims:
-        return local
-    scale = float8_scale(local, FORWARD, placement.sharded_axes)
-    values, scale = to_float8(local, FORWARD, scale)
-    return (placement.gather(values).astype(jnp.float32) * scale).astype(local.dtype)
+        return shard
+    scale = float8_scale(shard, FORWARD, placement.sharded_axes)
+    values, scale = to_float8(shard, FORWARD, scale)
+    return (placement.gather(values).astype(jnp.float32) * scale).astype(shard.dtype)
 
 
-def _gather_forward(local, placement: WeightPlacement, compute, float8):
-    return gather_weight(local, placement, compute, float8), None
+def _gather_forward(shard, placement: WeightPlacement, compute, float8):
+    return gather_weight(shard, placement, compute, float8), None
 
 
 def _gather_backward(placement: WeightPlacement, compute, float8, _, dweight):

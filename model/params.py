@@ -60,7 +60,7 @@ class ParamInfo(NamedTuple):
         return self.stacked + (len(axes) > 1 and axes[0] == "experts")
 
     @property
-    def split(self) -> int:
+    def output_start(self) -> int:
         """The index of a matrix's first output dim, or of the columns of a table."""
         return self.stack_dims + max(1, self.inputs)
 

@@ -32,7 +32,7 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.remat import rematerialized_stage
 from model.scopes import part_scope
-from model.taps import Figures, Taps
+from model.taps import LayerFigures, Taps
 
 # (parameters, x, positions, group number, call) -> (x, routing), for one microbatch.
 RunGroup = Callable[
@@ -163,7 +163,7 @@ def _make_stage(
 
 def _reduce_stages(
     routing: Routing | None,
-    figures: Figures | None,
+    figures: LayerFigures | None,
     place_layers: Callable[..., Any],
     taps: Taps | None,
     axis: str,
@@ -210,8 +210,8 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)
 
-    def interleave(local: jax.Array) -> jax.Array:
-        groups = local.reshape(repeats, -1, *local.shape[1:])
+    def interleave(shard: jax.Array) -> jax.Array:
+        groups = shard.reshape(repeats, -1, *shard.shape[1:])
         result = jnp.zeros_like(groups)
         for offset in range(repeats):
             sent_slots = [(offset + s // period) % repeats for s in range(S)]
@@ -222,7 +222,7 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
             group = _read(groups, jnp.asarray(sent_slots)[stage])
             group = jax.lax.ppermute(group, axis, pairs)
             result = _write(result, group, jnp.asarray(received_slots)[stage])
-        return result.reshape(local.shape)
+        return result.reshape(shard.shape)
 
     return jax.tree.map(interleave, params)
 

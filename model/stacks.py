@@ -14,45 +14,44 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues
-from model.attention.masks import Local
+from model.attention.masks import LocalFlag
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.experts.router import Routing
 from model.remat import name_layer_input, rematerialized
 from model.scopes import in_branch
-from model.taps import Figures, Taps
+from model.taps import LayerFigures, Taps
 
 
 class LayerKinds(NamedTuple):
     """The kinds of the layers of one loop, in the order in which layers run.
 
-    A local layer sees only the window. A precise layer multiplies in high precision.
-    In a pipeline, `precise` lists the layers of all stages.
+    A local layer sees only the window. A high-precision layer does not quantize. In a
+    pipeline, `high_precision_flags` lists the layers of all stages.
     """
 
-    local: Sequence[bool]
-    precise: Sequence[bool]
+    local_flags: Sequence[bool]
+    high_precision_flags: Sequence[bool]
 
 
 class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
-    `number` is folded into random keys. `is_local` and `is_precise` are None if the
-    kind is static.
+    `number` is folded into random keys. A flag is None if it is static.
     """
 
     number: jax.Array | None
     params: Any
     cache: KeysValues | None
-    is_local: jax.Array | None
-    is_precise: jax.Array | None
+    local_flag: jax.Array | None
+    high_precision_flag: jax.Array | None
 
 
 class _Outputs(NamedTuple):
     cache: KeysValues | None
     routing: Routing | None
-    figures: Figures | None
+    figures: LayerFigures | None
 
 
 def make_stack(config: ModelConfig, depth: int, is_moe: bool, rngs: nnx.Rngs) -> Block:
@@ -99,7 +98,7 @@ def run_stacks(
     has one cache for each slot of a group. Layers are numbered from `first_layer`.
 
     Returns:
-        x_BTD after all layers, the extended caches or None, the last stack's routing.
+        x_BTD after all layers, the updated caches or None, the last stack's routing.
     """
     num_groups, sizes = groups_of(stacks)
     size = sum(sizes)
@@ -130,17 +129,19 @@ def run_stacks(
                 [None] * size if call.keys_BT is None else layer_numbers,
                 stacked_params,
                 caches or [None] * size,
-                _kinds_by_slot(kinds.local, size, num_groups, 0),
-                _kinds_by_slot(kinds.precise, size, num_groups, first_layer // size),
+                _flags_by_slot(kinds.local_flags, size, num_groups, 0),
+                _flags_by_slot(
+                    kinds.high_precision_flags, size, num_groups, first_layer // size
+                ),
             ),
             unroll=True if unroll == num_groups else unroll,
         )
-    longer_caches, routings, figures = zip(*outputs, strict=True)
+    updated_caches, routings, figures = zip(*outputs, strict=True)
     if call.taps is not None:
         call.taps.add_stack(
             jax.tree.map(lambda *slots: jnp.stack(slots, 1).ravel(), *figures)
         )
-    return x_BTD, longer_caches if caches else None, routings[-1]
+    return x_BTD, updated_caches if caches else None, routings[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,55 +171,56 @@ class _Group:
                 self.execution.remat,
                 self.execution.offload,
                 in_loop=self.in_loop,
-                branches=layer.is_precise is not None,
+                branches=layer.high_precision_flag is not None,
             )
             x_BTD, output = run(x_BTD, layer)
             outputs.append(output)
         return x_BTD, outputs
 
     def _run_layer(self, slot: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
-        (local, precise), size = self.kinds, len(self.blocks)
+        (local_flags, precision_flags), size = self.kinds, len(self.blocks)
         call = self.call if layer.number is None else self.call.fold_in(layer.number)
-        is_local = local[slot]
-        if layer.is_local is not None:
-            is_local = Local(layer.is_local, sum(local), len(local))
+        local_flag = local_flags[slot]
+        if layer.local_flag is not None:
+            local_flag = LocalFlag(layer.local_flag, sum(local_flags), len(local_flags))
 
-        def run(x_BTD: Float[Array, "B T D"], params: Any, cache: Any, precise: bool):
-            taps = None if call.taps is None else Taps(exact=precise)
+        def run(x_BTD: Float[Array, "B T D"], params, cache, high_precision: bool):
+            taps = None if call.taps is None else Taps(exact=high_precision)
             x_BTD, cache, routing = nnx.merge(self.blocks[slot], params)(
                 x_BTD,
                 self.execution,
-                call._replace(taps=taps, high_precision=precise),
+                call._replace(taps=taps, high_precision=high_precision),
                 cache=cache,
-                local=is_local,
+                local_flag=local_flag,
             )
             return x_BTD, _Outputs(cache, routing, taps and taps.layer_figures())
 
         arguments = name_layer_input(x_BTD), layer.params, layer.cache
-        if layer.is_precise is None:
-            return run(*arguments, precise=precise[slot])
-        times, total = sum(precise[slot::size]), len(precise[slot::size])
+        if layer.high_precision_flag is None:
+            return run(*arguments, high_precision=precision_flags[slot])
+        slot_flags = precision_flags[slot::size]
+        count, total = sum(slot_flags), len(slot_flags)
         return jax.lax.cond(
-            layer.is_precise,
-            in_branch(partial(run, precise=True), times, total),
-            in_branch(partial(run, precise=False), total - times, total),
+            layer.high_precision_flag,
+            in_branch(partial(run, high_precision=True), count, total),
+            in_branch(partial(run, high_precision=False), total - count, total),
             *arguments,
         )
 
 
-def _kinds_by_slot(
-    kinds: Sequence[bool], size: int, num_groups: int, start: jax.Array | int
+def _flags_by_slot(
+    flags: Sequence[bool], size: int, num_groups: int, start: jax.Array | int
 ) -> list[Any]:
-    """Return the kinds [groups] of the layers in each slot, or None if all are equal.
+    """Return the flags [groups] of the layers in each slot, or None if all are equal.
 
     In a pipeline, the groups of this stage begin at `start`.
     """
-    by_slot = [kinds[slot::size] for slot in range(size)]
-    flags = [jnp.asarray(k) if len({*k}) > 1 else None for k in by_slot]
+    by_slot = [flags[slot::size] for slot in range(size)]
+    arrays = [jnp.asarray(f) if len({*f}) > 1 else None for f in by_slot]
     if len(by_slot[0]) == num_groups:
-        return flags
+        return arrays
     return jax.tree.map(
-        lambda flag: jax.lax.dynamic_slice_in_dim(flag, start, num_groups), flags
+        lambda array: jax.lax.dynamic_slice_in_dim(array, start, num_groups), arrays
     )
 
 

@@ -19,8 +19,8 @@ ValuesByName = dict[str, Float[Array, "*L"]]
 Reduce = Callable[[jax.Array], jax.Array]
 
 
-class Figures(NamedTuple):
-    """Float32 figures of a layer, or of L layers, by name.
+class LayerFigures(NamedTuple):
+    """The float32 figures of a layer, or of L layers, by name; `Taps` collects them.
 
     largest: the largest absolute value; infinite if a value is not finite.
     shares: the fraction of values with a property.
@@ -29,9 +29,9 @@ class Figures(NamedTuple):
     largest: ValuesByName
     shares: ValuesByName
 
-    def reduce(self, reduce_largest: Reduce, reduce_share: Reduce) -> "Figures":
+    def reduce(self, reduce_largest: Reduce, reduce_share: Reduce) -> "LayerFigures":
         """Apply a reduction to each figure, by its kind."""
-        return Figures(
+        return LayerFigures(
             {name: reduce_largest(values) for name, values in self.largest.items()},
             {name: reduce_share(values) for name, values in self.shares.items()},
         )
@@ -53,13 +53,17 @@ def count_rounding(
 
 
 class Taps:
-    """Collects the figures of one layer, or of stacks of layers, during tracing."""
+    """Collects figures during tracing: of one layer in a scan, or of whole stacks.
+
+    In a layer, results are noted, and `layer_figures` returns their figures. The scan
+    stacks these, `add_stack` takes them, and `all_figures` joins the stacks.
+    """
 
     def __init__(self, exact: bool = False) -> None:
         """Start empty. An `exact` layer quantizes nothing, but other layers do."""
         self._largest: ValuesByName = {}
         self._counts = jnp.array([0.0, 0.0, 1.0]) if exact else None
-        self._stacks: list[Figures] = []
+        self._stacks: list[LayerFigures] = []
 
     def note(self, name: str, x: Float[Array, "..."]) -> None:
         """Record the largest absolute value of a result of the layer."""
@@ -71,18 +75,18 @@ class Taps:
         """Add the counts of an operand's rounding, from `count_rounding`."""
         self._counts = counts if self._counts is None else self._counts + counts
 
-    def layer_figures(self) -> Figures:
+    def layer_figures(self) -> LayerFigures:
         """Return the figures of the layer as scalars."""
         if self._counts is None:
-            return Figures(self._largest, {})
+            return LayerFigures(self._largest, {})
         flushed, saturated, size = self._counts
         shares = {"flushed": flushed / size, "saturated": saturated / size}
-        return Figures(self._largest, shares)
+        return LayerFigures(self._largest, shares)
 
-    def add_stack(self, stack: Figures) -> None:
+    def add_stack(self, stack: LayerFigures) -> None:
         """Append the figures [L] of a stack of layers."""
         self._stacks.append(stack)
 
-    def all_figures(self) -> Figures:
+    def all_figures(self) -> LayerFigures:
         """Return the figures of all layers, concatenated over stacks."""
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *self._stacks)

@@ -66,7 +66,7 @@ def _describe_layers(program: Program) -> None:
         quantized_dtype, emulated = numerics.quantization
         note = ", rounded to it but multiplied in float32, slowly: a CPU has no other"
         print(f"{quantized_dtype:<11} linear layers{note if emulated else ''}")
-        layers = [str(n) for n, is_precise in enumerate(model.precise) if is_precise]
+        layers = [str(n) for n, flag in enumerate(model.high_precision_flags) if flag]
         if layers:
             print(f"            those of layer {', '.join(layers)} in {dtype}")
 
@@ -76,8 +76,8 @@ def describe_data(order: Order, num_steps: int) -> None:
     epochs = order.epochs(num_steps)
     for i, (name, rows) in enumerate(order.rows.items()):
         title = "" if i else "data"
-        times = f"{epochs[name]:.2f}" if epochs[name] >= 0.005 else "less than 0.01"
-        use = f"used {times} times" if epochs[name] else "never used"
+        count = f"{epochs[name]:.2f}" if epochs[name] >= 0.005 else "less than 0.01"
+        use = f"used {count} times" if epochs[name] else "never used"
         print(f"{title:<11} {name}: {len(rows):,} rows, {use}")
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from model.attention.across import choose_context_attention
+from model.attention.context_parallel import choose_context_attention
 from model.attention.kernel import choose_kernel
 from model.axes import AxisRules
 from model.choices import (

@@ -181,8 +181,8 @@ class _TiledLoss(NamedTuple):
         if grads is None:
             return sums, None
         dx_BTD, dweight = grads
-        replicas = jax.lax.psum(1, tuple(axis for axes in dim_axes for axis in axes))
-        return sums, (dx_BTD, placement.reduce_scatter(dweight) / replicas)
+        num_replicas = jax.lax.psum(1, tuple(a for axes in dim_axes for a in axes))
+        return sums, (dx_BTD, placement.reduce_scatter(dweight) / num_replicas)
 
     def _scan(self, x_BTD, weight, targets_BT, vocab_axes, gradients: bool):
         def split_tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.params import STACKED, in_layer_order
-from model.taps import Figures
+from model.taps import LayerFigures
 
 Reduce = Callable[[jax.Array], jax.Array]
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
@@ -47,10 +47,10 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 _GROWTH = 4.0  # A quantity that has grown by more than this factor is suspicious.
 
 
-def layer_figures(
-    figures: Figures, grads: Any, params: Any, new_params: Any
+def compute_layer_metrics(
+    figures: LayerFigures, grads: Any, params: Any, new_params: Any
 ) -> dict[str, Float[Array, "L"]]:
-    """Return the figures of a watched step; `grads` are not clipped yet."""
+    """Return the layer metrics of a watched step; `grads` are not clipped yet."""
     updates = jax.tree.map(
         lambda new, old: new.astype(jnp.float32) - old, new_params, params
     )

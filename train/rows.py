@@ -21,7 +21,7 @@ from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
 from model.placement import Placement
-from model.taps import Figures
+from model.taps import LayerFigures
 
 REPLICATED = PartitionSpec()
 
@@ -68,7 +68,7 @@ def sum_over_rows(sums: Any, placement: Placement) -> Any:
     return jax.tree.map(lambda x: jax.lax.psum(x, placement.batch_axes), sums)
 
 
-def reduce_over_rows(figures: Figures, placement: Placement) -> Figures:
+def reduce_over_rows(figures: LayerFigures, placement: Placement) -> LayerFigures:
     """Reduce the layer figures of local rows over all devices that share the batch."""
     return figures.reduce(
         lambda largest: jax.lax.pmax(largest, placement.batch_axes),
@@ -85,14 +85,14 @@ def reduce_over_replicas(grads: Any, infos: Any, execution: Execution) -> Any:
 
     def reduce(info: ParamInfo, grad: jax.Array) -> jax.Array:
         if info.kind is Kind.vector:
-            replicas = placement.replica_axes(info.axes[: info.stacked])
-            return jax.lax.psum(grad.astype(jnp.float32), replicas)
-        replicas = placement.replica_axes(info.axes)
+            axes = placement.replica_axes(info.axes[: info.stacked])
+            return jax.lax.psum(grad.astype(jnp.float32), axes)
+        axes = placement.replica_axes(info.axes)
         summed_in_layer = info.kind is Kind.matrix and placement.reduce_in_layers
-        if not replicas or summed_in_layer:
+        if not axes or summed_in_layer:
             return grad
         all_reduce = on_shards(
-            partial(jax.lax.psum, axis_name=replicas), placement.param_spec(info.axes)
+            partial(jax.lax.psum, axis_name=axes), placement.param_spec(info.axes)
         )
         reduce_dtype = execution.numerics.reduce_dtype
         return all_reduce(grad.astype(reduce_dtype)).astype(grad.dtype)
@@ -126,7 +126,7 @@ def sum_over_microbatches(
     params: Any,
     microbatches: Any,
     load_shape: tuple[int, int] | None,
-) -> tuple[Any, tuple[jax.Array, jax.Array | None, Figures | None]]:
+) -> tuple[Any, tuple[jax.Array, jax.Array | None, LayerFigures | None]]:
     """Sum gradients (in float32), losses and loads over microbatches in one scan.
 
     Args:

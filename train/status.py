@@ -24,7 +24,7 @@ from train.console import print_table
 from train.errors import Mistake, meaning
 from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
-from train.run.goodput import BUCKETS, Goodput, account, finite
+from train.run.goodput import BUCKETS, Goodput, finite_float, goodput_of
 from train.run.lease import read_owner
 from train.run.metrics import Validations, newest_metrics, read_events, read_validations
 from train.run.starts import existing_run, newest_start, read_results
@@ -84,7 +84,7 @@ class Status:
 
 def read_status(folder: epath.Path) -> Status:
     """Read the status of the run in a folder, without writing anything."""
-    goodput, silent_s = account(read_events(folder)), None
+    goodput, silent_s = goodput_of(read_events(folder)), None
     num_steps = newest_start(folder).get("changes", {}).get("train.num_steps")
     if num_steps is None:
         num_steps = read_yaml(folder / "config.yaml").train.num_steps
@@ -101,7 +101,7 @@ def read_status(folder: epath.Path) -> Status:
         step=step,
         num_steps=num_steps,
         left_s=_seconds_left(goodput, num_steps) if owner else None,
-        loss=finite(metrics.get("loss")),
+        loss=finite_float(metrics.get("loss")),
         validation=read_validations(folder),
         save=_last_save(folder / "checkpoints"),
         goodput=goodput,

@@ -15,10 +15,10 @@ from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
 from model.placement import Placement
-from model.taps import Figures, Taps
+from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.loss import loss_sum, row_sums
-from train.numerics import layer_figures
+from train.numerics import compute_layer_metrics
 from train.optimizer.update import Optimizer
 from train.rows import (
     REPLICATED,
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     grads: Any
     load_LE: Load
     num_targets: Int[Array, ""]
-    figures: Figures | None
+    figures: LayerFigures | None
 
 
 class Rows(NamedTuple):
@@ -107,7 +107,7 @@ def make_train_step(
             )
         layer_metrics = {}
         if figures is not None:
-            layer_metrics = layer_figures(figures, grads, state.params, params)
+            layer_metrics = compute_layer_metrics(figures, grads, state.params, params)
         params = balance_experts(params, load_LE, updated, model.config)
         metrics = {
             "loss": loss,
@@ -156,7 +156,9 @@ def make_gradients(
 
         def mean_loss(
             params: Any, rows: Rows
-        ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Load, Figures | None]]:
+        ) -> tuple[
+            Float[Array, ""], tuple[Float[Array, ""], Load, LayerFigures | None]
+        ]:
             batch, seeds_BT = rows
             taps = Taps() if watched else None
             make_keys = jax.vmap(jax.vmap(jax.random.key))

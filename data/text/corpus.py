@@ -36,7 +36,7 @@ from data.text.files import (
     units_of,
     unreadable_error,
 )
-from data.text.records import BadRecord, Reading, Record
+from data.text.records import BadRecord, ReadSettings, Record
 from data.text.streams import align_to_character, text_size
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Corpus:
         for file in self.files:
             records: Iterable[Record | BadRecord] = ()
             if file.format is Format.text:
-                records = read_documents(Unit(file), Reading(), lambda _: beat())
+                records = read_documents(Unit(file), ReadSettings(), lambda _: beat())
             is_bad = any(isinstance(record, BadRecord) for record in records)
             (bad_files if is_bad else good_files).append(file)
         if not good_files:

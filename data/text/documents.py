@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from data.text import files, records, streams
 from data.text.files import File, Format, Unit
-from data.text.records import BadRecord, Reading, Record, Records, make_document
+from data.text.records import BadRecord, ReadSettings, Record, Records, make_document
 from data.text.streams import Stream, cut_distance, open_stream
 from data.text.tables import read_table
 
@@ -17,7 +17,9 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_documents(
-    unit: Unit, reading: Reading, progress: Callable[[int], object] = lambda _: None
+    unit: Unit,
+    settings: ReadSettings,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> Records:
     """Read the documents of a unit; `progress` gets the number of bytes of each read.
 
@@ -26,10 +28,10 @@ def read_documents(
     readers = {Format.text: _read_text, Format.lines: _read_lines}
     reader = readers.get(unit.file.format, read_table)
     with open_stream(unit.file, progress) as stream:
-        yield from reader(unit, stream, reading)
+        yield from reader(unit, stream, settings)
 
 
-def _read_text(unit: Unit, stream: Stream, reading: Reading) -> Records:
+def _read_text(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     """Yield a text document in pieces of about 4 MiB, cut at ends of lines."""
 
     def bytes_to_line_end(offset: int) -> int:
@@ -54,7 +56,7 @@ def _read_text(unit: Unit, stream: Stream, reading: Reading) -> Records:
             text += stream.take(bytes_to_line_end(piece_end))
         offset += len(text)
         bad_index = (
-            None if reading.keep_invalid_utf8 else records.invalid_utf8_offset(text)
+            None if settings.keep_invalid_utf8 else records.invalid_utf8_offset(text)
         )
         if bad_index is not None and damage is not None and bad_index >= len(text) - 3:
             text = text[:bad_index]  # drop the truncated character
@@ -71,9 +73,9 @@ def _read_text(unit: Unit, stream: Stream, reading: Reading) -> Records:
             return
 
 
-def _read_lines(unit: Unit, stream: Stream, reading: Reading) -> Records:
+def _read_lines(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     """Yield the lines that start inside the unit."""
-    lines, limit = stream.file, reading.max_record_bytes
+    lines, limit = stream.file, settings.max_record_bytes
 
     def skip_line() -> int:
         size = 0
@@ -101,11 +103,11 @@ def _read_lines(unit: Unit, stream: Stream, reading: Reading) -> Records:
         elif not line:
             return
         elif (line := line.removeprefix(_BOM if start == 0 else b"")).strip():
-            yield _parse_record(unit.file, f"byte {start}", line, reading)
+            yield _parse_record(unit.file, f"byte {start}", line, settings)
 
 
 def _parse_record(
-    file: File, location: str, line: bytes, reading: Reading
+    file: File, location: str, line: bytes, settings: ReadSettings
 ) -> Record | BadRecord:
     """Parse one line of JSON."""
     try:
@@ -116,10 +118,10 @@ def _parse_record(
         return BadRecord(file, location, f"no JSON: {error}")
     if not isinstance(value, dict):
         return BadRecord(file, location, f"no JSON object but {type(value).__name__}")
-    for field in (reading.text_field, reading.id_field):
+    for field in (settings.text_field, settings.id_field):
         if field is not None and field not in value:
             keys = ", ".join(map(str, list(value)[:8]))
             return BadRecord(file, location, f"no field {field!r} among {keys}")
-    text, id_field = value[reading.text_field], reading.id_field
+    text, id_field = value[settings.text_field], settings.id_field
     record_id = None if id_field is None else value[id_field]
-    return make_document(file, location, text, record_id, reading)
+    return make_document(file, location, text, record_id, settings)

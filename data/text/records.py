@@ -8,8 +8,8 @@ from data.text.files import File
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Settings for reading documents from records."""
+class ReadSettings:
+    """The settings with which documents are read from records."""
 
     text_field: str = "text"
     id_field: str | None = None
@@ -37,26 +37,26 @@ Records = Iterator[Record | BadRecord]
 
 
 def make_document(
-    file: File, location: str, text: object, record_id: object, reading: Reading
+    file: File, location: str, text: object, record_id: object, settings: ReadSettings
 ) -> Record | BadRecord:
     """Make a document from a record's text and id, or say why it cannot be used."""
     if not isinstance(text, str | bytes):
         kind = "null" if text is None else type(text).__name__
-        reason = f"{reading.text_field!r} is no text but {kind}"
+        reason = f"{settings.text_field!r} is no text but {kind}"
         return BadRecord(file, location, reason)
     try:
         encoded = text.encode() if isinstance(text, str) else text
     except UnicodeEncodeError:
-        reason = f"{reading.text_field!r} holds half a surrogate pair"
+        reason = f"{settings.text_field!r} holds half a surrogate pair"
         return BadRecord(file, location, reason)
     if invalid_utf8_offset(encoded) is not None:
         return BadRecord(file, location, "not UTF-8")
-    if len(encoded) > reading.max_record_bytes:
-        reason = too_long_reason(len(encoded), reading.max_record_bytes)
+    if len(encoded) > settings.max_record_bytes:
+        reason = too_long_reason(len(encoded), settings.max_record_bytes)
         return BadRecord(file, location, reason)
     if isinstance(record_id, dict | list):
         kind = type(record_id).__name__
-        return BadRecord(file, location, f"{reading.id_field!r} is no id but {kind}")
+        return BadRecord(file, location, f"{settings.id_field!r} is no id but {kind}")
     document_id = f"{file.name}:{location}" if record_id is None else str(record_id)
     return Record(document_id.encode(errors="replace").decode(), encoded)
 

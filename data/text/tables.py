@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from data.text.files import File, Format, Unit, missing_package_error
-from data.text.records import BadRecord, Reading, Records, make_document
+from data.text.records import BadRecord, ReadSettings, Records, make_document
 from data.text.streams import Stream
 
 
-def read_table(unit: Unit, stream: Stream, reading: Reading) -> Records:
+def read_table(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     """Yield the documents of a parquet file, or of an arrow file or stream."""
     try:
         import pyarrow as pa
     except ImportError as error:
         raise missing_package_error("pyarrow", error) from error
-    columns = [name for name in (reading.text_field, reading.id_field) if name]
+    columns = [name for name in (settings.text_field, settings.id_field) if name]
     row = 0
     try:
         if unit.file.format is Format.parquet:
@@ -25,7 +25,7 @@ def read_table(unit: Unit, stream: Stream, reading: Reading) -> Records:
             yield BadRecord(unit.file, "row 0", f"no column {missing[0]!r}")
             return
         for batch in batches:
-            yield from _read_rows(unit.file, row, batch, reading)
+            yield from _read_rows(unit.file, row, batch, settings)
             row += batch.num_rows
     # Damaged lengths, and names that are not UTF-8, raise errors other than pyarrow's.
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as e:
@@ -52,9 +52,11 @@ def _open_arrow(file: Any) -> tuple[list[str], Iterator[Any]]:
     return table.schema.names, map(table.get_batch, range(table.num_record_batches))
 
 
-def _read_rows(file: File, first_row: int, batch: Any, reading: Reading) -> Records:
-    texts = _column(batch, reading.text_field)
-    ids = _column(batch, reading.id_field) if reading.id_field else None
+def _read_rows(
+    file: File, first_row: int, batch: Any, settings: ReadSettings
+) -> Records:
+    texts = _column(batch, settings.text_field)
+    ids = _column(batch, settings.id_field) if settings.id_field else None
     for index in range(batch.num_rows):
         location = f"row {first_row + index}"
         try:
@@ -67,7 +69,7 @@ def _read_rows(file: File, first_row: int, batch: Any, reading: Reading) -> Reco
         except (ValueError, OverflowError) as error:
             yield BadRecord(file, location, f"not a value of Python: {error}")
         else:
-            yield make_document(file, location, text, record_id, reading)
+            yield make_document(file, location, text, record_id, settings)
 
 
 def _column(batch: Any, name: str) -> Any:

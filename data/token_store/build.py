@@ -24,7 +24,7 @@ from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
-from data.text.records import Reading
+from data.text.records import ReadSettings
 from data.token_store.encode import encode_tasks, encoded_part_path, make_tasks
 from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
 from data.token_store.progress import Meter
@@ -50,13 +50,13 @@ def prepare_store(config: PrepareConfig) -> Store:
     """
     assert config.output, "checked by the command"
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
-    reading = Reading(
+    read_settings = ReadSettings(
         text_field=config.text_field,
         id_field=config.id_field,
         keep_invalid_utf8=config.keep_invalid_utf8,
         max_record_bytes=config.max_record_bytes,
     )
-    settings = encoding_settings(config, reading)
+    settings = encoding_settings(config, read_settings)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
     storage = KeyValueStore(config.output)
@@ -138,13 +138,13 @@ def input_hash(corpus: Corpus, settings: EncodingSettings) -> str:
 
 
 def encoding_settings(
-    config: DataConfig | PrepareConfig, reading: Reading
+    config: DataConfig | PrepareConfig, read_settings: ReadSettings
 ) -> EncodingSettings:
     """Return the settings that determine the tokens of a text."""
     return EncodingSettings(
         config.tokenizer,
         config.tokenizer_sha256 or digest_of(config.tokenizer),
-        reading=reading,
+        reading=read_settings,
         validation=config.validation,
         skip_bad=config.on_error is OnError.skip,
     )

@@ -16,7 +16,7 @@ from data.key_value_store import KeyValueStore
 from data.machine import cache_folder
 from data.storage import created_atomically
 from data.text.corpus import find_corpus
-from data.text.records import Reading
+from data.text.records import ReadSettings
 from data.token_store.build import build_store, encoding_settings, make_folder
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, SKIPPED
@@ -40,14 +40,14 @@ def cached_store(
     """
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
-    reading = Reading(keep_invalid_utf8=config.source is Source.python)
-    settings = encoding_settings(config, reading)
+    read_settings = ReadSettings(keep_invalid_utf8=config.source is Source.python)
+    settings = encoding_settings(config, read_settings)
     identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
     if config.source is Source.text:
         identity += f" UTF-8, {config.on_error}"
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    path = cache_dir(config) / f"{name}-{digest}"
+    path = data_cache_folder(config) / f"{name}-{digest}"
     if not (path / MANIFEST).exists():
         shutil.rmtree(path, ignore_errors=True)  # an incomplete store
         _log.info("preparing %s from %s", path, corpus.root)
@@ -80,7 +80,7 @@ def _warn_of_skipped(store: Store) -> None:
         _log.warning(message, count, store.path, SKIPPED)
 
 
-def cache_dir(config: DataConfig) -> Path:
+def data_cache_folder(config: DataConfig) -> Path:
     """Return the folder of stores that are built on first use, and of packing plans."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()

@@ -16,7 +16,7 @@ import tiktoken
 
 from data.encoding import encode
 from data.text.files import SPLITS, Split, Unit, hash_fraction
-from data.text.records import BadRecord, Reading, Record
+from data.text.records import BadRecord, ReadSettings, Record
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class EncodingSettings:
 
     tokenizer: str
     tokenizer_sha256: str | None
-    reading: Reading
+    reading: ReadSettings
     validation: float  # the fraction of documents to hold out
     skip_bad: bool
 

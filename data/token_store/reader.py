@@ -78,9 +78,9 @@ class TokenArray:
             self.in_memory or num_documents <= OFFSETS_LIMIT
         )
         if self.in_memory:
-            self._arrays["tokens"] = self._read_whole("tokens")
+            self._arrays["tokens"] = self._read_and_verify("tokens")
         if self._offsets_in_memory:
-            self._arrays["offsets"] = self._read_whole("offsets")
+            self._arrays["offsets"] = self._read_and_verify("offsets")
         self._local: dict[str, LocalShards] = {}
         for name, array in self._arrays.items():
             if storage.path is not None and isinstance(array, ts.TensorStore):
@@ -105,7 +105,7 @@ class TokenArray:
 
     @functools.cached_property
     def _index(self) -> np.ndarray:
-        return self._read_whole("index")
+        return self._read_and_verify("index")
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read values [start, stop) of an array by its name; by default, all values."""
@@ -170,7 +170,7 @@ class TokenArray:
         start, stop = self.array("id_offsets", number, number + 2).tolist()
         return self.array("ids", start, stop).tobytes().decode()
 
-    def _read_whole(self, name: str) -> np.ndarray:
+    def _read_and_verify(self, name: str) -> np.ndarray:
         """Read a whole array, and compare its hash with the hash in the manifest."""
         values = self.array(name)
         digest = hashlib.sha256(values.data).hexdigest()

@@ -43,7 +43,7 @@ def render(job: Job, cluster: GkeGpuCluster) -> Rendered:
     pods = Pods(
         name=NODE,
         jobs=1,
-        pods=cluster.nodes,
+        pods_per_job=cluster.nodes,
         command=job.command("python", cluster.code, prefix),
         environment={
             **gpu.job_variables(job.environment),

@@ -62,7 +62,7 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
     pods = Pods(
         name=SLICE,
         jobs=target.slices,
-        pods=hosts_per_slice,
+        pods_per_job=hosts_per_slice,
         command=job.command("python", cluster.code),
         environment={**job.cache_variables(), **_environment(job, target)},
         resource=("google.com/tpu", target.chips_per_host),

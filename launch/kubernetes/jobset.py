@@ -16,7 +16,7 @@ from launch.job import Job, Rendered
 from launch.kubernetes.pod import CONTAINER, Pods, pod_spec
 from launch.manifest import merge_values, to_yaml
 from launch.plan_check import object_store_mistakes
-from launch.policy import AGAIN, NEVER_AGAIN
+from launch.policy import NO_RESTART_CODES, RESTART_CODES
 from train.errors import Mistake
 
 FILE = "jobset.yaml"
@@ -73,8 +73,8 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
         "annotations": dict(pods.annotations),
     }
     template = {
-        "parallelism": pods.pods,
-        "completions": pods.pods,
+        "parallelism": pods.pods_per_job,
+        "completions": pods.pods_per_job,
         "completionMode": "Indexed",
         "backoffLimit": 0,  # the failure of one pod fails the Job
         "podFailurePolicy": {"rules": _pod_rules()},
@@ -107,8 +107,8 @@ def _pod_rules() -> list[dict[str, Any]]:
     in_container = {"containerName": CONTAINER, "operator": "In"}
     disruption = {"type": "DisruptionTarget", "status": "True"}
     conditions = [
-        {"onExitCodes": {**in_container, "values": sorted(NEVER_AGAIN)}},
-        {"onExitCodes": {**in_container, "values": sorted(AGAIN)}},
+        {"onExitCodes": {**in_container, "values": sorted(NO_RESTART_CODES)}},
+        {"onExitCodes": {**in_container, "values": sorted(RESTART_CODES)}},
         {"onPodConditions": [disruption]},
     ]
     return [{"action": "FailJob", **condition} for condition in conditions]
@@ -120,7 +120,7 @@ def _job_rules() -> list[dict[str, Any]]:
     Source of the message pattern: kubernetes, pkg/controller/job/pod_failure_policy.go,
     "... failed with exit code %v matching %v rule at index %d".
     """
-    codes = "|".join(str(code) for code in sorted(NEVER_AGAIN))
+    codes = "|".join(str(code) for code in sorted(NO_RESTART_CODES))
     reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
     patterns = [f"failed with exit code ({codes}) "]
     restart = {"name": "not_counted", "action": "RestartJobSetAndIgnoreMaxRestarts"}

@@ -14,7 +14,8 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
     """Describe the state of a JobSet in its Kueue queue."""
     if not workloads:
         return f"queue {queue}: Kueue has not taken it up (is there such a queue?)"
-    condition_list = workloads[-1].get("status", {}).get("conditions", [])
+    newest = sorted(workloads, key=_creation_time)[-1]
+    condition_list = newest.get("status", {}).get("conditions", [])
     conditions = {condition["type"]: condition for condition in condition_list}
     if conditions.get("Admitted", {}).get("status") == "True":
         return f"queue {queue}: admitted"
@@ -50,7 +51,11 @@ def describe_pods(
 def _last_seen(event: Object) -> str:
     # A repeated event keeps its creation time.
     times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
-    return next(filter(None, times), event["metadata"].get("creationTimestamp", ""))
+    return next(filter(None, times), _creation_time(event))
+
+
+def _creation_time(item: Object) -> str:
+    return item.get("metadata", {}).get("creationTimestamp", "")
 
 
 def _waiting_reason(pod: Object) -> str | None:

@@ -23,7 +23,7 @@ class Pods:
 
     name: the name of the replicated job.
     jobs: the number of Jobs, which are the replicas.
-    pods: the number of pods in each Job.
+    pods_per_job: the number of pods in each Job.
     environment: variables, each with a text or a mapping made by `from_pod`.
     resource: the name of the device resource, and the number of devices of a pod.
     selector: labels that the nodes must have.
@@ -35,7 +35,7 @@ class Pods:
 
     name: str
     jobs: int
-    pods: int
+    pods_per_job: int
     command: Sequence[str]
     environment: Mapping[str, Any]
     resource: tuple[str, int]
@@ -47,9 +47,9 @@ class Pods:
     processes: int = 1
 
 
-def host_of(job: Job, pods: str) -> str:
+def host_of(job: Job, replicated_job: str) -> str:
     """Return the host name of the first pod in JobSet's headless service."""
-    return f"{job.name}-{pods}-0-0.{job.name}"
+    return f"{job.name}-{replicated_job}-0-0.{job.name}"
 
 
 def from_pod(kind: str, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launch.policy import AGAIN, LAST_SAVE_S, NEVER_AGAIN
+from launch.policy import LAST_SAVE_S, NO_RESTART_CODES, RESTART_CODES
 from launch.remote.hosts import Hosts
 from launch.remote.run_script import State
 from launch.supervisor import Wait
@@ -116,6 +116,6 @@ class RemoteAttempt:
     def _log_crashes(self) -> None:
         """Log the last lines of crashed processes, whose output is not shown."""
         crashes = {code for code in self._codes.values() if code is not None}
-        for code in sorted(crashes - {FINISHED, *AGAIN, *NEVER_AGAIN}):
+        for code in sorted(crashes - {FINISHED, *RESTART_CODES, *NO_RESTART_CODES}):
             lines = self._hosts.tail(code).splitlines()[:_MAX_LINES]
             log.error("ended with %d:\n%s", code, "\n".join(lines))

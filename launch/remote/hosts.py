@@ -71,7 +71,7 @@ class Hosts(ABC):
         """Return whether the machines are known to exist no longer."""
         return False
 
-    def may_run(self) -> bool:
+    def may_be_running(self) -> bool:
         """Return whether processes may be running on the machines."""
         return self._count_running() > 0
 

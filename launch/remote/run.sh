@@ -71,8 +71,8 @@ signal() { # FIRST COUNT NAME
     done
     pid=$(cat "process-$process/pid")
     # A process that runs under sudo, such as docker, needs sudo to be signalled.
-    kill -s "$3" "$pid" 2>/dev/null || sudo -n kill -s "$3" "$pid"
-    say "$process" told
+    { kill -s "$3" "$pid" 2>/dev/null || sudo -n kill -s "$3" "$pid"; } &&
+      say "$process" told
   done
 }
 

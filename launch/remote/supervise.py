@@ -150,7 +150,7 @@ def stop(submission: Submission) -> int:
         while alive(submission):
             time.sleep(0.1)
     elif hosts := submitted_hosts(submission):
-        if hosts.may_run():
+        if hosts.may_be_running():
             file = submission.local_folder() / LOG
             attempt = RemoteAttempt(hosts, file, begin=lambda wait: True)
             attempt.stop(signal.SIGINT)

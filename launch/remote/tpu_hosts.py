@@ -30,11 +30,11 @@ FIRST_AND_COUNT = (0, 1)  # for run.sh: each VM runs one process, with local num
 
 
 def ssh_to_vms(
-    name: str, cluster: TpuVmCluster, line: str, workers: tuple[str, ...] = _ALL
+    name: str, cluster: TpuVmCluster, line: str, vm_flags: tuple[str, ...] = _ALL
 ) -> list[str]:
     """Return the command that runs a line of shell on VMs."""
     flags = (*_keep_alive_flags("ssh"), *cluster.ssh_options, f"--command={line}")
-    return gcloud_command("ssh", [name], cluster, *workers, *flags)
+    return gcloud_command("ssh", [name], cluster, *vm_flags, *flags)
 
 
 def copy_to_vms(name: str, cluster: TpuVmCluster) -> list[str]:
@@ -44,7 +44,7 @@ def copy_to_vms(name: str, cluster: TpuVmCluster) -> list[str]:
     return gcloud_command("scp", paths, cluster, *_ALL, *flags)
 
 
-def make_folder_line(name: str) -> str:
+def mkdir_line(name: str) -> str:
     """Return the line of shell that makes the folder for copied files."""
     return f"mkdir -p {remote_folder(name)}/incoming"
 
@@ -93,10 +93,10 @@ class TpuHosts(Hosts):
     def _copy_and_start(self) -> int:
         """Copy the files and start training; return the number of VMs that started."""
         for command in (
-            ssh_to_vms(self._name, self._cluster, make_folder_line(self._name)),
+            ssh_to_vms(self._name, self._cluster, mkdir_line(self._name)),
             copy_to_vms(self._name, self._cluster),
         ):
-            code, _, err = run_captured(command, cwd=self._local_files())
+            code, _, err = run_captured(command, cwd=self._copy_to_local_folder())
             if code:
                 log.warning("%s", GcloudError(err, code))
                 return 0
@@ -105,7 +105,7 @@ class TpuHosts(Hosts):
         )
         return len(read_states(output.decode(errors="replace")))
 
-    def _local_files(self) -> Path:
+    def _copy_to_local_folder(self) -> Path:
         """Write the files that the VMs need to a local folder; return the folder."""
         folder = self._submission.local_folder()
         for file in files_of(self._cluster):
@@ -124,10 +124,10 @@ class TpuHosts(Hosts):
     def _run_line(
         self,
         line: str,
-        workers: tuple[str, ...] = _ALL,
+        vm_flags: tuple[str, ...] = _ALL,
         timeout_s: float = QUERY_TIMEOUT_S,
     ) -> bytes:
-        command = ssh_to_vms(self._name, self._cluster, line, workers)
+        command = ssh_to_vms(self._name, self._cluster, line, vm_flags)
         return run_captured(command, timeout_s)[1]
 
     def gone(self) -> bool:
@@ -138,7 +138,7 @@ class TpuHosts(Hosts):
             log.warning("%s", error)
             return False
 
-    def may_run(self) -> bool:
+    def may_be_running(self) -> bool:
         """Return whether the VMs exist: even unreachable VMs may run processes."""
         return not self.gone()
 

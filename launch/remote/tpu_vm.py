@@ -28,7 +28,7 @@ from launch.remote.tpu_hosts import (
     FIRST_AND_COUNT,
     STATES,
     copy_to_vms,
-    make_folder_line,
+    mkdir_line,
     ssh_to_vms,
     start_training_line,
 )
@@ -114,7 +114,7 @@ def _typed_commands(name: str, cluster: TpuVmCluster) -> str:
     command_of = {
         "Ask for the machines; once they are ACTIVE, go on": gcloud["create"],
         "Are they?": gcloud["describe"],
-        "Make room for the files": ssh_to_vms(name, cluster, make_folder_line(name)),
+        "Make room for the files": ssh_to_vms(name, cluster, mkdir_line(name)),
         "Copy them, from the folder of this file": copy_to_vms(name, cluster),
         "Start training": ssh_to_vms(name, cluster, start_training_line(name)),
         "Does it run?": ssh_to_vms(name, cluster, poll),

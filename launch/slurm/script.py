@@ -20,9 +20,9 @@ from launch.config.clusters import Code
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job, export_lines, local_folder, long_options
 from launch.policy import (
-    AGAIN,
     LAST_SAVE_S,
-    NEVER_AGAIN,
+    NO_RESTART_CODES,
+    RESTART_CODES,
     SAME_STEP,
     backoff,
 )
@@ -176,8 +176,8 @@ def _policy_lines(job: Job, cluster: SlurmCluster) -> list[str]:
         "same_step": SAME_STEP,
         "max_restarts": cluster.max_restarts,
         "chosen": int(any(map(cluster.options.get, _NODE_OPTIONS))),
-        "never_again": f"({' '.join(map(str, NEVER_AGAIN))})",
-        "again": f"({' '.join(map(str, AGAIN))})",
+        "never_again": f"({' '.join(map(str, NO_RESTART_CODES))})",
+        "again": f"({' '.join(map(str, RESTART_CODES))})",
         "pauses": f"({' '.join(map(str, pauses))})",
     }
     return [f"{name}={value}" for name, value in values.items()]

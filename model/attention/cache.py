@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from model.attention import masks, xla
 from model.attention.inputs import Inputs
-from model.attention.masks import Local
+from model.attention.masks import LocalFlag
 
 
 class KeysValues(NamedTuple):
@@ -47,7 +47,7 @@ def cached_attention(
     trained_length: int | None = None,
     *,
     window: int | None = None,
-    local: Local | None = None,
+    local_flag: LocalFlag | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -61,7 +61,7 @@ def cached_attention(
     positions_T = cache.length - T + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(S)[None]
     visible_TS = distance_TS >= 0
-    for num_keys in (trained_length, masks.layer_window(window, local, S)):
+    for num_keys in (trained_length, masks.layer_window(window, local_flag, S)):
         if num_keys is not None:
             visible_TS &= distance_TS < num_keys
     visible_BTS = visible_TS[None]

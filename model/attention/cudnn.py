@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from model import compat
 from model.attention.inputs import Inputs
 
-MULTIPLE = 2  # The number of positions must be even.
+LENGTH_MULTIPLE = 2  # The number of positions must be even.
 forward, backward = compat.cudnn_step_forward, compat.cudnn_step_backward
 
 

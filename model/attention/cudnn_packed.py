@@ -28,7 +28,7 @@ from model.attention.inputs import Inputs
 from model.compat import PackedCall
 from model.remat import saveable
 
-MULTIPLE = cudnn.MULTIPLE
+LENGTH_MULTIPLE = cudnn.LENGTH_MULTIPLE
 _DOCUMENTS_PER_CALL = 2  # The minimum for which cuDNN accepts offsets.
 
 

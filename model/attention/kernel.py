@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from model.attention import across, cudnn, masks, splash, xla
-from model.attention.across import KERNELS
+from model.attention import cudnn, masks, splash, xla
+from model.attention.context_parallel import KERNELS, make_context_parallel_attention
 from model.attention.inputs import Inputs
-from model.attention.masks import Local
+from model.attention.masks import LocalFlag
 from model.choices import Attention, ContextAttention
 from model.placement import ONE_DEVICE, Placement
 from model.scopes import in_branch
@@ -55,17 +55,19 @@ def choose_kernel(
         return kernel
     rules = [(not dropout, "drops no weights (model.dropout.attention)")]
     if kernel is Attention.splash:
-        is_multiple = sequence_length % splash.MULTIPLE == 0
+        multiple = splash.LENGTH_MULTIPLE
+        length_fits = sequence_length % multiple == 0
         rules += [
             (platform == "tpu", "needs a TPU"),
-            (is_multiple, f"needs a sequence length divisible by {splash.MULTIPLE}"),
+            (length_fits, f"needs a sequence length divisible by {multiple}"),
         ]
     else:
+        length_fits = sequence_length % cudnn.LENGTH_MULTIPLE == 0
         head_dim_fits = head_dim % 8 == 0 and head_dim <= 256
         rules += [
             (platform in ("cuda", "gpu"), "needs an NVIDIA GPU"),
             (head_dim_fits, "needs a head dim that is a multiple of 8, up to 256"),
-            (sequence_length % cudnn.MULTIPLE == 0, "needs an even sequence length"),
+            (length_fits, "needs an even sequence length"),
             (not soft_cap, "does not cap scores (model.attention_soft_cap)"),
             (not sinks, "has no sinks (model.attention_sinks)"),
         ]
@@ -90,7 +92,7 @@ def attention(
     context: ContextAttention = ContextAttention.ring,
     drop: xla.Drop | None = None,
     window: int | None = None,
-    local: Local | None = None,
+    local_flag: LocalFlag | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -99,8 +101,8 @@ def attention(
     S equals T, and the result has the dtype of the queries. `implementation` and
     `context` are not `auto`. Each device runs the kernel on its own shard.
 
-    A query sees at most `window` keys, its own included. `local` decides at run time
-    whether the window applies to this layer. A soft cap c turns scores into
+    A query sees at most `window` keys, its own included. `local_flag` decides at run
+    time whether the window applies to this layer. A soft cap c turns scores into
     c tanh(score / c). `drop` applies dropout to the weights: only `xla` takes it, and
     only if no two devices share a row. `Inputs` explains segment ids and sinks.
     None disables each of these features.
@@ -110,7 +112,7 @@ def attention(
         window = None
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
     if implementation is Attention.xla and not shares_rows:
-        layer_window = masks.layer_window(window, local, T)
+        layer_window = masks.layer_window(window, local_flag, T)
         mask_BTS = masks.causal_mask(T, segment_ids_BT, layer_window)
         return xla.attend_masked(
             inputs, mask_BTS, compute, soft_cap=soft_cap, drop=drop, causal=True
@@ -131,16 +133,17 @@ def attention(
         kv_axis=kv_axis,
         soft_cap=soft_cap,
     )
-    if window is None or local is None:
+    if window is None or local_flag is None:
         attend_rows = make_attend(window=window)
     else:
         # A kernel's mask is fixed at compile time. Therefore layers with and without a
         # window take different branches.
-        num_local, num_layers = local.num_local, local.num_layers
+        _, num_local, num_layers = local_flag
         with_window = in_branch(make_attend(window=window), num_local, num_layers)
         num_global = num_layers - num_local
         without_window = in_branch(make_attend(window=None), num_global, num_layers)
-        attend_rows = partial(jax.lax.cond, local.flag, with_window, without_window)
+        is_local = local_flag.value
+        attend_rows = partial(jax.lax.cond, is_local, with_window, without_window)
     return attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
 
 
@@ -158,7 +161,7 @@ def _make_attend_on_shards(
     `kv_axis` is the logical axis of the heads of keys and values.
     """
     if placement.sequence_axes:
-        attend = across.make_attend_shared_rows(
+        attend = make_context_parallel_attention(
             context, kernel, placement.sequence_axes, window=window, soft_cap=soft_cap
         )
     else:

@@ -9,24 +9,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-class Local(NamedTuple):
+class LocalFlag(NamedTuple):
     """Whether the current layer of a scan attends in a window, decided at run time.
 
-    The flag is true in `num_local` of the scan's `num_layers` layers.
+    The value is true in `num_local` of the scan's `num_layers` layers.
     """
 
-    flag: Bool[Array, ""]
+    value: Bool[Array, ""]
     num_local: int
     num_layers: int
 
 
 def layer_window(
-    window: int | None, local: Local | None, length: int
+    window: int | None, local_flag: LocalFlag | None, length: int
 ) -> Int[Array, ""] | int | None:
     """Return the window of this layer in keys; None means that a query sees all."""
-    if window is None or local is None:
+    if window is None or local_flag is None:
         return window
-    return jnp.where(local.flag, window, length)
+    return jnp.where(local_flag.value, window, length)
 
 
 def causal_mask(

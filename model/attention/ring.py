@@ -98,23 +98,23 @@ def ring(
     kernel: Kernel,
     axes: tuple[str, ...],
     q_BNTH: Float[Array, "B N T H"],
-    local: KeyValueChunks,
+    local_kv: KeyValueChunks,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
     Queries are scaled, T is even, and q, keys and values have the compute dtype.
-    Devices share rows over the manual mesh axes `axes`. `local` holds the keys and
+    Devices share rows over the manual mesh axes `axes`. `local_kv` holds the keys and
     values of the device's own chunks.
     """
-    return _forward(kernel, axes, q_BNTH, local, sinks_N)[0]
+    return _forward(kernel, axes, q_BNTH, local_kv, sinks_N)[0]
 
 
-def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: KeyValueChunks, sinks):
+def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks, sinks):
     c = jax.lax.psum(1, axes)
 
     def attend_step(result: Result, received: KeyValueChunks, n: Array | int) -> Result:
-        for query_start, _, chunks in _chunk_pairs(n, q, local, received, axes):
+        for query_start, _, chunks in _chunk_pairs(n, q, local_kv, received, axes):
             result = _merge(result, kernel.forward(chunks, False), query_start)
         return result
 
@@ -123,9 +123,9 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: KeyValueChunks, si
         next_received = _send(received, axes)
         return (attend_step(result, received, n), next_received), None
 
-    result = kernel.forward(_local_chunks(q, local), True)
+    result = kernel.forward(_local_chunks(q, local_kv), True)
     result = result._replace(o_BNTH=result.o_BNTH.astype(jnp.float32))
-    initial = result, _send(local, axes)
+    initial = result, _send(local_kv, axes)
     (result, received), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     result = attend_step(result, received, c - 1)
     o, lse = result
@@ -133,18 +133,18 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local: KeyValueChunks, si
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o = _weigh(result, lse)
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
-    return o, (q, local, sinks, Result(o, lse))
+    return o, (q, local_kv, sinks, Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
-    q, local, sinks, result = residuals
+    q, local_kv, sinks, result = residuals
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(
         dq: Array, received: KeyValueChunks, kv_grads: list[Array], n: Array | int
     ):
         dk, dv = _send(kv_grads, axes)
-        pairs = _chunk_pairs(n, q, local, received, axes)
+        pairs = _chunk_pairs(n, q, local_kv, received, axes)
         for query_start, key_start, chunks in pairs:
             half_result = _take_half_result(result, query_start)
             half_do = _take_half(do, query_start)
@@ -161,13 +161,13 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
         dq, kv_grads = differentiate_step(dq, received, kv_grads, n)
         return (dq, next_received, kv_grads), None
 
-    grads = kernel.backward(_local_chunks(q, local), True, result, do)
+    grads = kernel.backward(_local_chunks(q, local_kv), True, result, do)
     dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
-    initial = dq, _send(local, axes), kv_grads
+    initial = dq, _send(local_kv, axes), kv_grads
     (dq, received, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     dq, kv_grads = differentiate_step(dq, received, kv_grads, c - 1)
     dk, dv = _send(kv_grads, axes)
-    dk, dv = dk.astype(local.keys_BKTH.dtype), dv.astype(local.values_BKTH.dtype)
+    dk, dv = dk.astype(local_kv.keys_BKTH.dtype), dv.astype(local_kv.values_BKTH.dtype)
     dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
     return dq.astype(q.dtype), KeyValueChunks(dk, dv, None), dsinks
 
@@ -183,15 +183,15 @@ def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
 ring.defvjp(_forward, _backward)
 
 
-def _local_chunks(q: Array, local: KeyValueChunks) -> Chunks:
-    k, v, ids = local
+def _local_chunks(q: Array, local_kv: KeyValueChunks) -> Chunks:
+    k, v, ids = local_kv
     return Chunks(q, k, v, None if ids is None else (ids, ids))
 
 
 def _chunk_pairs(
     n: Array | int,
     q: Array,
-    local: KeyValueChunks,
+    local_kv: KeyValueChunks,
     received: KeyValueChunks,
     axes: tuple[str, ...],
 ) -> Iterator[tuple[Start, Start, Chunks]]:
@@ -204,9 +204,9 @@ def _chunk_pairs(
     common_start = jnp.where(is_from_earlier_device, 0, half)
     starts = (half, 0), (common_start, common_start)
     for query_start, key_start in starts:
-        if local.segment_ids_BT is not None and received.segment_ids_BT is not None:
+        if local_kv.segment_ids_BT is not None and received.segment_ids_BT is not None:
             documents = (
-                _take_half(local.segment_ids_BT, query_start, 1),
+                _take_half(local_kv.segment_ids_BT, query_start, 1),
                 _take_half(received.segment_ids_BT, key_start, 1),
             )
         k_chunk = _take_half(received.keys_BKTH, key_start)

@@ -17,7 +17,7 @@ from model import compat
 from model.attention.inputs import Chunks, Inputs, Result
 from model.scopes import computed_scope
 
-MULTIPLE = 128  # The smallest block, in positions.
+LENGTH_MULTIPLE = 128  # The smallest block, in positions.
 _BLOCK_OPTIONS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv")
 _BLOCK_OPTIONS += ("block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
 

@@ -20,7 +20,7 @@ from model.attention.dense import Operands
 from model.attention.inputs import Chunks, Inputs, Result
 from model.linear import einsum
 
-MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
+LENGTH_MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
 _MIN_BLOCK_SIZE, _MAX_NUM_BLOCKS = 128, 4
 
 Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].

@@ -15,12 +15,12 @@ operands and cotangents are e4m3, because Triton multiplies operands of one type
 Shapes: M rows, D inputs, F outputs, E experts.
 """
 
-import importlib
 from functools import partial
-from typing import Any, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.lax import RaggedDotDimensionNumbers, ragged_dot_general
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -126,7 +126,7 @@ def grouped_rows(
         case Grouped.triton:
             return grouped_triton.triton_by_rows(x, w, sizes, transposed, dtype)
         case Grouped.megablox:
-            gmm, tiling = _megablox().gmm, _tiling(x.shape[0])
+            tiling = _tiling(x.shape[0])
             padded = _pad_rows(x, tiling[0])
             y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
             # The kernel leaves tiles without rows of an expert uninitialized.
@@ -137,11 +137,6 @@ def grouped_rows(
 
 def _zero_unused(y: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(y.shape[0])[:, None] < jnp.sum(sizes), y, 0)
-
-
-def _megablox() -> Any:
-    # The package exports a function with the module's name, which hides the module.
-    return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
 @partial(jax.jit, static_argnames=("dtype", "kernel"))
@@ -158,7 +153,7 @@ def grouped_matrices(
         case Grouped.triton:
             return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:
-            tgmm, tiling = _megablox().tgmm, _tiling(x.shape[0])
+            tiling = _tiling(x.shape[0])
             x, dy = _pad_rows(x, tiling[0]), _pad_rows(dy, tiling[0])
             return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling)
         case _:

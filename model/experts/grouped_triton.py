@@ -8,7 +8,6 @@ the last expert's rows store zeros.
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 _ROWS, _COLUMNS, _DEPTH = 128, 128, 32  # tile sizes, not tuned on a GPU
-_UNBLOCKED = pl.BlockSpec(memory_space=pl.ANY)
+_WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
+_COMPILER_PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 
 def triton_by_rows(
@@ -45,14 +45,17 @@ def triton_by_rows(
         M,
         (ends - sizes)[group] + _ROWS * (block - (block_ends - blocks)[group]),
     )
-    call = _make_call(
+    group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
+    call = pl.pallas_call(
         partial(_rows_kernel, E=E, K=K, N=N, transposed=transposed),
         out_shape=jax.ShapeDtypeStruct((M, N), dtype),
         grid=(block.size, pl.cdiv(N, _COLUMNS)),
+        in_specs=[_WHOLE_ARRAY] * 5,
+        out_specs=_WHOLE_ARRAY,
+        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="grouped_rows",
     )
-    group, start, end = (x.astype(jnp.int32) for x in (group, start, ends[group]))
     return call(group, start, end, x_MK, w)
 
 
@@ -96,14 +99,17 @@ def triton_by_experts(
     """Return x^T y [E, D, F] over the rows of each expert in x [M, D], y [M, F]."""
     E, D, F = sizes_E.size, x_MD.shape[1], y_MF.shape[1]
     ends = jnp.cumsum(sizes_E)
-    call = _make_call(
+    starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
+    call = pl.pallas_call(
         partial(_experts_kernel, D=D, F=F),
         out_shape=jax.ShapeDtypeStruct((E, D, F), dtype),
         grid=(E, pl.cdiv(D, _ROWS), pl.cdiv(F, _COLUMNS)),
+        in_specs=[_WHOLE_ARRAY] * 4,
+        out_specs=_WHOLE_ARRAY,
+        compiler_params=_COMPILER_PARAMS,
         interpret=interpret,
         name="grouped_experts",
     )
-    starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
     return call(starts_E, ends_E, x_MD, y_MF)
 
 
@@ -135,18 +141,3 @@ def _load(ref: Any, mask: jax.Array) -> jax.Array:
 def _dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
     dim_numbers = (((dim_a,), (dim_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dim_numbers, preferred_element_type=jnp.float32)
-
-
-def _make_call(kernel: Callable, **options: Any) -> Callable[..., jax.Array]:
-    """Return a function that calls a kernel with whole arrays as operands."""
-
-    def call(*operands: jax.Array) -> jax.Array:
-        return pl.pallas_call(
-            kernel,
-            in_specs=[_UNBLOCKED] * len(operands),
-            out_specs=_UNBLOCKED,
-            compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
-            **options,
-        )(*operands)
-
-    return call

@@ -16,7 +16,7 @@ from data import bpe
 from data.encoding import encode
 from data.errors import DataError
 from data.text import files, streams
-from data.text.records import Reading
+from data.text.records import ReadSettings
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import check_same_ids, tokenizer_json
 from data.train_tokenizer import TrainTokenizerConfig, main, train_tokenizer_mistakes
@@ -101,7 +101,8 @@ def test_what_is_held_out_is_not_learned_from():
 
 
 def texts_of(path: Path, max_bytes: int) -> list[str]:
-    return list(bpe.texts_of(str(path), max_bytes, Reading(keep_invalid_utf8=True)))
+    settings = ReadSettings(keep_invalid_utf8=True)
+    return list(bpe.texts_of(str(path), max_bytes, settings))
 
 
 def test_what_is_read_lies_spread_over_the_whole_input(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@ import re
 import pytest
 
 from launch.policy import (
-    AGAIN,
     LONGEST_BACKOFF_S,
-    NEVER_AGAIN,
+    NO_RESTART_CODES,
+    RESTART_CODES,
     Verdict,
     backoff,
     judge,
@@ -50,7 +50,7 @@ def test_the_documentation_gives_every_code_its_row():
     table = text.partition("| how it ended |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
     said = {int(n): then for ended, then in rows for n in re.findall(r"\d+", ended)}
-    assert {*said} == {exits.FINISHED, *AGAIN, *NEVER_AGAIN}
+    assert {*said} == {exits.FINISHED, *RESTART_CODES, *NO_RESTART_CODES}
     for code, then in said.items():
         free = judge([code])[0] is Verdict.again
         assert ("again, without limit" in then) is free, code

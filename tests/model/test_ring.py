@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from model.attention import splash, xla
-from model.attention.across import make_attend_shared_rows
+from model.attention.context_parallel import make_context_parallel_attention
 from model.attention.inputs import Inputs
 from model.attention.ring import in_ring_order
 from model.choices import ContextAttention
@@ -23,7 +23,7 @@ AXES = ("context",)
 RING = ContextAttention.ring
 INTERPRETED = ModuleType("interpreted")
 vars(INTERPRETED).update(
-    MULTIPLE=splash.MULTIPLE,
+    LENGTH_MULTIPLE=splash.LENGTH_MULTIPLE,
     forward=partial(splash.forward, interpret=True),
     backward=partial(splash.backward, interpret=True),
     attend=partial(splash.attend, interpret=True),
@@ -93,7 +93,9 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
         expected = [np.asarray(x) for x in (o, *grads) if x is not None]
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
     sinks = None if sinks is None else jnp.float32(sinks)
-    own = make_attend_shared_rows(RING, kernel, AXES, window=window, soft_cap=soft_cap)
+    own = make_context_parallel_attention(
+        RING, kernel, AXES, window=window, soft_cap=soft_cap
+    )
     found = jax.jit(partial(around, own, c))(q, k, v, sinks, jnp.asarray(ids), do)
     for one, right in zip(found, expected, strict=True):
         assert np.linalg.norm(one - right) < 3e-6 * np.linalg.norm(right)

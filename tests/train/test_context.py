@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.batches import Batch
-from model.attention.across import choose_context_attention
+from model.attention.context_parallel import choose_context_attention
 from model.choices import Attention, ContextAttention
 from tests.train.conftest import distance
 

@@ -18,7 +18,7 @@ from tests.train import doors
 from tests.train.doors import Door, Result, lines, state_of, steps
 from train.feed import place
 from train.program import make_program
-from train.run.goodput import account
+from train.run.goodput import goodput_of
 from train.run.metrics import read_events
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
@@ -95,7 +95,7 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
     assert re.search(rf"from step ({stopped_at}|15)\n", result.stdout)
     assert_same(run, straight)
 
-    found = account(read_events(run))
+    found = goodput_of(read_events(run))
     assert [start.code for start in found.starts] == [42, 130, None, 0]
     # Within a percent, and what it takes to make a process.
     wall_s = found.starts[-1].ended - before

@@ -10,7 +10,7 @@ from etils import epath
 from model.params import named
 from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES, CheckpointConfig
-from train.distributed.replicas import compare_replicas, flip, make_checksums
+from train.distributed.replicas import compare_replicas, flip_bit, make_checksums
 from train.errors import ConfigError
 from train.execution import choose_execution
 from train.run.checkpoint import Checkpoints
@@ -103,6 +103,6 @@ def test_a_flipped_bit_in_host_memory_is_found(programs):
     name, _ = moments_of(state)[-1]
     assert compare_replicas(checksums(state), program.state, program.mesh) == []
     wrong = compare_replicas(
-        checksums(flip(state, name, 1)), program.state, program.mesh
+        checksums(flip_bit(state, name, 1)), program.state, program.mesh
     )
     assert {finding.array for finding in wrong} == {name}

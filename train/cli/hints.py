@@ -197,7 +197,7 @@ def _interval(low: Ge | Gt | None, high: Le | Lt | None) -> str:
     if upper not in (None, inf):
         opening, closing = "[("[isinstance(low, Gt)], "])"[isinstance(high, Lt)]
         return f"in {opening}{lower}, {upper}{closing}"
-    finite = " and finite" if upper == inf else ""
+    suffix = " and finite" if upper == inf else ""
     if isinstance(low, Ge):
-        return f"at least {lower}{finite}"
-    return f"positive{finite}" if lower == 0 else f"above {lower}{finite}"
+        return f"at least {lower}{suffix}"
+    return f"positive{suffix}" if lower == 0 else f"above {lower}{suffix}"

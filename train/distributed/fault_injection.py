@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from train.distributed.replicas import flip
+from train.distributed.replicas import flip_bit
 from train.program import Program
 from train.state import TrainState
 
@@ -54,7 +54,7 @@ class FaultInjection:
                 time.sleep(float(seconds))
             case "flip", [due_step, device, array] if due_step == str(step):
                 target: Any = program.mesh.devices.flat[int(device)]
-                return flip(state, array, target.id)
+                return flip_bit(state, array, target.id)
             case "fill", [due_step, array, layer, value] if due_step == str(step):
                 return _fill(state, array, int(layer), float(value))
         return state

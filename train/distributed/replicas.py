@@ -109,7 +109,7 @@ def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
     return Finding(array, device.id, device.process_index, coordinates, certain)
 
 
-def flip(state: Any, array: str, device: int) -> Any:
+def flip_bit(state: Any, array: str, device: int) -> Any:
     """Return the state with one bit flipped in a device's shard of an array.
 
     Fault injection uses this. Only the process of the device changes anything.

@@ -58,8 +58,8 @@ class Stall(NamedTuple):
     def __str__(self) -> str:
         name = f"process {self.process} on host {self.host}"
         phase = f'phase "{self.phase}" (step {self.step})'
-        times = f"{self.seconds:.0f} s, allowed {self.allowed:g} s"
-        return f"{name}: no progress in {phase} for {times}"
+        durations = f"{self.seconds:.0f} s, allowed {self.allowed:g} s"
+        return f"{name}: no progress in {phase} for {durations}"
 
 
 def main(trainer: WatchedTrainer) -> None:

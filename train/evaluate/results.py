@@ -16,7 +16,7 @@ from train.evaluate.validation import Score, as_metrics
 from train.masking import mask
 from train.program import Program
 from train.run.evaluations import format_scores
-from train.run.goodput import account
+from train.run.goodput import goodput_of
 from train.run.metrics import Validation, Validations, read_events, read_validations
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows, prompt_rows
@@ -100,7 +100,7 @@ def print_results(
     task_scores = {key: v for key, v in values.items() if key.startswith("tasks/")}
     for task, metric, value, *_ in format_scores(task_scores):
         print(f"task        {task} {metric} {value}")
-    goodput = str(account(read_events(run_dir))).replace("\n", "\n            ")
+    goodput = str(goodput_of(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
     print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))

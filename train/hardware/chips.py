@@ -29,7 +29,7 @@ class Chip:
     program_bytes: the HBM of one JAX device that XLA:TPU gives to a program.
     matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
     sparse_cores: whether the chip has SparseCores known to hide collectives (TPU).
-    scatters_whole: whether XLA keeps a reduce-scatter over a whole slice (TPU).
+    scatters_in_one_step: whether XLA keeps a reduce-scatter over a whole slice (TPU).
     achievable: the fractions of these rates that programs achieve.
     """
 
@@ -45,7 +45,7 @@ class Chip:
     program_bytes: int | None = None
     matrix_unit: int | None = None
     sparse_cores: bool = False
-    scatters_whole: bool = False
+    scatters_in_one_step: bool = False
     achievable: Achievable = TPU
 
     def is_faster_in(self, dtype: str) -> bool:
@@ -153,7 +153,7 @@ CHIPS = {
         dcn_bandwidth=100 / 8 * GB,
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
-        scatters_whole=True,
+        scatters_in_one_step=True,
     ),
     "a100": Chip(
         "A100",  # the model with 80 GB

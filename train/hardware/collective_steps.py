@@ -75,7 +75,7 @@ def _scatter_sizes(
     """Return the group sizes of a scatter's steps over devices of a slice."""
     size, two_steps = len(members), _plane_and_line_sizes(members)
     is_small = size <= _MAX_CHIPS[chip.links or 0]
-    if chip.scatters_whole or is_small or len(two_steps) == 1:
+    if chip.scatters_in_one_step or is_small or len(two_steps) == 1:
         return (size,)
 
     def count_links(group: Sequence[Device]) -> int:

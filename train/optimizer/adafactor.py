@@ -71,11 +71,12 @@ def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
 
 
 def _zero_squares(info: ParamInfo, param: jax.Array) -> Squares:
-    leading, outputs = param.shape[: info.split], param.shape[info.split :]
+    output_start = info.output_start
+    leading, outputs = param.shape[:output_start], param.shape[output_start:]
     rows = jnp.zeros((*leading, *(1 for _ in outputs)), jnp.float32)
     if not outputs:
         return Squares(rows, None)
-    ones = (1,) * (info.split - info.stack_dims)
+    ones = (1,) * (output_start - info.stack_dims)
     return Squares(rows, jnp.zeros((*leading[: info.stack_dims], *ones, *outputs)))
 
 
@@ -89,10 +90,11 @@ def _update_squares(
         current = jnp.mean(square, tuple(range(start, stop)), keepdims=True)
         return decay * mean + (1 - decay) * current
 
-    rows = update_mean(squares.rows, info.split, grad.ndim)
+    rows = update_mean(squares.rows, info.output_start, grad.ndim)
     if squares.columns is None:
         return Squares(rows, None)
-    return Squares(rows, update_mean(squares.columns, info.stack_dims, info.split))
+    columns = update_mean(squares.columns, info.stack_dims, info.output_start)
+    return Squares(rows, columns)
 
 
 def _compute_direction(
@@ -100,7 +102,7 @@ def _compute_direction(
 ) -> jax.Array:
     update = grad * jax.lax.rsqrt(squares.rows)
     if squares.columns is not None:
-        inputs = tuple(range(info.stack_dims, info.split))
+        inputs = tuple(range(info.stack_dims, info.output_start))
         mean = jnp.mean(squares.rows, inputs, keepdims=True)
         update *= jax.lax.rsqrt(squares.columns / mean)
     update /= jnp.maximum(1.0, _root_mean_square(info, update) / _MAX_UPDATE_RMS)

@@ -45,14 +45,14 @@ class Rounds(NamedTuple):
     """Rounds in which each device takes a batch of matrices of one size.
 
     rows, columns: the size of a local part, padding included.
-    number: the number of rounds.
+    count: the number of rounds.
     batch: the number of matrices that a device takes in a round.
     spans: the matrices, in the order of their assignment.
     """
 
     rows: int
     columns: int
-    number: int
+    count: int
     batch: int
     spans: tuple[MatrixSpan, ...]
 
@@ -60,22 +60,23 @@ class Rounds(NamedTuple):
 def assign(
     parameters: Sequence[Matrices],
     num_shards: tuple[int, int],
-    replicas: Mapping[str, int],
+    replica_sizes: Mapping[str, int],
 ) -> tuple[tuple[str, ...], list[Rounds]]:
     """Assign all matrices to the devices that hold parts of them, and to replicas.
 
-    `replicas` are the sizes of the mesh axes along which devices hold the same parts.
-    Returns the replica axes along which sharing the work saves time, and the rounds.
+    `replica_sizes` are the sizes of the mesh axes along which parts are equal.
+    Returns the work axes (the replica axes along which sharing the work saves time),
+    and the rounds.
     """
-    shared_axes, num_devices = (), math.prod(num_shards)
+    work_axes, num_devices = (), math.prod(num_shards)
     rounds = _fill_rounds(parameters, num_shards, num_devices)
-    for axis, size in replicas.items():
+    for axis, size in replica_sizes.items():
         shared_rounds = _fill_rounds(parameters, num_shards, num_devices * size)
         max_work = _WORTHWHILE_FRACTION * _count_work(rounds, num_shards)
         if _count_work(shared_rounds, num_shards) < max_work:
-            shared_axes, rounds = (*shared_axes, axis), shared_rounds
+            work_axes, rounds = (*work_axes, axis), shared_rounds
             num_devices *= size
-    return shared_axes, rounds
+    return work_axes, rounds
 
 
 def _fill_rounds(
@@ -114,6 +115,6 @@ def _fill_rounds(
 def _count_work(rounds: Sequence[Rounds], num_shards: tuple[int, int]) -> int:
     """Return the multiplications of a Newton-Schulz step on the busiest device."""
     return sum(
-        r.number * r.batch * Matrices(1, r.rows, r.columns).work(num_shards)
+        r.count * r.batch * Matrices(1, r.rows, r.columns).work(num_shards)
         for r in rounds
     )

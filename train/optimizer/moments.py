@@ -169,12 +169,12 @@ def to_eight_bits(
 
     `bits` are random uint32 with the same shape.
     """
-    magnitude, stack_dims, split = jnp.abs(x), info.stack_dims, info.split
-    is_vector = split == x.ndim
-    output_dims = tuple(range(stack_dims if is_vector else split, x.ndim))
+    magnitude, start, stop = jnp.abs(x), info.stack_dims, info.output_start
+    is_vector = stop == x.ndim
+    output_dims = tuple(range(start if is_vector else stop, x.ndim))
     rows, columns = jnp.max(magnitude, output_dims, keepdims=True), None
     if not is_vector:
-        columns = jnp.max(magnitude, tuple(range(stack_dims, split)), keepdims=True)
+        columns = jnp.max(magnitude, tuple(range(start, stop)), keepdims=True)
     max_code, power = _max_code_and_power(signed)
     fraction = magnitude / jnp.maximum(_scale(rows, columns), _TINY)
     root = jnp.sqrt(fraction) if signed else jnp.sqrt(jnp.sqrt(fraction))

@@ -17,7 +17,7 @@ from model.linear import product
 from model.params import Kind, ParamInfo, is_info
 from model.scopes import part_scope
 from train.config import OptimizerConfig
-from train.optimizer.whole import map_whole_matrices
+from train.optimizer.whole_matrices import map_whole_matrices
 
 
 def muon(
@@ -73,8 +73,8 @@ def muon(
 
 def _fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
     """Return the numbers of inputs and outputs of a parameter's matrices."""
-    inputs, outputs = shape[info.stack_dims : info.split], shape[info.split :]
-    return math.prod(inputs), math.prod(outputs)
+    fan_in = math.prod(shape[info.stack_dims : info.output_start])
+    return fan_in, math.prod(shape[info.output_start :])
 
 
 def _scale(x: jax.Array, info: ParamInfo) -> jax.Array:

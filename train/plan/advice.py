@@ -160,16 +160,16 @@ def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Adv
     is_slow = link.network in ("DCN", "network")
     if is_slow and "tensor" in link.axes:
         change = f"keep the tensor axis {within}"
-        if override := reshard("tensor", "data", across=True):
+        if override := reshard("tensor", "data", move_dcn=True):
             return Advice(bottleneck, change, override)
     if is_slow and "fsdp" in link.axes:
         change = f"shard parameters {within}"
-        if override := reshard("fsdp", "data", across=True):
+        if override := reshard("fsdp", "data", move_dcn=True):
             return Advice(bottleneck, change, override)
     if "tensor" in link.axes:
         change = "shard each layer over fewer devices, if the step still fits: all "
         change += "layers send activations"
-        if override := reshard("tensor", "fsdp", across=False):
+        if override := reshard("tensor", "fsdp", move_dcn=False):
             return Advice(bottleneck, change, override)
     if config.train.accumulation_steps > 1:
         change = "use fewer, larger microbatches, if their activations fit: parameters "
@@ -181,20 +181,20 @@ def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Adv
 
 
 def _reshard_overrides(
-    config: Config, mesh: Mesh, source: str, target: str, *, across: bool
+    config: Config, mesh: Mesh, source: str, target: str, *, move_dcn: bool
 ) -> str:
     """Return overrides that shrink the `source` mesh axis and enlarge `target`.
 
-    The factor is the number of slices or nodes along `source` if `across`, otherwise
+    The factor is the number of slices or nodes along `source` if `move_dcn`, otherwise
     the least prime factor of the size of `source`. If the new mesh needs more rows, the
     batch grows by the factor. Returns "" if no smaller `source` is valid.
     """
     size, dcn = mesh.shape[source], config.mesh.dcn
-    factor = getattr(dcn, source) if across else _least_prime_factor(size)
+    factor = getattr(dcn, source) if move_dcn else _least_prime_factor(size)
     if factor == 1:
         return ""
     sizes = {source: size // factor, target: factor * mesh.shape[target]}
-    dcn_factors = {source: 1, target: factor * getattr(dcn, target)} if across else {}
+    dcn_factors = {source: 1, target: factor * getattr(dcn, target)} if move_dcn else {}
     overrides = [f"mesh.{axis}={n}" for axis, n in sizes.items()]
     overrides += [f"mesh.dcn.{axis}={n}" for axis, n in dcn_factors.items()]
     new_mesh = replace(config.mesh, **sizes, dcn=replace(dcn, **dcn_factors))

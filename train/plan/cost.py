@@ -74,14 +74,14 @@ def computed_blocks(scope: str) -> tuple[int, int] | None:
     return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None
 
 
-def taken_fraction(scopes: Iterable[str], outside: str = "") -> Fraction | None:
+def taken_fraction(scopes: Iterable[str], outer_scope: str = "") -> Fraction | None:
     """Return the fraction of executions that take a branch; None if no scope states it.
 
     Args:
         scopes: the scopes of the instructions in the branch.
-        outside: the scope of the conditional, which may itself be in a branch.
+        outer_scope: the scope of the conditional, which may itself be in a branch.
     """
-    depth = len(_TAKEN.findall(outside))
+    depth = len(_TAKEN.findall(outer_scope))
     matches = [
         fractions[depth]
         for fractions in map(_TAKEN.findall, scopes)
@@ -148,10 +148,10 @@ class StepCost:
     model_flops: a device's share of the model's FLOPs (train/model_flops.py).
     flops: the executed FLOPs.
     sent: collectives by mesh axes, network and kind.
-    outside_layers: those outside the layers, split by `serves` too.
+    outside_layers: the collectives outside the layers, split by `serves` too.
     host_bytes: bytes sent to host memory; the same number comes back.
     unread: the parts of the program's text that could not be read.
-    how: compiled or estimated.
+    how: whether the cost is compiled or estimated.
     """
 
     model_flops: float

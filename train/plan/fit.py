@@ -50,7 +50,7 @@ def make_fit(
     proposals = [_recompute, _split_batch, _shard]
     if 2 * state_bytes > budget.available:
         proposals.insert(0, proposals.pop())
-    proposals.append(partial(_shard, across=True))
+    proposals.append(partial(_shard, include_dcn=True))
     # These come last because they cost precision or time.
     saving_by_key = itertools.groupby(MEMORY_SAVING, lambda change: change.key)
     proposals += [partial(_save_memory, tuple(group)) for _, group in saving_by_key]
@@ -83,16 +83,16 @@ def make_fit(
     return Advice(bottleneck, change_text, "search=true", tuple(changes))
 
 
-def _shard(program: Program, across: bool = False) -> list[_Candidate]:
-    """Return the change that shards the state over replicas, even `across` slices."""
+def _shard(program: Program, include_dcn: bool = False) -> list[_Candidate]:
+    """Return the change that shards the state over replicas of one slice, or of all."""
     config, shape = program.config, program.mesh.shape
     dcn = config.mesh.dcn
-    replicas = 1 if across else dcn.data
-    if shape["data"] == replicas:
+    data = 1 if include_dcn else dcn.data
+    if shape["data"] == data:
         return []
-    sizes = {"data": replicas, "fsdp": shape["fsdp"] * shape["data"] // replicas}
+    sizes = {"data": data, "fsdp": shape["fsdp"] * shape["data"] // data}
     overrides = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
-    if across:
+    if include_dcn:
         dcn = replace(dcn, data=1, fsdp=dcn.fsdp * dcn.data)
         overrides += [f"mesh.dcn.data={dcn.data}", f"mesh.dcn.fsdp={dcn.fsdp}"]
     config = replace(config, mesh=replace(config.mesh, **sizes, dcn=dcn))
@@ -102,7 +102,7 @@ def _shard(program: Program, across: bool = False) -> list[_Candidate]:
     except ConfigError:  # this number of shards does not divide the model's dims
         return []
     description = "shard the state over more devices instead of replicating it"
-    description += ", also across slices or nodes" if across else ""
+    description += ", also across slices or nodes" if include_dcn else ""
     return [_Candidate(description, " ".join(overrides), program)]
 
 

@@ -26,9 +26,9 @@ from train.plan.compiled.attribution import part_in_name, scope_of
 from train.plan.compiled.collectives import KINDS, Collective, started_collectives
 from train.plan.compiled.flops import (
     attention_kernel_flops,
-    computed_flops,
     has_eight_bits,
     product_flops,
+    sum_flops,
 )
 from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Module
@@ -97,13 +97,13 @@ def layer_loops(module: Module) -> dict[str, Loop]:
         if any(outer.body in bodies for outer in executed.loops):
             continue  # a loop inside a layer
         loops = (*executed.loops, loop)
-        in_loop = Executed(loop.instruction, executed.times, loops)
+        in_loop = Executed(loop.instruction, executed.count, loops)
         scope, _, pass_name = scope_of(in_loop, loop.instruction).partition(" ")
         if scope == "layers" and pass_name:
             loops_by_pass.setdefault(pass_name, []).append(loop)
 
     def loop_flops(loop: Loop) -> float:
-        return loop.trips * computed_flops(loop.body.order)
+        return loop.trips * sum_flops(loop.body.order)
 
     return {
         name: max(loops_by_pass[name], key=loop_flops)
@@ -164,7 +164,7 @@ class _Device:
                 self._run_instruction(instruction, self._cost_of(executed))
 
     def _executions(self, called: Computation) -> int:
-        return max((executed.times for executed in self._bodies[called]), default=0)
+        return max((executed.count for executed in self._bodies[called]), default=0)
 
     def _run_instruction(self, instruction: Instruction, cost: _Cost) -> None:
         if cost.waiter:
@@ -246,7 +246,7 @@ class _Device:
 
 
 def _collective_label(collective: Collective) -> str:
-    uses = dict.fromkeys(use for use, _ in collective.serves if use != "scalars")
+    uses = dict.fromkeys(use for use, _ in collective.uses if use != "scalars")
     return f"{collective.kind} {', '.join(uses) or 'scalars'}"
 
 

@@ -202,10 +202,10 @@ def predict(
     )
 
 
-def _host_link(sent: int, chip: Chip) -> Link:
+def _host_link(num_bytes: int, chip: Chip) -> Link:
     """Time the transfers to host memory; those from host memory run concurrently."""
     rate = stated(chip, "host_bandwidth") / chip.devices
-    return Link((), PCIE, rate, sent, sent / rate, hidden=0.0, waited_for=0.0)
+    return Link((), PCIE, rate, num_bytes, num_bytes / rate, hidden=0.0, waited_for=0.0)
 
 
 def _step_seconds(busy_times: BusyTimes, links: Iterable[Link], on_tpu: bool) -> Range:
@@ -225,11 +225,11 @@ def _step_seconds(busy_times: BusyTimes, links: Iterable[Link], on_tpu: bool) ->
 
 
 def _time_links(
-    sent: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
+    collectives: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
 ) -> tuple[Link, ...]:
     """Return the links for `growth` times as many slices or nodes as the mesh has."""
     groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
-    for total in sent:
+    for total in collectives:
         groups[total.axes, total.network].append(total)
     links = []
     for (axes, network), totals in groups.items():

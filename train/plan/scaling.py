@@ -66,11 +66,11 @@ def weak_scaling(
         return []
 
     def predict_at(slices: int) -> tuple[float, Prediction]:
-        sent = [_scale_total(total, mesh, slices) for total in cost.sent]
-        prediction = predict(replace(cost, sent=sent), config, mesh, chip, slices)
+        totals = [_scale_total(total, mesh, slices) for total in cost.sent]
+        prediction = predict(replace(cost, sent=totals), config, mesh, chip, slices)
         growth = slices / planned_slices
-        sent_far = sum(total.sent for total in sent if total.network in FAR)
-        return sent_far * chip.devices, replace(
+        far_bytes = sum(total.sent for total in totals if total.network in FAR)
+        return far_bytes * chip.devices, replace(
             prediction,
             tokens=round(prediction.tokens * growth),
             devices=round(prediction.devices * growth),
@@ -80,10 +80,10 @@ def weak_scaling(
     single = predict_at(1)[1].step_s
     rows = []
     for slices in slice_counts:
-        sent, prediction = predict_at(slices)
+        num_bytes, prediction = predict_at(slices)
         step = prediction.step_s
         low, high = sorted((single.low / step.low, single.high / step.high))
-        rows.append(ScalingPoint(slices, sent, prediction, Range(low, high)))
+        rows.append(ScalingPoint(slices, num_bytes, prediction, Range(low, high)))
     return rows
 
 

@@ -108,14 +108,14 @@ class Goodput:
         return f"{summary}{repeated}\n{', '.join(shares)}"
 
 
-def account(events: Iterable[dict[str, Any]]) -> Goodput:
+def goodput_of(events: Iterable[dict[str, Any]]) -> Goodput:
     """Return the goodput of a run from its events, in their recorded order.
 
     Events with other names and malformed lines are ignored.
     """
     events_by_start: dict[int, list[dict[str, Any]]] = {}
     for event in events:
-        times = finite(event.get("time")), finite(event.get("seconds"))
+        times = finite_float(event.get("time")), finite_float(event.get("seconds"))
         if isinstance(number := event.get("start"), int) and None not in times:
             events_by_start.setdefault(number, []).append(event)
     starts, repeated_after = list[StartAccount](), math.inf
@@ -170,7 +170,7 @@ def _account_for_start(
     )
 
 
-def finite(value: object) -> float | None:
+def finite_float(value: object) -> float | None:
     """Return a finite number as a float, and None for anything else."""
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from train.run.goodput import finite
+from train.run.goodput import finite_float
 
 _TITLES = {
     "residual": "Largest value into each layer",
@@ -42,11 +42,11 @@ def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     prefix, columns = f"numerics/{name}/", dict[float, dict[int, float | None]]()
     for row in rows:
         values_by_layer = {
-            int(key.removeprefix(prefix)): finite(value)
+            int(key.removeprefix(prefix)): finite_float(value)
             for key, value in row.items()
             if key.startswith(prefix)
         }
-        if values_by_layer and (step := finite(row.get("step"))) is not None:
+        if values_by_layer and (step := finite_float(row.get("step"))) is not None:
             columns[step] = values_by_layer
     nonzero_values = [v for column in columns.values() for v in column.values() if v]
     if not nonzero_values:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from train.run.goodput import finite
+from train.run.goodput import finite_float
 from train.run.jsonl import Appender, open_lines
 from train.run.jsonl_reader import Row, iterate_rows, newest_rows
 from train.run.liveness import state_and_start
@@ -99,10 +99,10 @@ def updated_validations(
 
 def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
     """Return the validation score among the values of a step, if it is finite."""
-    loss = finite(values.get("eval/loss"))
+    loss = finite_float(values.get("eval/loss"))
     if loss is None:
         return None
-    return Validation(step, loss, finite(values.get("eval/bits_per_byte")))
+    return Validation(step, loss, finite_float(values.get("eval/bits_per_byte")))
 
 
 def is_metrics_row(row: Row) -> bool:

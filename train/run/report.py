@@ -17,7 +17,7 @@ from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
 from train.masking import mask
 from train.run.evaluations import read_scores
-from train.run.goodput import BUCKETS, Goodput, StartAccount, account, finite
+from train.run.goodput import BUCKETS, Goodput, StartAccount, finite_float, goodput_of
 from train.run.heat_maps import heat_maps
 from train.run.jsonl_reader import Row
 from train.run.metrics import read_events
@@ -39,7 +39,7 @@ _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
     *("overflow", "eval/bits_per_byte"),
 }
-_SET = re.compile("eval/([^/]+)/loss")
+_SET_LOSS = re.compile("eval/([^/]+)/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
 # Per-layer metrics, scores of validation sets except their loss, and metrics of tasks.
 _SHOWN_ELSEWHERE = re.compile(r"/\d+$|^eval/.+/|^tasks/")
@@ -65,7 +65,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
     name, num_steps = _read_name_and_steps(config)
     metrics, events = thinned_metrics(run_dir), read_events(run_dir)
-    goodput, series = account(events), series_of(metrics.rows)
+    goodput, series = goodput_of(events), series_of(metrics.rows)
     charts = [
         chart(series, title, lines, from_zero)
         for title, lines, from_zero in _chart_definitions(series)
@@ -84,7 +84,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
 
 def _chart_definitions(series: Series) -> list[tuple[str, Mapping[str, str], bool]]:
     """Return _CHARTS, and charts for validation sets, tasks and all other metrics."""
-    set_names = {key: match[1] for key in series if (match := _SET.fullmatch(key))}
+    set_names = {key: match[1] for key in series if (match := _SET_LOSS.fullmatch(key))}
     tasks = defaultdict[str, dict[str, str]](dict)
     for match in filter(None, map(_TASK.fullmatch, series)):
         tasks[f"Tasks: {match[2]}"][match[0]] = match[1]
@@ -119,9 +119,9 @@ def series_of(rows: Iterable[Row]) -> Series:
     """Return the values of each metric by step, None for values that are not finite."""
     series = defaultdict[str, list[Point]](list)
     for row in rows:
-        if (step := finite(row.get("step"))) is not None:
+        if (step := finite_float(row.get("step"))) is not None:
             for key, value in row.items():
-                series[key].append((step, finite(value)))
+                series[key].append((step, finite_float(value)))
     return series
 
 
@@ -131,11 +131,10 @@ def finite_points(series: Series, key: str) -> list[tuple[float, float]]:
 
 
 def _restored_steps(events: Sequence[Row]) -> list[float]:
-    """Return the restored steps of all starts after the first."""
+    """Return the restored steps of all starts after the first; 0 is a fresh state."""
     restores = [e for e in events if e.get("event") == "restore"]
-    return [
-        e["step"] for e in restores if e.get("start", 1) > 1 and finite(e.get("step"))
-    ]
+    restarts = [e for e in restores if e.get("start", 1) > 1]
+    return [e["step"] for e in restarts if finite_float(e.get("step")) is not None]
 
 
 def _figures(

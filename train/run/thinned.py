@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from etils import epath
 
-from train.run.goodput import finite
+from train.run.goodput import finite_float
 from train.run.jsonl_reader import Row
 from train.run.metrics import iterate_metrics
 
@@ -54,7 +54,7 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
     lines = iterate_metrics(run_dir)
     rows = list(itertools.islice(lines, _MAX_ROWS))
     if len(rows) < _MAX_ROWS:
-        names = (key for row in rows for key in row if finite(row[key]) is None)
+        names = (key for row in rows for key in row if finite_float(row[key]) is None)
         return ThinnedMetrics(rows, Counter(names))
     num_missing = Counter[str]()
     curves = defaultdict[str, _Stretches[Point]](lambda: _Stretches(_extremes))
@@ -67,7 +67,7 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
                 layer_lines.append(row)
                 continue
             for key in row.keys() - {"step"}:
-                points_by_metric[key].append((row["step"], finite(row[key])))
+                points_by_metric[key].append((row["step"], finite_float(row[key])))
         layer_rows.extend(layer_lines)
         for key, points in points_by_metric.items():
             num_missing[key] += sum(value is None for _, value in points)
@@ -130,6 +130,6 @@ def _merge_largest(rows: list[Row]) -> list[Row]:
         return rows
     merged = Row(rows[-1])
     for key in merged:
-        values = [value for row in rows if (value := finite(row.get(key))) is not None]
+        values = [v for row in rows if (v := finite_float(row.get(key))) is not None]
         merged[key] = max(values) if len(values) == len(rows) else None
     return [merged | {"step": rows[-1]["step"]}]

@@ -9,9 +9,9 @@ from data.errors import DataError
 from data.text.corpus import Corpus, find_corpus, find_files, held_out_ids
 from data.text.documents import read_documents
 from data.text.files import SPLITS, Split
-from data.text.records import BadRecord, Reading
+from data.text.records import BadRecord, ReadSettings
 
-BYTES = Reading(keep_invalid_utf8=True)
+BYTES = ReadSettings(keep_invalid_utf8=True)
 
 
 def names_of(corpus: Corpus) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from data.errors import DataError
 from data.text.files import File
-from data.text.records import BadRecord, Reading, Record
+from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
     COLUMNS,
     WITH_IDS,
@@ -27,13 +27,13 @@ def test_what_comes_before_damage_is_read(tmp_path, name):
     source = random.Random(0)
     records = [(str(n), source.randbytes(2500).hex() + "猫") for n in range(400)]
     content = encode_records(name, records)
-    how = WITH_IDS if "jsonl" in name else Reading()
-    whole = read_file(file_of(tmp_path, name, content), how)
+    settings = WITH_IDS if "jsonl" in name else ReadSettings()
+    whole = read_file(file_of(tmp_path, name, content), settings)
     total = sum(len(one.text) for one in good(whole))
     for trial in range(12):
         at = source.randrange(len(content) // 8, len(content))
         damaged = content[:at] + b"\xff" * (len(content) - at) * (trial % 2)
-        found = read_file(file_of(tmp_path, name, damaged), how)
+        found = read_file(file_of(tmp_path, name, damaged), settings)
         texts = b"".join(one.text for one in good(found))
         assert isinstance(found[-1], BadRecord)
         assert "cannot be read further" in found[-1].reason

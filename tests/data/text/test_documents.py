@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from data.text.documents import read_documents
 from data.text.files import File, Unit
-from data.text.records import BadRecord, Reading, Record
+from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
     COLUMNS,
     LINES,
@@ -33,7 +33,7 @@ def test_records_are_read_back(name, records):
         file = file_of(Path(folder), name, encode_records(name, records))
         expected = [(key, text.encode(), True) for key, text in records]
         assert read_file(file) == expected
-        rest = read_file(file, Reading())
+        rest = read_file(file, ReadSettings())
         assert [one.text for one in good(rest)] == [text for _, text, _ in expected]
         assert len({one.id for one in good(rest)}) == len(rest)
         assert all(one.id.startswith(f"{name}:") for one in good(rest))
@@ -45,7 +45,7 @@ def test_records_are_read_back(name, records):
 def test_a_text_is_read_back(name, text):
     with tempfile.TemporaryDirectory() as folder:
         file = file_of(Path(folder), name, compress(name, text))
-        kept = read_file(file, Reading(keep_invalid_utf8=True))
+        kept = read_file(file, ReadSettings(keep_invalid_utf8=True))
         assert kept == [Record(name, text, True)]
         try:
             text.decode()
@@ -95,8 +95,8 @@ def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
         content += bad + b"\n"
     content = content[:-1] + end
     file_of(tmp_path, name, compress(name, bytes(content)))
-    how = Reading(id_field="id", max_record_bytes=LIMIT)
-    found = list(read_documents(Unit(file), how))
+    settings = ReadSettings(id_field="id", max_record_bytes=LIMIT)
+    found = list(read_documents(Unit(file), settings))
     for one, (first, second) in zip(found, expected, strict=True):
         if isinstance(one, BadRecord):
             assert (one.file, one.location) == (file, first)
@@ -128,7 +128,8 @@ def not_utf8(kind: pa.DataType) -> pa.Array:
 )
 def test_each_bad_row_is_reported_and_hides_no_other(tmp_path, name, text, reason):
     file = file_of(tmp_path, name, encode_table(name, odd_table(text)))
-    first, bad, last = read_file(file, Reading(id_field="id", max_record_bytes=LIMIT))
+    settings = ReadSettings(id_field="id", max_record_bytes=LIMIT)
+    first, bad, last = read_file(file, settings)
     assert (first, last) == (("x", b"a", True), ("z", b"c", True))
     assert isinstance(bad, BadRecord)
     assert (bad.location, bad.file) == ("row 1", file)
@@ -137,8 +138,8 @@ def test_each_bad_row_is_reported_and_hides_no_other(tmp_path, name, text, reaso
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_may_be_odd(tmp_path, name):
-    def found(table: pa.Table, how: Reading = WITH_IDS) -> Found:
-        return read_file(file_of(tmp_path, name, encode_table(name, table)), how)
+    def found(table: pa.Table, settings: ReadSettings = WITH_IDS) -> Found:
+        return read_file(file_of(tmp_path, name, encode_table(name, table)), settings)
 
     (bad,) = found(pa.table({"id": ["x"]}))
     assert isinstance(bad, BadRecord)

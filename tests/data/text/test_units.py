@@ -18,7 +18,7 @@ from data.errors import DataError
 from data.text.corpus import Corpus
 from data.text.documents import read_documents
 from data.text.files import SPLITS, Unit, units_of
-from data.text.records import BadRecord, Reading
+from data.text.records import BadRecord, ReadSettings
 from tests.data.text.written_files import compress, file_of, good, read_file
 
 line = st.one_of(
@@ -32,13 +32,13 @@ line = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(line, max_size=12), st.integers(1, 60), st.integers(1, 60))
 def test_units_give_each_line_once_in_order(lines, unit_bytes, limit):
-    how = Reading(max_record_bytes=limit)
+    settings = ReadSettings(max_record_bytes=limit)
     with tempfile.TemporaryDirectory() as folder:
         file = file_of(Path(folder), "a.jsonl", b"\n".join(lines))
-        whole = list(read_documents(Unit(file), how))
+        whole = list(read_documents(Unit(file), settings))
         with mock.patch.object(data.text.files, "UNIT_BYTES", unit_bytes):
             assert len(units_of(file)) == max(1, -(-file.size // unit_bytes))
-            assert read_file(file, how) == whole
+            assert read_file(file, settings) == whole
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ sizes = st.integers(5, 40).flatmap(
 @given(text=texts, size=sizes)
 def test_units_of_a_text_are_the_text(unit_folder, text, size):
     valid = text.decode(errors="ignore").encode() == text
-    how = Reading(keep_invalid_utf8=not valid)
+    settings = ReadSettings(keep_invalid_utf8=not valid)
     found = {}
     with (
         mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
@@ -65,7 +65,7 @@ def test_units_of_a_text_are_the_text(unit_folder, text, size):
     ):
         for name in ("a.txt", "a.txt.gz"):
             file = file_of(unit_folder, name, compress(name, text))
-            found[name] = good(read_file(file, how))
+            found[name] = good(read_file(file, settings))
             assert b"".join(one.text for one in found[name]) == text
             ends = [one.ends for one in found[name]]
             assert ends == [False] * (len(ends) - 1) + [True]
@@ -82,7 +82,7 @@ def test_units_of_a_text_are_the_text(unit_folder, text, size):
 def test_a_single_text_is_divided_without_a_byte_in_both(
     unit_folder, text, size, validation
 ):
-    how = Reading(keep_invalid_utf8=True)
+    settings = ReadSettings(keep_invalid_utf8=True)
     with (
         mock.patch.object(data.text.files, "UNIT_BYTES", size[0]),
         mock.patch.object(data.text.streams, "CUT_WINDOW", size[1]),
@@ -98,7 +98,7 @@ def test_a_single_text_is_divided_without_a_byte_in_both(
             found = [
                 (unit.split, one.text, one.ends)
                 for unit in units
-                for one in good(list(read_documents(unit, how)))
+                for one in good(list(read_documents(unit, settings)))
             ]
             assert [split for split, _, ends in found if ends] == list(SPLITS)
             # A last piece may be empty: it stands for the end alone.
@@ -114,7 +114,7 @@ def test_a_broken_single_text_is_reported_wherever_it_is_divided(tmp_path):
     file = file_of(tmp_path, "a.txt.gz", content[:-20])
     for validation in (0.0, 0.001, 0.1, 0.9):
         units = Corpus("", (file,), validation).units()
-        found = [one for unit in units for one in read_documents(unit, Reading())]
+        found = [one for unit in units for one in read_documents(unit, ReadSettings())]
         assert [one.reason for one in found if isinstance(one, BadRecord)] == [
             "cannot be read further: the compressed file ends in the middle"
         ]

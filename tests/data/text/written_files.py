@@ -11,10 +11,10 @@ import zstandard
 
 from data.text.documents import read_documents
 from data.text.files import File, units_of
-from data.text.records import BadRecord, Reading, Record
+from data.text.records import BadRecord, ReadSettings, Record
 
 Found = list[Record | BadRecord]
-WITH_IDS = Reading(id_field="id")
+WITH_IDS = ReadSettings(id_field="id")
 LINES = ("a.jsonl", "a.NDJSON", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst")
 COLUMNS = ("a.parquet", "stream.arrow", "file.arrow")
 
@@ -55,8 +55,10 @@ def file_of(folder: Path, name: str, content: bytes) -> File:
     return File(str(folder / name), name, len(content), "1")
 
 
-def read_file(file: File, how: Reading = WITH_IDS) -> Found:
-    return [found for unit in units_of(file) for found in read_documents(unit, how)]
+def read_file(file: File, settings: ReadSettings = WITH_IDS) -> Found:
+    return [
+        found for unit in units_of(file) for found in read_documents(unit, settings)
+    ]
 
 
 def good(found: Found) -> list[Record]:

@@ -151,13 +151,17 @@ def test_status_says_why_it_waits_in_the_queue(cluster, submitted):
     why = "couldn't assign flavors: insufficient unused quota for google.com/tpu, 256"
     condition = {"type": "QuotaReserved", "status": "False", "message": why}
     labels = {"kueue.x-k8s.io/job-uid": f"uid-{NAME}"}
-    workload = {"status": {"conditions": [condition]}}
-    cluster.add("workloads.kueue.x-k8s.io", labels, **workload)
+    created = {"creationTimestamp": "2026-01-01T00:00:00Z"}
+    waiting = {"metadata": created, "status": {"conditions": [condition]}}
+    cluster.add("workloads.kueue.x-k8s.io", labels, **waiting)
     said = gke_tpu.status(submitted)
     assert said[0].startswith("suspended")
     assert f"queue tpus: {why}" in said
-    workload = {"status": {"conditions": [{"type": "Admitted", "status": "True"}]}}
-    cluster.add("workloads.kueue.x-k8s.io", labels, **workload)
+    condition = {"type": "Admitted", "status": "True"}
+    created = {"creationTimestamp": "2026-01-02T00:00:00Z"}
+    newest = {"metadata": created, "status": {"conditions": [condition]}}
+    for workload in (newest, waiting):
+        cluster.add("workloads.kueue.x-k8s.io", labels, **workload)
     assert "queue tpus: admitted" in gke_tpu.status(submitted)
 
 

@@ -1,5 +1,6 @@
 """What run.sh does on a host, and that all that it is told arrives there."""
 
+import fcntl
 import os
 import subprocess
 from dataclasses import replace
@@ -75,3 +76,13 @@ def test_secrets_are_fetched_there(tmp_path, had):
         assert asked[-3:] == ["latest", "--secret=it's $HOME", "--project=p"]
     else:
         assert log == "a line before training failed\n"
+
+
+def test_a_signal_that_no_process_receives_is_not_reported(tmp_path):
+    (tmp_path / "run.sh").write_text(ssh.render(JOB, SSH).files["run.sh"])
+    (tmp_path / "process-0").mkdir()
+    (tmp_path / "process-0/pid").write_text("4194305")  # above every system's limit
+    with (tmp_path / "process-0/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        signal = ["bash", str(tmp_path / "run.sh"), "signal", "0", "1", "INT"]
+        assert not subprocess.run(signal, capture_output=True, check=True).stdout

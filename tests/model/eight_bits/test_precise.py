@@ -22,6 +22,7 @@ CONFIG = ModelConfig(
     compute_dtype=ComputeDtype.float8,
     high_precision_layers=("first",),
 )
+FLAGS = CONFIG.high_precision_flags
 FLOAT8 = Quantization(ComputeDtype.float8, emulated=True)
 EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 
@@ -50,7 +51,7 @@ def run(graph, params, x_BTD, execution, precise, taps=None):
 
 
 def one_by_one(graph, params, x_BTD):
-    for i, precise in enumerate(CONFIG.precise):
+    for i, precise in enumerate(FLAGS):
         own = jax.tree.map(lambda p, i=i: p[i : i + 1], params)
         execution = Execution() if precise else EIGHT
         x_BTD = run(graph, own, x_BTD, execution, [False])
@@ -66,9 +67,7 @@ def test_each_layer_multiplies_as_it_is_told(stack, x_BTD, remat):
     def loss(function):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(function(p) ** 2)))
 
-    found, grads = loss(lambda p: run(graph, p, x_BTD, execution, CONFIG.precise))(
-        params
-    )
+    found, grads = loss(lambda p: run(graph, p, x_BTD, execution, FLAGS))(params)
     wanted, others = loss(lambda p: one_by_one(graph, p, x_BTD))(params)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     jax.tree.map(
@@ -90,7 +89,7 @@ def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
         forward, _ = loops
         return sorted(str(v.aval) for v in forward.outvars if v.aval.ndim > 2)
 
-    mixed = kept(CONFIG.precise)
+    mixed = kept(FLAGS)
     assert not any("[3,16,24]" in array or "[3,24,16]" in array for array in mixed)
     if remat != "none":  # else activations that both make are kept in other places
         assert mixed == kept([False] * 3)
@@ -100,6 +99,6 @@ def test_what_precise_layers_round_is_nothing(stack, x_BTD):
     """Of int8 the largest value of each row is its largest."""
     int8, taps = Quantization(ComputeDtype.int8, emulated=True), Taps()
     execution = Execution(numerics=Numerics(quantization=int8))
-    run(*stack, x_BTD, execution, CONFIG.precise, taps)
+    run(*stack, x_BTD, execution, FLAGS, taps)
     saturated = np.asarray(taps.all_figures().shares["saturated"])
-    assert (saturated > 0).tolist() == [not precise for precise in CONFIG.precise]
+    assert (saturated > 0).tolist() == [not precise for precise in FLAGS]

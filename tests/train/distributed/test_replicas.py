@@ -10,7 +10,7 @@ from train.distributed.replicas import (
     Finding,
     _checksum,
     compare_replicas,
-    flip,
+    flip_bit,
     make_checksums,
     replicated_shardings,
 )
@@ -43,7 +43,7 @@ def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
     assert {"step", "recent.values"} < {*names}
     for name in ("step", names[0], names[len(names) // 2], names[-1]):
         for device in (0, devices - 1):
-            found = find(program, flip(state, name, device))
+            found = find(program, flip_bit(state, name, device))
             assert {f.array for f in found} == {name}
             wrong = [f.device for f in found]
             assert wrong == [device] or (device in wrong and len(found) == 2)
@@ -57,7 +57,7 @@ def test_of_two_copies_either_may_be_wrong(programs):
     name = "params.layers.mlp.up.weight"  # over fsdp and tensor: copies along data
     copies = program.mesh.devices[..., 0, :, :, 1]  # at fsdp=0 tensor=1
     one, other = (d.id for d in copies.squeeze())
-    found = find(program, flip(program.init(), name, other))
+    found = find(program, flip_bit(program.init(), name, other))
     assert [(f.device, f.certain) for f in found] == [(one, False), (other, False)]
     assert found[1].place == {"data": 1, "fsdp": 0, "tensor": 1}
     assert "(data=1 fsdp=0 tensor=1) differs from a copy; either" in str(found[1])
@@ -67,8 +67,9 @@ def test_what_nobody_else_holds_is_left_out(programs):
     alone = programs(devices=1)
     assert make_checksums(alone.state, alone.mesh) is None
     program = programs("mesh.fsdp=8", devices=8)
-    assert "params.layers.mlp.up.weight" not in replicated_shardings(program.state)
-    assert find(program, flip(program.init(), "params.layers.mlp.up.weight", 3)) == []
+    name = "params.layers.mlp.up.weight"
+    assert name not in replicated_shardings(program.state)
+    assert find(program, flip_bit(program.init(), name, 3)) == []
 
 
 @settings(max_examples=60, deadline=None)

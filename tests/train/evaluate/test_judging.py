@@ -8,7 +8,7 @@ import pytest
 from tests.fleet import TINY, Fleet, of_text, write_text
 from tests.train.evaluate.task_files import NAMES, write_tasks
 from tests.train.pages import data_of
-from train.run.goodput import account
+from train.run.goodput import goodput_of
 from train.run.metrics import read_events, read_metrics
 
 pytest.importorskip("lm_eval")
@@ -74,7 +74,7 @@ def test_a_run_is_judged_as_it_goes_and_its_checkpoint_is_the_same(run, folder):
     results = json.loads((run / "results.json").read_text())
     assert {key: results[key] for key in found[6]} == found[6]
     assert "Tasks: acc_norm" in (run / "report.html").read_text()
-    assert account(read_events(run)).buckets["eval"] > 0
+    assert goodput_of(read_events(run)).buckets["eval"] > 0
     for devices, count in ((8, 1), (4, 2)):
         scores = evaluated(run, folder / f"of-{count}", devices, count)
         (file,) = (run / "evaluations").iterdir()  # the same question: one answer

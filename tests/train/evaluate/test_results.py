@@ -25,7 +25,7 @@ FOUND = {
 def shown(monkeypatch, capsys):
     """Print results, and return what people read."""
     monkeypatch.setattr(train.evaluate.results, "read_events", lambda path: [])
-    monkeypatch.setattr(train.evaluate.results, "account", lambda events: "")
+    monkeypatch.setattr(train.evaluate.results, "goodput_of", lambda events: "")
 
     def shown(values, command="python -m train", config=None, path="runs/x") -> str:
         print_results(values, command, config or compose([]), epath.Path(path))

@@ -16,7 +16,7 @@ def llama3_8b(fsdp: int, tensor: int = 1) -> list[Matrices]:
 def busiest(rounds, ways) -> int:
     """Multiplications of all rounds."""
     return sum(
-        r.number * r.batch * Matrices(1, r.rows, r.columns).work(ways) for r in rounds
+        r.count * r.batch * Matrices(1, r.rows, r.columns).work(ways) for r in rounds
     )
 
 
@@ -33,7 +33,7 @@ def test_every_matrix_is_taken_once(devices):
     assert sorted(taken) == [(p, i) for p in range(7) for i in range(32)]
     for r in rounds:
         assert (
-            sum(run.stop - run.start for run in r.spans) <= r.number * r.batch * devices
+            sum(run.stop - run.start for run in r.spans) <= r.count * r.batch * devices
         )
         for run in r.spans:
             part = parameters[run.parameter]
@@ -66,6 +66,6 @@ def test_copies_help_only_where_that_saves_work():
 
 def test_small_matrices_go_as_one_batch_and_large_ones_in_a_loop():
     small = assign([Matrices(24, 96, 3072)], (8, 1), {})[1]
-    assert [(r.number, r.batch) for r in small] == [(1, 3)]
+    assert [(r.count, r.batch) for r in small] == [(1, 3)]
     large = assign([Matrices(96, 512, 14336)], (8, 1), {})[1]
-    assert [(r.number, r.batch) for r in large] == [(12, 1)]
+    assert [(r.count, r.batch) for r in large] == [(12, 1)]

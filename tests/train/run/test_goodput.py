@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.train.run.conftest import Clocks
 from train.run import metrics
-from train.run.goodput import account
+from train.run.goodput import goodput_of
 from train.run.metrics import EventLog, read_events
 
 SECONDS = st.floats(0.001, 1e5)
@@ -103,7 +103,7 @@ def test_the_buckets_are_what_happened_and_add_up_to_the_wall_time(history):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "time", clocks)
         true, wall_s, wasted = play(history, folder, clocks)
-        found = account(read_events(folder))
+        found = goodput_of(read_events(folder))
     skewed = len({start["skew"] for start in history}) > 1
     for bucket, seconds in true.items():
         if bucket != "idle" or not skewed:
@@ -127,7 +127,7 @@ def test_what_is_said_of_it():
         {"time": 95.0, "start": 2, "event": "idle", "seconds": 5.0},
         {"time": 100.0, "start": 2, "event": "restore", "seconds": 5.0, "step": 6},
     ]
-    assert str(account(events)) == (
+    assert str(goodput_of(events)) == (
         "60.0% of 1 min 40 s in 2 starts, 2 steps done again\n"
         "steps 60.0%, steps done again 20.0%, program start 10.0%, "
         "idle between starts 5.0%, restore 5.0%"
@@ -145,6 +145,6 @@ def test_what_is_said_of_it():
     ],
 )
 def test_odd_lines_count_for_nothing(events):
-    found = account(events)
+    found = goodput_of(events)
     assert (found.buckets, found.wall_s, found.fraction) == ({}, 0, 0)
     assert str(found)

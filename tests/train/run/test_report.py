@@ -110,6 +110,11 @@ def test_the_page_draws_all_of_it(tmp_path):
     # A later start went on from step 4 of 1 to 8, on each of four charts.
     assert page.attributes.count(("d", "M42.86 0V100")) == 4
     assert "a later start went on" in page.text
+
+
+def test_a_later_start_that_began_again_is_a_restart_too(tmp_path):
+    began_again = EVENTS[3] | {"step": 0}
+    assert data_of(_write(tmp_path, [], [began_again]))["restarts"] == [0]
     first_only = [{**event, "start": 1} for event in EVENTS]
     page = drawn(_write(tmp_path, [_row(1), _row(8)], first_only))
     assert ("class", "restart") not in page.attributes

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import operand_uses, scope_of
-from train.plan.compiled.flops import computed_flops
+from train.plan.compiled.flops import sum_flops
 from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.compiled.replica_groups import group_of, slices_group
 from train.plan.cost import CollectiveTotal, sent_bytes
@@ -39,11 +39,11 @@ class Collective:
     name: the name of the instruction.
     kind: one of KINDS.
     group: the devices of one group.
-    times: executions in one run of the program.
+    count: executions in one run of the program.
     payload, sent: bytes as defined in train/plan/cost.py.
     dtypes: the dtypes of the operands.
     scope: the scope in the step, for example "layers backward"; may be "".
-    serves: the parts of the model that use the result, with their bytes of `payload`.
+    uses: the parts of the model that use the result, with their bytes of `payload`.
     is_async: whether the collective can run concurrently with other instructions.
     overlap_flops: the FLOPs of products scheduled between start and end.
     is_ring: whether permutes between the parts of a product form the collective.
@@ -53,12 +53,12 @@ class Collective:
     name: str
     kind: str
     group: Group
-    times: int
+    count: int
     payload: int
     sent: float
     dtypes: tuple[str, ...]
     scope: str
-    serves: tuple[tuple[str, int], ...]
+    uses: tuple[tuple[str, int], ...]
     is_async: bool = False
     overlap_flops: float = 0.0
     is_ring: bool = False
@@ -102,7 +102,7 @@ def sum_collectives(
     groups = defaultdict[tuple, list[tuple[Collective, int]]](list)
     for collective in collectives:
         group = collective.group
-        uses = collective.serves if by_use else [("", collective.payload)]
+        uses = collective.uses if by_use else [("", collective.payload)]
         for use, payload in uses:
             key = (group.axes, group.network, collective.kind, use, group.links)
             groups[key].append((collective, payload))
@@ -110,7 +110,7 @@ def sum_collectives(
     for (axes, network, kind, use, links), members in sorted(groups.items()):
         sent = overlapped = 0.0
         for collective, payload in members:
-            sent_for_use = collective.times * collective.sent * payload
+            sent_for_use = collective.count * collective.sent * payload
             sent_for_use /= max(1, collective.payload)
             sent += sent_for_use
             overlapped += sent_for_use if collective.overlap_flops else 0.0
@@ -119,8 +119,8 @@ def sum_collectives(
                 axes,
                 network,
                 kind,
-                count=sum(collective.times for collective, _ in members),
-                payload=sum(payload * c.times for c, payload in members),
+                count=sum(collective.count for collective, _ in members),
+                payload=sum(payload * c.count for c, payload in members),
                 sent=sent,
                 overlapped=overlapped / sent if sent else 0.0,
                 serves=use,
@@ -130,7 +130,7 @@ def sum_collectives(
     return sorted(totals, key=lambda total: -total.sent)
 
 
-def outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
+def sum_outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
     """Sum the collectives outside the layers by axes, network, kind, links and use."""
     return sum_collectives(
         (c for c in collectives if not c.scope.startswith("layers")), by_use=True
@@ -203,14 +203,14 @@ def _make_collective(
         name=inner.name,
         kind=kind,
         group=group,
-        times=executed.times,
+        count=executed.count,
         payload=payload,
         sent=sent_bytes(kind, payload, group.size),
         dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
         scope=scope_of(executed, inner),
-        serves=tuple((use, factor * size) for use, size in uses),
+        uses=tuple((use, factor * size) for use, size in uses),
         is_async=inner.opcode == "send" or end > start,
-        overlap_flops=computed_flops(order[start + 1 : end]),
+        overlap_flops=sum_flops(order[start + 1 : end]),
         waiter=order[end].name if start < end < len(order) else "",
     )
 
@@ -270,18 +270,18 @@ def _join_rings(
 
 
 def _join(kind: str, loops: list[Executed], permutes: list[Collective]) -> Collective:
-    first_permute, times = permutes[0], sum(loop.times for loop in loops)
+    first_permute, count = permutes[0], sum(loop.count for loop in loops)
     payload = first_permute.payload * first_permute.group.size
-    uses = {permute.serves[0][0] for permute in permutes}
+    uses = {permute.uses[0][0] for permute in permutes}
     single_uses = {use for use in uses if "," not in use}
     return replace(
         first_permute,
         name=loops[0].instruction.name,
         kind=kind,
-        times=times,
+        count=count,
         payload=payload,
-        sent=sum(permute.sent * permute.times for permute in permutes) / times,
-        serves=((", ".join(sorted(single_uses or uses)), payload),),
+        sent=sum(permute.sent * permute.count for permute in permutes) / count,
+        uses=((", ".join(sorted(single_uses or uses)), payload),),
         overlap_flops=max(permute.overlap_flops for permute in permutes),
         is_ring=True,
     )

@@ -40,25 +40,25 @@ class AttentionFlops(NamedTuple):
 
 def count_flops(module: Module) -> Flops:
     """Return the FLOPs of a program by kind, and the kernels of unknown FLOPs."""
-    products = attention = attention_full = eight_bits = grouped = 0.0
+    products = attention = whole_attention = eight_bits = grouped = 0.0
     unknown = set[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
-            flops = executed.times * product_flops(inner)
+            flops = executed.count * product_flops(inner)
             products += flops
             if flops and has_eight_bits(inner):
                 eight_bits += flops
             if is_grouped(inner):
                 grouped += flops
             kernel = attention_kernel_flops(inner)
-            attention += executed.times * kernel.computed
-            attention_full += executed.times * kernel.full
+            attention += executed.count * kernel.computed
+            whole_attention += executed.count * kernel.full
             if not flops and not kernel.full and is_kernel(inner):
                 unknown.add(inner.target)
     return Flops(
         products,
         attention,
-        attention_full,
+        whole_attention,
         unknown=tuple(sorted(unknown)),
         eight_bits=eight_bits,
         grouped=grouped,
@@ -75,16 +75,16 @@ def multiplies(instruction: Instruction) -> bool:
     )
 
 
-def computed_flops(instructions: Iterable[Instruction]) -> float:
+def sum_flops(instructions: Iterable[Instruction]) -> float:
     """Count the FLOPs of instructions, including loops and called computations."""
     return sum(map(_instruction_flops, instructions))
 
 
 def _instruction_flops(instruction: Instruction) -> float:
     if instruction.opcode == "while":
-        return instruction.loop.trips * computed_flops(instruction.body.order)
+        return instruction.loop.trips * sum_flops(instruction.body.order)
     total = product_flops(instruction) + attention_kernel_flops(instruction).computed
-    return total + sum(computed_flops(called.order) for called in instruction.called)
+    return total + sum(sum_flops(called.order) for called in instruction.called)
 
 
 def product_flops(instruction: Instruction) -> float:

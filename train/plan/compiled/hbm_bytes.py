@@ -18,14 +18,14 @@ _NO_TRAFFIC = {
 # the result of a collective that overlaps several fusions.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 # TPU: an uninitialised buffer, and slices that are already adjacent.
-NOTHING_MOVES = ("AllocateBuffer", "ConcatBitcast")
+NO_TRAFFIC_TARGETS = ("AllocateBuffer", "ConcatBitcast")
 
 
 def count_memory_traffic(module: Module) -> HbmBytes:
     """Return the memory traffic of products and of all other instructions."""
     products = others = 0
     for executed in module.executed:
-        num_bytes = executed.times * memory_traffic(executed.instruction)
+        num_bytes = executed.count * memory_traffic(executed.instruction)
         if num_bytes and multiplies(executed.instruction):
             products += num_bytes
         else:
@@ -41,7 +41,7 @@ def memory_traffic(instruction: Instruction) -> int:
     """
     if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
         return 0
-    if instruction.target in NOTHING_MOVES:
+    if instruction.target in NO_TRAFFIC_TARGETS:
         return 0
     operands = instruction.operands
     if instruction.opcode in ("fusion", "fusion-start"):

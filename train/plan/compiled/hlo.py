@@ -161,7 +161,7 @@ class Executed:
     """A scheduled instruction, which is not inside a fusion."""
 
     instruction: Instruction
-    times: int  # executions in one run of the program
+    count: int  # executions in one run of the program
     loops: tuple[Loop, ...]  # outermost first
 
 

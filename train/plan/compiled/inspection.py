@@ -14,7 +14,7 @@ from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import multiplied_arrays
 from train.plan.compiled.hbm_bytes import (
-    NOTHING_MOVES,
+    NO_TRAFFIC_TARGETS,
     count_memory_traffic,
     memory_traffic,
 )
@@ -29,7 +29,7 @@ _MOVES = {"copy", "transpose"}
 _NO_TRAFFIC = {"parameter", "bitcast", "reshape", "tuple", "constant"}
 # Custom calls that are markers of XLA, not kernels.
 _MARKERS = (
-    *(*NOTHING_MOVES, "AssumeGatherIndicesInBound", "Sharding"),
+    *(*NO_TRAFFIC_TARGETS, "AssumeGatherIndicesInBound", "Sharding"),
     *("AsyncCollectiveStart", "AsyncCollectiveDone"),
 )
 
@@ -110,7 +110,7 @@ def _kernels(module: Module) -> dict[str, int]:
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
-                counts[_kernel_name(inner)] += executed.times
+                counts[_kernel_name(inner)] += executed.count
     return {name: n for name, n in counts.most_common() if name not in _MARKERS}
 
 
@@ -127,7 +127,7 @@ def _copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
         instruction = executed.instruction
         if not _only_moves(instruction):
             continue
-        traffic = executed.times * memory_traffic(instruction)
+        traffic = executed.count * memory_traffic(instruction)
         if traffic <= _MIN_COPY_SHARE * total:
             continue
         names = (producer.op_name for producer in producers(instruction))
@@ -136,7 +136,7 @@ def _copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
         what = ", ".join(filter(None, (scope, lines.line_of(instruction))))
         share = traffic / total
         copies.append(
-            CostlyCopy(instruction.name, executed.times, traffic, share, what)
+            CostlyCopy(instruction.name, executed.count, traffic, share, what)
         )
     return sorted(copies, key=lambda copy: -copy.bytes)
 
@@ -154,5 +154,5 @@ def _operand_bytes(module: Module) -> dict[str, int]:
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             for array in multiplied_arrays(inner):
-                sizes[array.dtype] += executed.times * array.num_bytes
+                sizes[array.dtype] += executed.count * array.num_bytes
     return dict(sizes.most_common())

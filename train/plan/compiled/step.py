@@ -2,8 +2,8 @@
 
 from train.plan.compiled.collectives import (
     list_collectives,
-    outside_layers,
     sum_collectives,
+    sum_outside_layers,
 )
 from train.plan.compiled.flops import count_flops
 from train.plan.compiled.hbm_bytes import count_memory_traffic
@@ -25,6 +25,6 @@ def read_step(program: Program, text: str) -> StepCost:
         flops=count_flops(module),
         hbm_bytes=count_memory_traffic(module),
         sent=sum_collectives(collectives),
-        outside_layers=outside_layers(collectives),
+        outside_layers=sum_outside_layers(collectives),
         unread=tuple(module.unread),
     )

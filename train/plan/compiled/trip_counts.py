@@ -63,12 +63,12 @@ def _unknown_scalar(number: int, element: int | None) -> int | None:
 
 
 def _list_executed(
-    computation: Computation, times: int, loops: tuple[Loop, ...], lookup: Lookup
+    computation: Computation, count: int, loops: tuple[Loop, ...], lookup: Lookup
 ) -> None:
     """Append a computation's instructions, loops and calls to its module's lists."""
     module = computation.module
     for instruction in computation.order:
-        module.executed.append(Executed(instruction, times, loops))
+        module.executed.append(Executed(instruction, count, loops))
         if instruction.opcode == "while":
             loop = _read_loop(instruction, lookup)
             module.loops[loop.body.name] = loop
@@ -79,18 +79,16 @@ def _list_executed(
                     return None
                 return initial(element)
 
-            _list_executed(loop.body, times * loop.trips, (*loops, loop), invariant)
+            _list_executed(loop.body, count * loop.trips, (*loops, loop), invariant)
         elif instruction.opcode in ("call", "conditional"):
             for branch in instruction.called:
-                branch_times = times
+                branch_count = count
                 if instruction.opcode == "conditional":
                     scopes = (inner.op_name for inner in branch.order)
                     fraction = taken_fraction(scopes, instruction.op_name)
                     if fraction is not None:
-                        branch_times = max(
-                            1 if fraction else 0, round(times * fraction)
-                        )
-                _list_executed(branch, branch_times, loops, _unknown_scalar)
+                        branch_count = max(int(fraction > 0), round(count * fraction))
+                _list_executed(branch, branch_count, loops, _unknown_scalar)
 
 
 def _read_loop(loop: Instruction, lookup: Lookup) -> Loop:

@@ -25,7 +25,7 @@ class Dim(NamedTuple):
 class OperationPosition(NamedTuple):
     """How often an operation runs, its scope, and the id of the loop body around it."""
 
-    times: int
+    count: int
     scope: str
     body: int
 

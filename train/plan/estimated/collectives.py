@@ -55,14 +55,14 @@ class CollectiveRecorder:
         members: tuple[int, ...] = (),
     ) -> None:
         """Record a collective that runs as often as its position."""
-        axes, times = self.nontrivial_axes(axes), position.times
-        if axes and payload and times:
+        axes, count = self.nontrivial_axes(axes), position.count
+        if axes and payload and count:
             label = label or position.scope.strip("/").split("/")[-1]
             exchange = Exchange(
                 axes,
                 kind,
-                times,
-                times * payload,
+                count,
+                count * payload,
                 label,
                 in_layers=position.in_layers,
                 once="copies" in position.scope,

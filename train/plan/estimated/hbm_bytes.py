@@ -26,9 +26,9 @@ def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> HbmBytes:
     for loop in step.gradients.flatten():
         for operation in loop.body:
             if operation.flops or operation.name in _INDEXED:
-                times = step.microbatches * loop.position.times * loop.trips
-                products += times * _sum_bytes(_arrays_of(operation))
-                others += times * _pass_bytes(operation, loop.position.in_layers)
+                count = step.microbatches * loop.position.count * loop.trips
+                products += count * _sum_bytes(_arrays_of(operation))
+                others += count * _pass_bytes(operation, loop.position.in_layers)
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:
         others += 3 * step.microbatches * gradients  # each is added to a running sum

@@ -63,11 +63,11 @@ class LocalStep:
     @property
     def flops(self) -> Flops:
         """The FLOPs of matrix products and attention kernels."""
-        products = sum(op.position.times * op.flops for op in self.update.flatten())
+        products = sum(op.position.count * op.flops for op in self.update.flatten())
         full = attention = eight_bits = grouped = 0.0
         backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
         for op in (*self.gradients.flatten(), *self.gradients.branch_operations):
-            flops = self.microbatches * op.position.times * op.flops
+            flops = self.microbatches * op.position.count * op.flops
             if not op.is_kernel:
                 products += flops
                 grouped += flops if op.name == "ragged_dot_general" else 0.0
@@ -112,9 +112,9 @@ def local_step(program: Program) -> LocalStep:
     for result, param in zip(results, params, strict=False):
         gradients.recorder.reduce(result, param.axes, param.label)
     gradient_exchanges = [
-        e._replace(count=e.count * times, payload=e.payload * times)
+        e._replace(count=e.count * factor, payload=e.payload * factor)
         for e in gradients.recorder.exchanges
-        for times in [1 if e.once else microbatches]
+        for factor in [1 if e.once else microbatches]
     ]
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)

@@ -49,13 +49,13 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     """
     step = step or local_step(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
-    outside = [e for e in step.exchanges if not e.in_layers]
+    outside_layers = [e for e in step.exchanges if not e.in_layers]
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
         flops=step.flops,
         hbm_bytes=estimate_hbm_bytes(step, state),
         sent=_totals(step.exchanges, program, by_use=False),
-        outside_layers=_totals(outside, program, by_use=True),
+        outside_layers=_totals(outside_layers, program, by_use=True),
         host_bytes=count_host_bytes(program, step),
         how=ESTIMATED,
     )

@@ -72,7 +72,7 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
                 if array.from_batch and array.size >= positions
                 if array.on_host is on_host
             )
-            total += loop.position.times * loop.trips * sum(saved)
+            total += loop.position.count * loop.trips * sum(saved)
     return total
 
 

@@ -50,13 +50,13 @@ class Walk:
         self.operations: list[Operation] = []
         self.branch_operations: list[Operation] = []
         self.recorder = CollectiveRecorder(sizes, platform)
-        self._times, self._scope = 1, ""
+        self._count, self._scope = 1, ""
         self._layouts = Layouts(self.recorder)
 
     @property
     def position(self) -> OperationPosition:
         """The current position of the walk."""
-        return OperationPosition(self._times, self._scope, id(self.operations))
+        return OperationPosition(self._count, self._scope, id(self.operations))
 
     def flatten(self) -> Iterator[Operation]:
         """Yield all operations, including those in loops."""
@@ -108,13 +108,13 @@ class Walk:
         branch only products and kernels count, and results that depend on the batch
         where the last branch returns constants.
         """
-        times, operations, results = self._times, self.operations, list[LocalArray]()
+        count, operations, results = self._count, self.operations, list[LocalArray]()
         for branch in branches:
             scopes = (str(e.source_info.name_stack) for e in branch.jaxpr.eqns)
             fraction, is_last = taken_fraction(scopes), branch is branches[-1]
             if fraction is None and not is_last:
                 continue
-            self._times = times if fraction is None else round(times * fraction)
+            self._count = count if fraction is None else round(count * fraction)
             self.operations = operations if is_last else []
             outputs = self.run(branch, operands)
             results = [
@@ -123,15 +123,15 @@ class Walk:
             ]
             if not is_last:
                 self.branch_operations += [op for op in self.flatten() if op.flops]
-        self._times, self.operations = times, operations
+        self._count, self.operations = count, operations
         return results
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk a loop's body once; slice or stack arrays with one more dim outside."""
         inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 
-        def count_same_rank(outside: Any, inside: Any) -> int:
-            pairs = zip(outside, inside, strict=True)
+        def count_same_rank(outer_vars: Any, inner_vars: Any) -> int:
+            pairs = zip(outer_vars, inner_vars, strict=True)
             return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
         num_unsliced = count_same_rank(equation.invars, inner.invars)
@@ -140,12 +140,12 @@ class Walk:
             replace(a, dims=a.dims[1:], sums=(), made_from=None)
             for a in operands[num_unsliced:]
         ]
-        outer_operations, times = self.operations, self._times
+        outer_operations, outer_count = self.operations, self._count
         position = self.position
         loop = Operation("scan", operands, [], position, trips=trips, slices=slices)
-        self.operations, self._times = loop.body, times * trips
+        self.operations, self._count = loop.body, outer_count * trips
         results = self.run(inner, [*operands[:num_unsliced], *slices])
-        self.operations, self._times = outer_operations, times
+        self.operations, self._count = outer_operations, outer_count
         loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
         loop.results = list(loop.carried)
         for a in loop.stacked:

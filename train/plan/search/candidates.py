@@ -132,8 +132,8 @@ def layouts(
                 expert=expert,
                 context=context,
             )
-            replicas = {"data": data * num_slices, "dcn_data": num_slices}
-            meshes.append(replace(layout, **replicas))
+            replica_sizes = {"data": data * num_slices, "dcn_data": num_slices}
+            meshes.append(replace(layout, **replica_sizes))
             if num_slices > 1:
                 shards = {"fsdp": fsdp * num_slices, "dcn_fsdp": num_slices}
                 stages = {"pipeline": num_slices, "dcn_pipeline": num_slices}

@@ -8,8 +8,8 @@ import pytest
 from tests.train.compiled import DOWN, MATRICES, NORMS, B, D, L, T, V
 from train.plan.compiled.collectives import (
     Collective,
-    outside_layers,
     sum_collectives,
+    sum_outside_layers,
 )
 from train.plan.cost import sent_bytes
 
@@ -23,9 +23,9 @@ def of(collectives: list[Collective], scope: str, kind: str) -> list[Collective]
 def payload(collectives: list[Collective], *uses: str, leave: str = "scalars") -> int:
     """Bytes of a step, of what serves one of `uses`, or of all but what to leave."""
     return sum(
-        c.times * share
+        c.count * share
         for c in collectives
-        for use, share in c.serves
+        for use, share in c.uses
         if (use in uses if uses else use != leave)
     )
 
@@ -50,12 +50,12 @@ class TestData:
 
     def test_a_layer_is_one_all_reduce_in_the_loop(self, step):
         (layer,) = of(step.collectives, "layers backward", "all-reduce")
-        assert layer.times == L
+        assert layer.count == L
         assert payload([layer], leave="norm") == L * BF16 * MATRICES
-        assert dict(layer.serves)["mlp.down"] == BF16 * DOWN
+        assert dict(layer.uses)["mlp.down"] == BF16 * DOWN
 
     def test_the_rest_is_itemized(self, step):
-        rows = {row.serves: row.payload for row in outside_layers(step.collectives)}
+        rows = {row.serves: row.payload for row in sum_outside_layers(step.collectives)}
         assert rows.pop("scalars") <= 64
         assert rows.pop("norm") <= F32 * NORMS  # some are reduced with their layer
         assert rows == {"embedding": BF16 * V * D, "head": BF16 * V * D}
@@ -75,7 +75,7 @@ class TestFsdp:
     @pytest.mark.parametrize("way", ["forward", "backward"])
     def test_a_layer_gathers_its_matrices_rounded(self, step, way):
         gathers = of(step.collectives, f"layers {way}", "all-gather")
-        assert {c.times for c in gathers} == {L}
+        assert {c.count for c in gathers} == {L}
         assert {c.dtypes for c in gathers} == {("bf16",)}
         assert payload(gathers) == L * BF16 * MATRICES
         assert payload(gathers, "mlp.down") == L * BF16 * DOWN
@@ -89,17 +89,17 @@ class TestFsdp:
 
     def test_the_head_travels_once_however_many_tiles_the_loss_has(self, stored_step):
         step = stored_step("fsdp_tiles")
-        head = [c for c in step.collectives if "head" in dict(c.serves)]
+        head = [c for c in step.collectives if "head" in dict(c.uses)]
         gather, scatter = sorted(head, key=lambda c: c.kind)
-        assert (gather.kind, gather.times) == ("all-gather", 1)
+        assert (gather.kind, gather.count) == ("all-gather", 1)
         assert payload([gather], "head") == BF16 * V * D
-        assert (scatter.kind, scatter.times) == ("reduce-scatter", 1)
+        assert (scatter.kind, scatter.count) == ("reduce-scatter", 1)
         assert payload([scatter], "head") == BF16 * V * D
 
     def test_norms_are_all_that_is_reduced_whole(self, step):
         """XLA gathers a small vector by an all-reduce with zeros: twice the bytes."""
         whole = [c for c in step.collectives if c.kind == "all-reduce"]
-        whole = [c for c in whole if not {"head", "embedding"} & {*dict(c.serves)}]
+        whole = [c for c in whole if not {"head", "embedding"} & {*dict(c.uses)}]
         assert payload(whole) == F32 * NORMS  # their gradients
 
     def test_gathers_run_behind_products(self, step):
@@ -143,7 +143,7 @@ class TestTensor:
         step = stored_step("tensor_only")
         for way in ("forward", "backward"):
             reduces = large(of(step.collectives, f"layers {way}", "all-reduce"))
-            assert [c.times for c in reduces] == [L, L]
+            assert [c.count for c in reduces] == [L, L]
             assert {c.payload for c in reduces} == {BF16 * B * T * D}
             assert {c.group.axes for c in reduces} == {("tensor",)}
         inside = [c for c in step.collectives if c.scope.startswith("layers")]
@@ -152,7 +152,7 @@ class TestTensor:
     def test_the_head_stays_cut(self, stored_step):
         """In tiles too each device has its part of the vocabulary, and no more."""
         step = stored_step("tensor_tiles")
-        head = [c for c in step.collectives if "head" in dict(c.serves)]
+        head = [c for c in step.collectives if "head" in dict(c.uses)]
         reduced, weight = (
             [c for c in head if c.group.axes == (axis,)] for axis in ("tensor", "fsdp")
         )
@@ -181,7 +181,7 @@ class TestSlices:
         assert {c.group.axes for c in between} == {("data",)}
         assert {c.kind for c in between} == {"all-reduce"}
         assert {c.group.size for c in between} == {2}
-        assert any(c.overlap_flops > 0 for c in between if c.times > 1)
+        assert any(c.overlap_flops > 0 for c in between if c.count > 1)
         # Heads of 64 fill half of a tile's 128 lanes, and tiles are sent whole.
         shard = BF16 * (L * MATRICES + 2 * V * D) // 4
         assert shard <= payload(large(between)) < 1.5 * shard

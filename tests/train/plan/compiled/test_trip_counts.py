@@ -44,7 +44,7 @@ def trips(begin: int, end: int, direction: str, by: str) -> tuple[int, list[str]
     text = BODY.format(begin=begin, end=end, direction=direction, by=by)
     module = read_module(text)
     assert module.loops["step"].trips == max(
-        e.times for e in module.executed if e.loops
+        e.count for e in module.executed if e.loops
     )
     return module.loops["step"].trips, module.unread
 
@@ -84,6 +84,6 @@ def test_loops_in_loops_multiply():
     module = read_module(jax.jit(step).lower(*arrays).compile().as_text())
     assert module.unread == []
     assert sorted(loop.trips for loop in module.loops.values()) == [3, 5]
-    assert {e.times for e in module.executed if len(e.loops) == 2} == {15}
+    assert {e.count for e in module.executed if len(e.loops) == 2} == {15}
     outer = next(loop for loop in module.loops.values() if loop.trips == 5)
     assert outer.op_name == "jit(step)/while"

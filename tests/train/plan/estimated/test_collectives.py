@@ -33,12 +33,12 @@ def test_the_loop_over_the_layers_sends_what_was_estimated(stored_step, name):
             c
             for way in ("forward", "backward")
             for c in of(step.collectives, f"layers {way}", kind)
-            if c.times == L
+            if c.count == L
         ]
         assert payload(fact, leave="norm") == sum(
             e.payload for e in guess if e.kind == kind
         )
-    assert {c.kind for c in large(step.collectives) if c.times == L} == {
+    assert {c.kind for c in large(step.collectives) if c.count == L} == {
         e.kind for e in guess
     }
 

@@ -77,21 +77,21 @@ class _ShardAxes(NamedTuple):
 class _Layout(NamedTuple):
     """How a parameter is viewed as a stack of matrices.
 
-    stack_dims, split: as in `ParamInfo`.
+    stack_dims, output_start: as in `ParamInfo`.
     transposed: whether outputs are the rows. Then matrices with swapped shardings of
         inputs and outputs can be exchanged together.
     axes: the mesh axes that shard the stack.
     """
 
     stack_dims: int
-    split: int
+    output_start: int
     transposed: bool
     axes: _ShardAxes
 
     def flatten(self, part: jax.Array) -> jax.Array:
         """Return a parameter, or a part of it, as [matrices, rows, columns]."""
-        fan_in = math.prod(part.shape[self.stack_dims : self.split])
-        fan_out = math.prod(part.shape[self.split :])
+        fan_in = math.prod(part.shape[self.stack_dims : self.output_start])
+        fan_out = math.prod(part.shape[self.output_start :])
         return self.transpose(part.reshape(-1, fan_in, fan_out))
 
     def transpose(self, x: jax.Array) -> jax.Array:
@@ -102,18 +102,18 @@ class _Layout(NamedTuple):
 def _make_layout(
     shape: tuple[int, ...], info: ParamInfo, spec: PartitionSpec, sizes: dict[str, int]
 ) -> _Layout:
-    stack_dims, split = info.stack_dims, info.split
+    start, stop = info.stack_dims, info.output_start
 
     def axes_of(dims: slice) -> tuple[str, ...]:
         entries = tuple(spec)[dims]
         return tuple(a for entry in entries for a in mesh_axes(entry) if a in sizes)
 
-    inputs, outputs = axes_of(slice(stack_dims, split)), axes_of(slice(split, None))
-    fan_in, fan_out = math.prod(shape[stack_dims:split]), math.prod(shape[split:])
+    inputs, outputs = axes_of(slice(start, stop)), axes_of(slice(stop, None))
+    fan_in, fan_out = math.prod(shape[start:stop]), math.prod(shape[stop:])
     transposed = (outputs, fan_out) > (inputs, fan_in)
     rows, columns = (outputs, inputs) if transposed else (inputs, outputs)
-    axes = _ShardAxes(axes_of(slice(stack_dims)), rows, columns)
-    return _Layout(stack_dims, split, transposed, axes)
+    axes = _ShardAxes(axes_of(slice(start)), rows, columns)
+    return _Layout(start, stop, transposed, axes)
 
 
 class _Exchange(NamedTuple):
@@ -133,15 +133,14 @@ class _Exchange(NamedTuple):
         num_rows = self._num_shards(self.axes.rows)
         num_columns = self._num_shards(self.axes.columns)
         sharded = {axis for axes in self.axes for axis in axes}
-        replicas = {axis: n for axis, n in self.sizes.items() if axis not in sharded}
-        shared_axes, all_rounds = assign(
-            [Matrices(*part.shape) for part in parts], (num_rows, num_columns), replicas
-        )
+        replica_sizes = {a: n for a, n in self.sizes.items() if a not in sharded}
+        matrices = [Matrices(*part.shape) for part in parts]
+        work_axes, all_rounds = assign(matrices, (num_rows, num_columns), replica_sizes)
         results = [list[jax.Array]() for _ in parts]
         for rounds in all_rounds:
             x = [parts[s.parameter][s.start : s.stop] for s in rounds.spans]
             x = jnp.concatenate([_pad(part.astype(self.dtype), rounds) for part in x])
-            y = self._apply_in_rounds(x, rounds, shared_axes)
+            y = self._apply_in_rounds(x, rounds, work_axes)
             for span in rounds.spans:
                 count = span.stop - span.start
                 result, y = y[:count], y[count:]
@@ -153,25 +152,25 @@ class _Exchange(NamedTuple):
         return num_shards(self.sizes, axes)
 
     def _apply_in_rounds(
-        self, x: jax.Array, rounds: Rounds, shared_axes: tuple[str, ...]
+        self, x: jax.Array, rounds: Rounds, work_axes: tuple[str, ...]
     ) -> jax.Array:
         """Map local parts [matrices, rows, columns] of one size to the results' parts.
 
-        Matrices are ordered by round, then by device (its index along `shared_axes`,
+        Matrices are ordered by round, then by device (its index along `work_axes`,
         then along the sharding axes), then within the device's batch of a round.
         """
         sharding_axes = self.axes.rows + self.axes.columns
         row_shards = self._num_shards(self.axes.rows)
         column_shards = self._num_shards(self.axes.columns)
         shape = (
-            *(rounds.number, self._num_shards(shared_axes), row_shards * column_shards),
+            *(rounds.count, self._num_shards(work_axes), row_shards * column_shards),
             *(rounds.batch, *x.shape[1:]),
         )
         count = len(x)
         x = jnp.pad(x, [(0, math.prod(shape[:4]) - count), (0, 0), (0, 0)])
         x = x.reshape(shape)
-        if shared_axes:
-            index = jax.lax.axis_index(shared_axes)
+        if work_axes:
+            index = jax.lax.axis_index(work_axes)
             x = jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
         else:
             x = x[:, 0]
@@ -189,8 +188,8 @@ class _Exchange(NamedTuple):
             y = y.reshape(blocks.shape).transpose(1, 3, 0, 2, 4).reshape(x.shape)
             return jax.lax.all_to_all(y, sharding_axes, 0, 0) if sharding_axes else y
 
-        y = jax.lax.map(run_round, x) if rounds.number > 1 else run_round(x[0])[None]
-        y = jax.lax.all_gather(y, shared_axes, axis=1) if shared_axes else y
+        y = jax.lax.map(run_round, x) if rounds.count > 1 else run_round(x[0])[None]
+        y = jax.lax.all_gather(y, work_axes, axis=1) if work_axes else y
         return y.reshape(-1, *shape[4:])[:count]
 
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import Kind, ParamInfo
 from train.optimizer.muon import orthogonalize
-from train.optimizer.whole import map_whole_matrices
+from train.optimizer.whole_matrices import map_whole_matrices
 
 SHAPES = {  # of 3 layers; wide, tall, with heads, a few experts, one alone
     "up": ((3, 16, 32), ("layers", "embed", "mlp"), 1),

@@ -68,7 +68,7 @@ def choose_context_attention(
                     "rows only"
                 )
             case ContextAttention.ring:
-                multiple = 2 * devices * KERNELS[kernel].MULTIPLE
+                multiple = 2 * devices * KERNELS[kernel].LENGTH_MULTIPLE
             case ContextAttention.all_gather if kernel is not Attention.xla:
                 return f"all_gather needs model.attention=xla, not {kernel}"
         if sequence_length % multiple:
@@ -88,7 +88,7 @@ def choose_context_attention(
     raise ValueError("; ".join(map(str, reasons.values())))
 
 
-def make_attend_shared_rows(
+def make_context_parallel_attention(
     algorithm: ContextAttention,
     kernel: ModuleType,
     axes: tuple[str, ...],
@@ -104,7 +104,8 @@ def make_attend_shared_rows(
     attend_rows = partial(kernel.attend, window=window, soft_cap=soft_cap)
     match algorithm:
         case ContextAttention.ring if window is not None:
-            return partial(attend_in_window, attend_rows, window, kernel.MULTIPLE, axes)
+            multiple = kernel.LENGTH_MULTIPLE
+            return partial(attend_in_window, attend_rows, window, multiple, axes)
         case ContextAttention.ring:
             options = {} if soft_cap is None else {"soft_cap": soft_cap}
             ring_kernel = Kernel(
@@ -127,8 +128,8 @@ def _attend_in_ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Ar
     q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5
     q_BNTH, k_BKTH, v_BKTH = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
-    local = KeyValueChunks(k_BKTH, v_BKTH, ids)
-    o_BNTH: Any = ring(kernel, axes, q_BNTH, local, sinks)
+    local_kv = KeyValueChunks(k_BKTH, v_BKTH, ids)
+    o_BNTH: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
     return o_BNTH.swapaxes(1, 2)
 
 
@@ -141,7 +142,7 @@ def _exchange_and_attend(
     q, k, v = (exchange(x, 2, 1) for x in inputs[:3])
     ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N
     if ids is not None:
-        ids = _gather_rows(ids, axes)
+        ids = _gather_positions(ids, axes)
     if sinks_N is not None:
         num_heads = q.shape[2]
         first_head = num_heads * jax.lax.axis_index(axes)
@@ -154,18 +155,18 @@ def _gather_and_attend(
 ) -> Array:
     q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, _ = inputs
     T = q_BTNH.shape[1]
-    k_BSKH, v_BSKH = _gather_rows(k_BTKH, axes), _gather_rows(v_BTKH, axes)
+    k_BSKH, v_BSKH = _gather_positions(k_BTKH, axes), _gather_positions(v_BTKH, axes)
     positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
     mask_BTS = (distance_TS >= 0)[None]
     if window is not None:
         mask_BTS &= (distance_TS < window)[None]
     if segment_ids_BT is not None:
-        key_ids_BS = _gather_rows(segment_ids_BT, axes)
+        key_ids_BS = _gather_positions(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == key_ids_BS[:, None]
     gathered = inputs._replace(k_BSKH=k_BSKH, v_BSKH=v_BSKH)
     return xla.attend_masked(gathered, mask_BTS, q_BTNH.dtype, soft_cap=soft_cap)
 
 
-def _gather_rows(x_BT: Array, axes: tuple[str, ...]) -> Array:
+def _gather_positions(x_BT: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
