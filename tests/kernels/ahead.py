@@ -34,6 +34,7 @@ from model.eight_bits.quantization import Quantization
 from model.experts.grouped import choose_grouped, grouped_product
 from model.gather import WeightPlacement
 from train.cli.command import compose
+from train.hardware.collective_steps import collective_steps
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
 from train.mesh import Device
@@ -97,7 +98,10 @@ def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
 def scatter(chips: list[Device], V: int, D: int):
     mesh = Mesh(np.array(chips), ("fsdp",))
     placement = WeightPlacement(
-        ((1, ("fsdp",)),), reduce_dtype=jnp.bfloat16, platform="tpu"
+        ((1, ("fsdp",)),),
+        reduce_dtype=jnp.bfloat16,
+        platform="tpu",
+        axis_steps=collective_steps(mesh),
     )
 
     def gradient(x, y):  # rows of all tokens, along lanes, as of a tied head
