@@ -1,1 +1,1 @@
-"""Run the command line of training on a cluster, and keep it running there."""
+"""Run `python -m train` on a cluster, and restart it there until it is finished."""

@@ -1,8 +1,9 @@
-"""`python -m launch cluster=...`: run the command line of training on a cluster.
+"""`python -m launch cluster=...`: run `python -m train` on a cluster.
 
-Arguments that are not launcher keys are passed to training unchanged. The exit
-code is the run's if this command supervises it (local, ssh, tpu_vm), otherwise 0 after
-the submission; it is 4, 65 or 78 if the plan says that the run cannot succeed.
+Arguments that are not launcher keys are passed to training unchanged. If this command
+supervises the run in the foreground (local, ssh, tpu_vm), it exits with the run's code.
+Otherwise it exits with 0 after the submission. If the plan says that the run cannot
+succeed, it exits with 4, 65 or 78 (train/errors.py).
 """
 
 import logging
@@ -54,7 +55,7 @@ def main(config: Any) -> int:
 
 
 def launch_mistakes(config: Any) -> list[Mistake]:
-    """List the mistakes in the configuration, including the keys of training."""
+    """List the mistakes in the training keys, launcher keys and cluster keys."""
     mistakes = config_mistakes(config)
     if config.follow and config.action is not Action.logs:
         mistakes.append(Mistake("follow", True, "goes with action=logs only"))
@@ -78,7 +79,7 @@ def launch_mistakes(config: Any) -> list[Mistake]:
 
 
 def _status(submission: Submission) -> int:
-    """Print the job's state on the cluster, then the run's own status."""
+    """Print the job's state on the cluster, then the output of `train.status`."""
     print(f"{submission.name}   submitted {submission.time} to {submission.kind}")
     for line in BACKENDS[submission.kind].status(submission):
         print(line)
@@ -87,7 +88,7 @@ def _status(submission: Submission) -> int:
         run_override = hydra_text("run.dir", submission.run_dir)
         return run_module("train.status", [run_override]).returncode
     print("the run has not begun yet")
-    return FINISHED  # the exit code 0: the status was printed
+    return FINISHED  # 0, because the status was printed
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The archive holds the files of the installed package, the presets of `configs/`, and the
 files that an installation needs. Files that git ignores, hidden files and links that
-lead out of the root folder are left out. Equal files give equal bytes.
+lead out of the root folder are left out. The same files always give the same bytes.
 """
 
 import gzip
@@ -20,7 +20,7 @@ _SETUP_FILES = ("LICENSE", "README.md", "constraints.txt", "pyproject.toml")
 def make_archive(root: Path) -> bytes:
     """Return a gzipped tar file of the program whose packages are in `root`."""
     buffer = io.BytesIO()
-    # The gzip header has no name and no time, so that equal files give equal bytes.
+    # A name or a time in the gzip header would change the bytes of the same files.
     with (
         gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
@@ -50,7 +50,7 @@ def _is_packed(root: Path, name: Path) -> bool:
 
 
 def _unignored_files(root: Path) -> list[str]:
-    """List the files that git does not ignore; none without git or a checkout."""
+    """List the files that git does not ignore; [] if git or a checkout is missing."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others"]
     command += ["--exclude-standard", "--", *_PACKAGES, *_SETUP_FILES]
     try:

@@ -17,21 +17,24 @@ class Backend(Protocol):
         ...
 
     def mistakes(self, cluster: Any, run_dir: str) -> list[Mistake]:
-        """List the mistakes in the cluster's keys, and in the run's location."""
+        """List the mistakes in the cluster's keys, and in the run's directory."""
         ...
 
     def machine(self, cluster: Any) -> Machine:
-        """Return the machine to plan for."""
+        """Return the machine to plan for; an empty `Machine` skips the plan."""
         ...
 
     def render(self, job: Job, cluster: Any) -> Rendered:
-        """Return the files and commands, without a query and without writing files."""
+        """Return the files and commands, without writing or querying anything."""
         ...
 
     def submit(
         self, job: Job, cluster: Any, rendered: Rendered, submission: Submission
     ) -> int:
-        """Submit the rendered job, record its handle, and return an exit code."""
+        """Submit the rendered job, and record its handle; return an exit code.
+
+        A backend that supervises the run itself returns after the end of the run.
+        """
         ...
 
     def alive(self, submission: Submission) -> bool:
@@ -39,13 +42,13 @@ class Backend(Protocol):
         ...
 
     def status(self, submission: Submission) -> list[str]:
-        """Return lines that describe the job's state, or the reason why it waits."""
+        """Return lines that describe the job's state, and why the job waits."""
         ...
 
     def logs(self, submission: Submission, follow: bool) -> int:
-        """Print the output, with `follow` until the run ends; return an exit code."""
+        """Print the output (with `follow`, until the run ends); return an exit code."""
         ...
 
     def stop(self, submission: Submission) -> int:
-        """Stop the run for good after a save, wait for its end; return an exit code."""
+        """Make the run save and end for good; wait for its end; return an exit code."""
         ...

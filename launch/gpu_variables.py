@@ -1,9 +1,9 @@
 """The variables of XLA and NCCL for jobs on NVIDIA GPUs.
 
-All kinds of clusters share this table; a variable in `cluster.environment` replaces the
-one here. Variables that depend on the site are left out, and so are the defaults of XLA
-and NCCL. The XLA of jax 0.10 to 0.12 knows each flag; an unknown flag ends the program.
-The gains have not been measured on GPUs here.
+slurm, gke_gpu and skypilot set these variables. A variable in `cluster.environment`
+takes precedence over the same variable here. Variables that depend on the site are left
+out, and so are values that are defaults of XLA or NCCL. XLA ends the program at an
+unknown flag; jax 0.10 to 0.12 know all flags below. The gain has not been measured.
 
 Sources: docs.nvidia.com/jax-toolbox, "Tips for High-Performance LLMs with JAX and XLA";
 docs.jax.dev, "GPU memory allocation"; docs.nvidia.com/deeplearning/nccl, "Environment
@@ -18,20 +18,21 @@ from train.errors import ConfigError, Mistake
 from train.hardware.targets import parse_target
 
 FLAGS = (
-    # Collectives overlap with matrix products that do not need them.
+    # XLA overlaps collectives with matrix products that do not depend on them.
     "xla_gpu_enable_latency_hiding_scheduler",
-    # The weights of the next layer are gathered during this one.
+    # XLA gathers the weights of the next layer while it computes the current layer.
     "xla_gpu_enable_pipelined_all_gather",
-    # The gradients of a layer are reduced during the next one.
+    # XLA reduces the gradients of a layer while it computes the next layer.
     "xla_gpu_enable_pipelined_all_reduce",
-    # The loop over layers is unrolled once, to avoid copies and waits between layers.
+    # XLA unrolls the loop over layers once, to avoid copies and waits between layers.
     "xla_gpu_enable_while_loop_double_buffering",
 )
 SETTINGS = {
     "XLA_FLAGS": " ".join(f"--{flag}=true" for flag in FLAGS),
-    # JAX's default is 0.75 of a GPU's memory. NCCL and CUDA need the rest.
+    # XLA reserves this fraction of a GPU's memory (default: 0.75). The rest remains for
+    # NCCL and CUDA.
     "XLA_CLIENT_MEM_FRACTION": "0.9",
-    # NCCL says why a connection failed.
+    # NCCL logs why a connection failed.
     "NCCL_DEBUG": "WARN",
 }
 # jaxlib refuses this variable together with XLA_CLIENT_MEM_FRACTION.
@@ -49,7 +50,7 @@ def job_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def machine_of(
     kind: str | None, gpus_per_node: int, nodes: int, environment: Mapping[str, str]
 ) -> Machine:
-    """Return GPU nodes as a named target, or as a count if no target has that name."""
+    """Return GPU nodes as a named target, or as a count if the name is unknown."""
     try:
         target = parse_target(f"{kind}-{gpus_per_node}x{nodes}").name
     except ConfigError:
@@ -58,7 +59,7 @@ def machine_of(
 
 
 def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
-    """List the mistakes in the keys of a node's GPUs."""
+    """List the mistakes in the keys that describe the GPUs of a node."""
     errors, gpus = [], cluster.gpus_per_node
     if gpus is not None and cluster.processes_per_node not in (1, gpus):
         rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "

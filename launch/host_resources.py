@@ -1,9 +1,10 @@
 """Compute the host memory and cores to request from a scheduler.
 
-The plan computes the bytes that the step keeps in a host's memory (optimizer.offload),
-and the bytes that an asynchronous save stages there, which are requested twice. Other
-requests are generous estimates: 16 GiB for each process (libraries, compiler, batches),
-and eight cores for each chip. Without a plan the site's defaults apply.
+The plan computes the bytes that a step offloads to one host's memory, and the bytes
+that an asynchronous save copies there. The memory to request is the offloaded bytes,
+twice the saved bytes, and 16 GiB for each process (libraries, compiler, batches). Eight
+cores are requested for each chip. The 16 GiB and the eight cores are generous
+estimates. Without a plan the site's defaults apply.
 """
 
 import logging
@@ -30,7 +31,10 @@ def process_cores(chips: int) -> int:
 
 
 def warn_of_short_notice(job: Job, notice_s: float, source: str) -> None:
-    """Warn if a save takes longer than the notice; `source` begins the sentence."""
+    """Warn if a save takes longer than the notice before a kill.
+
+    `source` is the beginning of the message.
+    """
     save_s = (job.staged_bytes or 0) / _SAVE_BYTES_PER_S
     if save_s > notice_s:
         log.warning(

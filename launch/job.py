@@ -1,7 +1,7 @@
-"""The job to run, in a form that every kind of cluster understands.
+"""Describe a training job independently of the kind of cluster.
 
-Nothing reaches a shell unquoted: `shell` quotes each word, and words with characters
-that cannot be quoted are refused (`control_character_mistakes`).
+`shell` quotes each word of a command. `control_character_mistakes` refuses words with
+line breaks or control characters, which no cluster passes on intact.
 """
 
 import hashlib
@@ -29,12 +29,13 @@ class Job:
         have the same name.
     run_dir: an absolute path, or an s3:// or gs:// URL.
     folder: the folder of this submission, inside the run's directory.
-    rendered_to: the folder of the rendered files, if it is not `folder`.
+    rendered_to: the folder to which action=render writes the files; None for `folder`.
     overrides: the overrides of `python -m train`, verbatim.
     root: the folder of this program's packages on this machine.
     workdir: the folder in which this command was typed.
-    staged_bytes: the host memory that a save stages arrays in; None without a plan.
-    held_bytes: the host memory in which the step keeps offloaded arrays.
+    staged_bytes: the most bytes that an asynchronous save copies to one host's memory;
+        None without a plan.
+    held_bytes: the bytes of offloaded arrays that a step keeps in one host's memory.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Job:
     def command(
         self, python: str, code: Code = Code.shared, prefix: Sequence[str] = ()
     ) -> list[str]:
-        """Return the command that trains on the cluster, with `prefix` in front."""
+        """Return the training command, with `prefix` before `python -m train`."""
         # -P keeps the working directory off sys.path; `variables` sets PYTHONPATH.
         words = [*prefix, python, "-P", "-m", "train", *self.overrides]
         return self._with_unpacking(words, python, code)
@@ -64,7 +65,8 @@ class Job:
     def _with_unpacking(self, words: list[str], python: str, code: Code) -> list[str]:
         if code is not Code.archive:
             return words
-        # Python cannot run a file that is in an object store.
+        # Python cannot run a file in an object store, so the machine needs an installed
+        # launch.unpack, for example in its image.
         in_store = is_remote(self.folder)
         unpack = ["-m", "launch.unpack"] if in_store else [f"{self.folder}/{UNPACK}"]
         return [python, *unpack, f"{self.folder}/{ARCHIVE}", "--", *words]
@@ -75,10 +77,10 @@ class Job:
         return {**python_path, **self.environment}
 
     def cache_variables(self) -> dict[str, str]:
-        """Return the variable that makes XLA cache programs in the run's directory.
+        """Return the variable that makes JAX cache programs in the run's directory.
 
-        Use it for accelerators only: a program compiled on one CPU may hold
-        instructions that another node lacks.
+        Use it for accelerators only: a program compiled for the CPU of one node may
+        contain instructions that the CPU of another node lacks.
         """
         return {"JAX_COMPILATION_CACHE_DIR": f"{self.run_dir}/compilation_cache"}
 
@@ -92,7 +94,7 @@ class Job:
 class Rendered:
     """The files of a submission by name, and the command that submits them.
 
-    preparation: lines of shell to run before the command, if a user types it.
+    preparation: lines of shell that a user must run before typing the command.
     """
 
     files: Mapping[str, str]
@@ -116,7 +118,10 @@ def local_folder(name: str, folder: str) -> Path:
 
 
 def port_of(name: str) -> int:
-    """Return a port for process 0, below the ports that Linux assigns itself."""
+    """Return the port of process 0, derived from the job's name.
+
+    It is below 32,768, where the ports begin that Linux assigns to any program.
+    """
     return 20_000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 12_000
 
 
@@ -126,7 +131,7 @@ def shell(words: Sequence[str]) -> str:
 
 
 def long_options(values: Mapping[str, Any]) -> list[str]:
-    """Return long options; None and False omit an option, True gives it no value."""
+    """Return options as `--key=value`; omit None and False, write True as `--key`."""
     set_values = {k: v for k, v in values.items() if v is not None and v is not False}
     return [f"--{k}" if v is True else f"--{k}={v}" for k, v in set_values.items()]
 
@@ -141,7 +146,7 @@ VARIABLE_RULE = "must be a variable's name: letters, digits and underscores"
 
 
 def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mistake]:
-    """List variables with an invalid name, or a value that looks like a secret."""
+    """List variables that have an invalid name or look like a secret."""
     mistakes = []
     for name, value in environment.items():
         key = f"cluster.environment.{name}"
@@ -154,7 +159,7 @@ def environment_mistakes(environment: Mapping[str, str], remedy: str) -> list[Mi
 
 
 def secret_mistakes(overrides: Sequence[str], remedy: str) -> list[Mistake]:
-    """List the overrides that hold a secret, as all overrides are written to files."""
+    """List the overrides that contain a secret, because overrides are recorded."""
     rule = "holds a password or a key, and would be written into files; leave it out "
     rule += f"of the command line, or name a variable as ${{oc.env:NAME}}, and {remedy}"
     keys = [word.partition("=")[0] for word in overrides if holds_secret(word)]

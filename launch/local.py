@@ -1,6 +1,6 @@
 """`cluster=local`: processes of this machine, supervised by this command.
 
-Several processes find each other by torchrun's variables, and take one GPU each.
+Several processes find each other by torchrun's variables, and each uses one GPU.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from train.run.liveness import Process
 log = logging.getLogger(__name__)
 
 SECRETS_REMEDY = "set it in the environment that you type this command in"
-_PROCESSES = "processes.json"  # holds the processes of the last attempt
+_PROCESSES = "processes.json"  # records the processes of the last attempt
 
 
 def mistakes(cluster: LocalCluster, run_dir: str) -> list[Mistake]:
-    """Return no mistakes: the bounds of each key have been checked before."""
+    """Return no mistakes: there are no rules beyond the declared bounds of each key."""
     return []
 
 
 def machine(cluster: LocalCluster) -> Machine:
-    """Return nothing to plan for: training makes the same checks on this machine."""
+    """Return an empty `Machine`: training makes the same checks on this machine."""
     return Machine()
 
 
@@ -79,7 +79,7 @@ def stop(submission: Submission) -> int:
 
 
 def _remaining_processes(submission: Submission) -> list[Process]:
-    """Return the run's live processes, from the last attempts of all submissions."""
+    """Return the processes of each submission's last attempt that are still alive."""
     files = submission.local_folder().parent.glob(f"*/{_PROCESSES}")
     records = [values for file in files for values in json.loads(file.read_text())]
     processes = filter(None, map(Process.from_dict, records))
@@ -87,7 +87,7 @@ def _remaining_processes(submission: Submission) -> list[Process]:
 
 
 class _Attempt:
-    """One start of all processes, each with a log file and a session."""
+    """One start of all processes. Each process has its own log file and session."""
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
         port, self._processes = _free_port(), ProcessGroup()
@@ -101,7 +101,7 @@ class _Attempt:
                     cwd=job.workdir,
                     stdout=file,
                     stderr=file,
-                    start_new_session=True,  # Ctrl-C reaches only this process
+                    start_new_session=True,  # Ctrl-C reaches only the supervisor
                 )
         records = [asdict(Process.of(p.pid)) for p in self._processes.processes]
         (folder / _PROCESSES).write_text(json.dumps(records))
@@ -111,7 +111,7 @@ class _Attempt:
         return self._processes.wait(self._show_output)
 
     def stop(self, number: int) -> None:
-        """Send a signal to all processes, which agree on the step to save."""
+        """Send a signal to all processes, which then agree on the last step."""
         self._processes.send_signal(number)
 
     def _show_output(self) -> None:
@@ -134,7 +134,7 @@ def _torchrun_variables(process: int, processes: int, port: int) -> dict[str, st
 
 
 def _free_port() -> int:
-    """Return a free port; each start takes another, so that runs do not collide."""
+    """Return a port that is free now, so that runs on one machine do not collide."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

@@ -57,7 +57,7 @@ def merge_values(document: Any, changes: Any) -> Any:
         for item in changes:
             by_name[item["name"]] = merge_values(by_name.get(item["name"]), item)
         return list(by_name.values())
-    if isinstance(changes, Mapping):  # drops nulls, which have no key to remove
+    if isinstance(changes, Mapping):  # drops nulls: there is no key to remove
         return merge_values({}, changes)
     return changes
 

@@ -1,12 +1,15 @@
-"""The program of a node, for clusters that start one program on each node.
+"""Run the processes of a node, for clusters that start one program on each node.
 
     python -m launch.node [--processes 8] [--folder DIR ...] -- command...
 
-It starts one or more processes of the command with torchrun's variables, passes signals
-on, and exits with the code that launch/policy.py selects. With --folder it also asks
-the run to save and stop for good when the folder holds a file `stop`, and counts the
-node's crashes in a file of the folder. After a crash that may be retried it exits with
-ABORTED, so that the cluster starts it again.
+This program starts `--processes` processes of the command; several processes get
+torchrun's variables. It passes signals on to them, and exits with the code that
+launch/policy.py selects.
+
+With --folder, node 0 sends SIGINT to its processes when the folder contains a file
+`stop`: then the run saves and stops for good. Each node counts its crashes in a file of
+the folder. After a crash that may be retried, this program exits with ABORTED, so that
+the cluster starts it again.
 """
 
 import argparse
@@ -35,7 +38,7 @@ def node_command(
     max_restarts: int = 0,
     backoff_s: float = 0,
 ) -> list[str]:
-    """Return the words to put before a command, so that this program runs it."""
+    """Return the words to put before a command, so that `launch.node` runs it."""
     words = [python, "-P", "-m", "launch.node", "--processes", str(processes)]
     if folder is not None:
         limits = ["--max-restarts", str(max_restarts), "--backoff", str(backoff_s)]
@@ -67,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         thread_args = processes, options.folder, options.look
         threading.Thread(target=_stop_if_asked, args=thread_args, daemon=True).start()
     verdict, code = judge(processes.wait())
-    # No process is left to signal. Ignored signals cannot disturb Python's shutdown.
+    # No process is left that needs a signal. While Python shuts down, a signal would
+    # only disturb it, so signals are ignored from here on.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if verdict is not Verdict.crashed or options.folder is None:
@@ -76,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def asked_to_stop(folder: epath.Path | None) -> bool:
-    """Return whether a folder holds a file `stop`; False while it cannot be read."""
+    """Return whether a folder contains a file `stop`; False if it cannot be read."""
     try:
         return folder is not None and (folder / STOP).exists()
     except Exception as error:  # each object store's client has its own errors
@@ -85,7 +89,7 @@ def asked_to_stop(folder: epath.Path | None) -> bool:
 
 
 def _count_crash(code: int, count_file: epath.Path, options: argparse.Namespace) -> int:
-    """Count a crash; return ABORTED after a pause, or `code` at the limit."""
+    """Count a crash; return ABORTED after a pause, or `code` past the limit."""
     crashes = 1 + int(count_file.read_text() if count_file.exists() else 0)
     count_file.write_text(str(crashes))
     pause_s = pause_after_crash(code, crashes, options.max_restarts, options.backoff)

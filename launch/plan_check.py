@@ -1,7 +1,7 @@
 """Plan a job before its submission, to check that it fits and can run on the cluster.
 
-`python -m train.plan` runs in a separate process. It plans for the cluster's machine
-or, if only the number of devices is known, for virtual devices.
+`python -m train.plan` runs in a separate process. It plans for the cluster's machine.
+If only the number of devices is known, it plans for as many virtual CPU devices.
 """
 
 import json
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
     target: the machine's name in train/hardware/targets.py.
     devices: the number of devices, if their kind is not known.
-    variables: environment variables of the compiler, such as XLA_FLAGS.
+    variables: environment variables that change compilation, such as XLA_FLAGS.
     """
 
     target: str | None = None
@@ -54,12 +54,13 @@ _REFUSED = {
 
 
 def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None]:
-    """Print the plan; return the job with its host memory, and a warning or None.
+    """Print the plan; return the job with the planned host memory, and a warning.
 
-    The warning is a sentence that says what was not checked.
+    The warning is a sentence that says what was not checked, or None.
 
     Raises:
-        Exit: DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, unless `force`.
+        Exit: the plan ended with DOES_NOT_FIT, WRONG_CONFIG or WRONG_DATA, and `force`
+            is False.
     """
     if machine == Machine():
         why = "the keys of the cluster do not say which devices there are"

@@ -1,7 +1,7 @@
 """Decide after an attempt whether the run is over, starts again, or has crashed.
 
-The exit codes are those of train/errors.py. The job script of Slurm and the policies of
-JobSet state the same rules in their own languages, and tests compare them.
+The exit codes are those of train/errors.py. slurm/attempt.sh states the same rules in
+bash, and kubernetes/jobset.py as policies of JobSet. Tests compare both with this file.
 """
 
 import logging
@@ -12,14 +12,16 @@ from train import errors
 
 log = logging.getLogger(__name__)
 
-# After these codes, a start would fail again or is not wanted. The first match decides.
+# After these codes, another start would fail again or is not wanted. If processes ended
+# with several of them, the first in this order is the run's exit code.
 NO_RESTART_CODES = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
 NO_RESTART_CODES += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
-# Restarts after these codes are not counted; after other codes, they are.
+# Restarts after these codes are unlimited. All codes that are not listed are crashes,
+# except FINISHED.
 RESTART_CODES = (errors.PREEMPTED, errors.ABORTED, errors.OWNED)
-SAME_STEP = 3  # after this number of crashes in a row at one step, a run ends
+SAME_STEP = 3  # the number of crashes in a row at one step that ends a run
 LONGEST_BACKOFF_S = 600.0
-# How long processes may continue for a last save after another process has ended.
+# How long other processes may continue, for a last save, after one process has ended.
 LAST_SAVE_S = 600.0
 
 
@@ -27,9 +29,9 @@ class Verdict(StrEnum):
     """The decision after an attempt."""
 
     done = "done"
-    stop = "stop"
-    again = "again"
-    crashed = "crashed"  # starts again, unless it has crashed too often
+    stop = "stop"  # the run is not finished, but does not start again
+    again = "again"  # the run starts again, without limit
+    crashed = "crashed"  # the run starts again, unless it has crashed too often
 
 
 def judge(codes: Sequence[int | None]) -> tuple[Verdict, int]:
@@ -58,7 +60,7 @@ def backoff(crashes: int, first_s: float) -> float:
 def pause_after_crash(
     code: int, crashes: int, max_restarts: int, first_s: float
 ) -> float | None:
-    """Return the seconds to wait before the next start, or None at the limit.
+    """Return the seconds to wait before the next start, or None for no further start.
 
     `crashes` includes the latest crash.
     """

@@ -1,9 +1,10 @@
 """`cluster=skypilot`: a managed job of SkyPilot, on any of its clouds.
 
-SkyPilot restarts the job when its machines are lost, and after exit codes that are not
-counted as crashes; launch/node.py counts crashes. A file in the run's directory asks
-the run to stop. `sky jobs cancel` takes the machines away without waiting for a save,
-so it is used only for a job that does not run. A node runs one process on all GPUs.
+SkyPilot restarts the job when its machines are lost, and after the exit codes
+RESTART_CODES. launch/node.py counts crashes, and exits with such a code if the run may
+start again. A file in the run's directory asks a running job to stop, because `sky jobs
+cancel` takes the machines away without waiting for a save. `sky jobs cancel` is used
+only for a job that does not run. Each node runs one process, which uses all its GPUs.
 """
 
 import json
@@ -38,12 +39,12 @@ SECRETS_REMEDY = (
     "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}"
 )
 _INSTALL_WORDS = re.compile(r"\b(jax|longhaul|uv|pip|conda|requirements)\b")
-_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes: also FAILED_SETUP, ...
+_OVER = ("SUCCEEDED", "CANCELLED", "FAILED")  # prefixes of states, such as FAILED_SETUP
 _POLL_S = 10.0
 
 
 def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
-    """List the mistakes in the cluster's keys, and in the run's location."""
+    """List the mistakes in the cluster's keys, and in the run's directory."""
     errors = []
     if cluster.region is not None and cluster.cloud is None:
         rule = "needs cluster.cloud too"
@@ -67,7 +68,7 @@ def mistakes(cluster: SkypilotCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: SkypilotCluster) -> Machine:
-    """Return the nodes; nothing to plan for unless accelerators are like H100:8."""
+    """Return the nodes; an empty `Machine` unless accelerators are like H100:8."""
     name, _, count = (cluster.accelerators or "").partition(":")
     if not name or not (count or "1").isdigit():
         return Machine()
@@ -85,7 +86,7 @@ def render(job: Job, cluster: SkypilotCluster) -> Rendered:
 
 
 def _launch_command(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
-    """Return the command; `sky` reads secret values from its environment."""
+    """Return the command; `sky` reads the values of secrets from its environment."""
     workdir_flags = ["--workdir", folder] if cluster.code is Code.archive else []
     secret_flags = [word for name in cluster.secrets for word in ("--secret", name)]
     words = ["sky", "jobs", "launch", "--name", name, "--yes", "--detach-run"]
@@ -121,7 +122,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             **(job.cache_variables() if cluster.accelerators else {}),
             **job.variables(cluster.code),
         },
-        "secrets": dict.fromkeys(cluster.secrets, None),  # --secret gives the values
+        "secrets": dict.fromkeys(cluster.secrets, None),  # --secret sets the values
         "setup": "".join(f"{line}\n" for line in cluster.setup),
         "run": f'export NODE_RANK="$SKYPILOT_NODE_RANK"\n{run}\n',
     }
@@ -131,7 +132,7 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
 def submit(
     job: Job, cluster: SkypilotCluster, rendered: Rendered, submission: Submission
 ) -> int:
-    """Launch the job from a local folder, to which remote files are copied first."""
+    """Launch the job from a local folder, after copying remote files there."""
     folder = submission.local_folder()
     for name in (ARCHIVE, UNPACK, FILE):
         source = submission.folder / name

@@ -6,7 +6,7 @@
     code.tar.gz unpack.py the code, if it is sent as an archive
     ...                   the rendered files
 
-No secret is written: the configuration holds only the names of secrets.
+No secret is written: the configuration contains only the names of secrets.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class Submission:
         return submission
 
     def local_folder(self) -> Path:
-        """Create and return a local folder: `folder` itself, unless that is remote."""
+        """Return `folder`, or a local folder if `folder` is remote; create it."""
         folder = local_folder(self.name, str(self.folder))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -76,18 +76,21 @@ class Submission:
 
 def next_number(run_dir: str) -> int:
     """Return the number of the next submission."""
-    # Folders without a record count too: rendered files may have been submitted.
+    # A folder without a record counts too: a user may have submitted rendered files.
     return max(_submission_numbers(run_dir), default=0) + 1
 
 
 def folder_to_render(run_dir: str) -> epath.Path:
-    """Return the next submission's folder; an object store is not queried."""
+    """Return the next submission's folder, without a query to an object store.
+
+    In an object store the submission's number is unknown, so `by-hand` replaces it.
+    """
     number = "by-hand" if is_remote(run_dir) else str(next_number(run_dir))
     return epath.Path(run_dir) / _FOLDER / number
 
 
 def newest_submission(run_dir: str) -> Submission | None:
-    """Return the run's last submission, if any; raise DataError if it is damaged."""
+    """Return the run's last submission, or None; raise DataError if it is damaged."""
     folder = epath.Path(run_dir) / _FOLDER
     for number in sorted(_submission_numbers(run_dir), reverse=True):
         record = folder / str(number) / RECORD
@@ -156,7 +159,7 @@ def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
 
 
 def _git_state(root: Path) -> tuple[dict[str, Any], str]:
-    """Return the commit with the untracked files, and the patch; {}, "" without git."""
+    """Return the commit and untracked files, and the patch; ({}, "") without git."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]

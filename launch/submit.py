@@ -56,7 +56,8 @@ BACKENDS: Mapping[str, Backend] = {
 LAUNCH_KEYS = {f.name for f in dataclasses.fields(LaunchConfig)} - {
     f.name for f in dataclasses.fields(Config)
 }
-_RESUME_KEYS = {"action", "force", "run.name", "run.dir"}  # resume reads these
+# The keys that action=resume reads from its own command line.
+_RESUME_KEYS = {"action", "force", "run.name", "run.dir"}
 
 
 def resolved_run_dir(config: Any) -> str:
@@ -67,8 +68,9 @@ def resolved_run_dir(config: Any) -> str:
 def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     """Check, plan, render, record and submit a run; return the exit code.
 
-    `config` was composed from `arguments`, typed in `workdir`, where relative paths
-    start. The run's directory may be unreachable, so it is read only after the plan.
+    `config` was composed from `arguments`, which the user typed in the folder
+    `workdir`. Relative paths start there. The run's directory may be unreachable, so it
+    is read only after the plan.
     """
     directory = resolved_run_dir(config)
     kind, cluster = kind_in(arguments), config.cluster
@@ -92,10 +94,10 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
 
 
 def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
-    """Show what `submit_job` would submit, with the same paths.
+    """Show what `submit_job` would submit, with the paths of the next submission.
 
     If the plan left something unchecked, the first line says so. Files are written to
-    `output`, or printed. The commands are printed last.
+    `config.output`, or printed if it is null. The commands are printed last.
     """
     backend = BACKENDS[kind_in(arguments)]
     job, unchecked = _with_plan(config, _job(config, arguments, workdir), backend)
@@ -122,7 +124,7 @@ def resume(
     list_mistakes: Callable[[Any], list[Mistake]],
     force: bool,
 ) -> int:
-    """Repeat a recorded submission; warn of `overrides` that have no effect."""
+    """Repeat a recorded submission; warn about `overrides` that have no effect."""
     for word in overrides:
         if _key_of(word) not in _RESUME_KEYS and word not in submission.arguments:
             why = "action=resume repeats the recorded submission unchanged"
@@ -140,7 +142,7 @@ def resume(
 
 
 def _with_plan(config: Any, job: Job, backend: Backend) -> tuple[Job, str | None]:
-    """Call `check_plan` unless plan_first=false; return its job and warning."""
+    """Return the job and warning of `check_plan`, or a warning if plan_first=false."""
     if not config.plan_first:
         return job, f"No plan was made (plan_first=false): {ALL_UNCHECKED}."
     return check_plan(job, backend.machine(config.cluster), config.force)
@@ -163,7 +165,7 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
 
 
 def _files_to_write(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
-    # Some kinds of clusters have no key `code`.
+    # cluster=local has no key `code`.
     if getattr(cluster, "code", None) is not Code.archive:
         return dict(rendered.files)
     unpacker = (ROOT / "launch" / UNPACK).read_bytes()
@@ -171,7 +173,7 @@ def _files_to_write(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:
 
 
 def _refuse_second_submission(directory: str) -> None:
-    """Raise ConfigError if the run was submitted and is not over."""
+    """Raise ConfigError if the run's last submission is still running or waiting."""
     submission = newest_submission(directory)
     if submission is not None and BACKENDS[submission.kind].alive(submission):
         rule = f"runs, or waits to run, on {submission.kind} as {submission.name}: "

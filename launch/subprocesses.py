@@ -18,7 +18,7 @@ from train.errors import CRASHED, WRONG_CONFIG, Exit
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder of this program's packages
-QUERY_TIMEOUT_S = 120.0  # short, because a host that hangs delays the others
+QUERY_TIMEOUT_S = 120.0  # short, because one host that hangs delays all others
 COMMAND_TIMEOUT_S = 1800.0  # for commands that copy code or create machines
 _POLL_S = 0.05
 
@@ -36,7 +36,7 @@ def run_module(
 
 
 def run_tool(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    """Run a cluster's command; return the completed process, with output as text.
+    """Run a tool such as kubectl; return the completed process, with output as text.
 
     Raises:
         Exit: the program is not installed.
@@ -49,7 +49,7 @@ def run_tool(words: Sequence[str], **options: Any) -> subprocess.CompletedProces
 
 
 def ask_tool(words: Sequence[str], **options: Any) -> str:
-    """Run a cluster's command that must succeed; return its output, if captured.
+    """Run a tool that must succeed; return its output, or "" if not captured.
 
     Raises:
         Exit: the command failed, or the program is not installed.
@@ -74,9 +74,9 @@ def run_captured(
 ) -> tuple[int, bytes, str]:
     """Run a command; return its exit code, its output and its error output.
 
-    The command gets a separate session, so that Ctrl-C does not reach it. After
-    `timeout_s` its process group is killed, and the complete lines of its output are
-    returned with exit code 1.
+    The command runs in a separate session, so that Ctrl-C does not reach it. After
+    `timeout_s` seconds, the command and its children are killed. Then the exit code is
+    1, and the output contains the complete lines that were printed until then.
 
     Raises:
         Exit: the program is not installed.
@@ -110,7 +110,7 @@ def run_captured(
 def torchrun_variables(
     local_rank: int, processes: int, node_rank: int = 0
 ) -> dict[str, str]:
-    """Return torchrun's rank variables; none if a node has one process."""
+    """Return torchrun's rank variables; none if each node has only one process."""
     if processes == 1:
         return {}
     ranks = {"RANK": node_rank * processes + local_rank, "LOCAL_RANK": local_rank}
@@ -119,7 +119,7 @@ def torchrun_variables(
 
 
 class ProcessGroup:
-    """The processes of one run; signals may arrive while they are being started."""
+    """The processes of one run. Signals may arrive while processes are started."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -134,8 +134,8 @@ class ProcessGroup:
     def wait(self, on_poll: Callable[[], object] = lambda: None) -> list[int | None]:
         """Wait for all processes; return their exit codes as a shell reports them.
 
-        `on_poll` is called at each poll. Processes are killed if they still run
-        LAST_SAVE_S after another has ended.
+        `on_poll` is called at each poll. All processes that still run LAST_SAVE_S
+        seconds after the first one has ended are killed.
         """
         grace_left_s = LAST_SAVE_S
         while None in (codes := [process.poll() for process in self.processes]):

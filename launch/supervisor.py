@@ -1,8 +1,9 @@
-"""Keep a run going: start it again until it is finished or another start cannot help.
+"""Supervise a run: restart it until it is finished or another start cannot help.
 
-Preemptions and lost hosts are not counted. Crashes are counted up to a limit, with
-growing pauses; three crashes in a row at one step end the run. A signal to stop is
-passed to the run, which saves and ends; then the supervisor ends.
+Restarts after preemptions and lost hosts are unlimited. Restarts after crashes follow
+growing pauses, up to cluster.max_restarts. Three crashes in a row at the same step end
+the run. The supervisor passes a signal to stop on to the run, and ends after the run
+has saved and ended.
 """
 
 import json
@@ -21,14 +22,14 @@ from train.errors import CRASHES_AGAIN, OWNED, PREEMPTED, STOPPED
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 1.0  # the pause after an attempt whose end is not counted
-_OWNED_PAUSE_S = 15.0  # the pause in which the run's owner may release it or die
+_PAUSE_S = 1.0  # after an attempt that does not count as a crash
+_OWNED_PAUSE_S = 15.0  # after OWNED, so that the other process may release the run
 ATTEMPTS = "attempts.jsonl"
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # these stop the run
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each of these stops the run
 
 
 class Wait:
-    """A pause that a signal ends; keeps the last signal and the number of signals."""
+    """Pauses until a signal or a timeout. Records the last signal, counts signals."""
 
     def __init__(self) -> None:
         self.last_signal: int | None = None
@@ -40,9 +41,9 @@ class Wait:
         self.count += 1
 
     def __call__(self, seconds: float, handled: int = 0) -> bool:
-        """Wait, and return whether a signal has arrived, now or earlier.
+        """Wait at most `seconds`; return whether a signal has arrived, now or earlier.
 
-        The first `handled` signals do not end the wait.
+        The wait ends early if more than `handled` signals have arrived in total.
         """
         deadline = time.monotonic() + seconds
         while (rest_s := deadline - time.monotonic()) > 0 and self.count <= handled:
@@ -69,13 +70,15 @@ class Attempt(Protocol):
 
 @dataclass
 class Supervisor:
-    """Makes attempts at a run until it is over.
+    """Makes attempts at a run until the run is over.
 
-    start: begins an attempt.
+    start: starts all processes, and returns the attempt.
     read_step: returns the newest step of the run, or None if that is unknown.
-    diary: a file that gets a JSON line for each attempt.
-    on_end: called at the end, also after an exception; no signal interrupts it.
-    stop_requested: returns whether a user asked the run to stop, on any machine.
+    backoff_s: the seconds to wait after the first crash; each further crash doubles it.
+    diary: a file to which each attempt appends a JSON line.
+    on_end: called at the end of `run`, also after an exception. SIGNALS do not
+        interrupt it.
+    stop_requested: returns whether a user of any machine asked the run to stop.
     """
 
     start: Callable[[], Attempt]
@@ -97,13 +100,14 @@ class Supervisor:
                 pass
             return code
         finally:
-            # A second Ctrl-C must not leave machines that cost money.
+            # The handlers are restored after `on_end`, because a second Ctrl-C must not
+            # interrupt the release of machines that cost money.
             self.on_end()
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def _attempt_once(self) -> int | None:
-        """Make one attempt; return the exit code if it was the last, otherwise None."""
+        """Make one attempt; return the run's exit code, or None to start again."""
         if self._wait.last_signal is not None:  # the signal came during the pause
             return self._wait.exit_code
         if self.stop_requested():
@@ -125,7 +129,7 @@ class Supervisor:
         return final_code
 
     def _decide(self, verdict: Verdict, code: int) -> tuple[int | None, float]:
-        """Return the run's exit code, None to start again, and the seconds to wait."""
+        """Return the run's exit code (None to start again), and the seconds to wait."""
         was_signalled = self._wait.last_signal is not None
         if was_signalled or verdict in (Verdict.done, Verdict.stop):
             return code, 0

@@ -1,4 +1,4 @@
-"""Unpack this program on a machine of a cluster, then run a command of this program.
+"""Unpack this program on a machine of a cluster, then run a command that uses it.
 
     python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]
 
@@ -6,7 +6,8 @@ This script needs only the standard library, and fsspec for an archive under gs:
 s3://. It unpacks the code into a folder of the user's cache, named by the archive's
 SHA-256, and puts that folder first in the command's PYTHONPATH. Each start atomically
 replaces files that differ from the archive, so processes may start at the same time.
-The command replaces this process (exec): it gets the signals and sets the exit code.
+The command then replaces this process (exec), so the command gets all signals and sets
+the exit code.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     """Unpack the archive, and replace this process by the command."""
     if len(arguments) < 3 or arguments[1] != "--":
         sys.exit("usage: python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]")
-    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):  # there is nothing to save yet
+    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):  # nothing to save yet
         signal.signal(getattr(signal, name), lambda *_: os._exit(_PREEMPTED))
     archive, command = arguments[0], arguments[2:]
     try:
@@ -55,7 +56,10 @@ def read_archive(archive: str) -> bytes:
 
 
 def user_cache_folder() -> Path:
-    """Return a folder that only this user may write to, because its code is run."""
+    """Return a folder in this user's cache, or a temporary one if that is not writable.
+
+    Other users must not be able to write to the folder, because its code is executed.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     folder = Path(root, "longhaul", "code").absolute()
     try:

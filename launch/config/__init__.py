@@ -65,7 +65,7 @@ class LaunchConfig(Config):
 
 
 def kind_in(arguments: Sequence[str]) -> str:
-    """Return the kind of cluster in a command line; `local` if it names none."""
+    """Return a command line's kind of cluster; `local` if it names no known kind."""
     chosen = [a.partition("=")[2] for a in arguments if a.startswith("cluster=")]
     return chosen[-1] if chosen and chosen[-1] in KINDS else "local"
 

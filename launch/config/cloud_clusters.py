@@ -22,7 +22,7 @@ from train.config import Count, Number
 
 @dataclass(frozen=True)
 class KubernetesCluster(ClusterConfig):
-    """The keys of both kinds of GKE, which run a JobSet."""
+    """The keys that gke_tpu and gke_gpu share. Both kinds run a JobSet."""
 
     namespace: Annotated[str, Doc("The namespace of the JobSet.")] = "default"
     context: Annotated[

@@ -21,7 +21,7 @@ class Code(StrEnum):
     image = "image"
 
 
-# Keys of several kinds of clusters.
+# The types of keys that several kinds of clusters have.
 Nodes = Annotated[Count, Doc("The number of machines.")]
 ProcessesPerNode = Annotated[
     Count, Doc("The number of processes on each machine: 1, or one for each GPU.")

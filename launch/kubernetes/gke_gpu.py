@@ -1,7 +1,7 @@
 """`cluster=gke_gpu`: GPU nodes of GKE, or of any Kubernetes with JobSet.
 
 The JobSet has one Job with a pod for each node. The pods find each other by torchrun's
-variables and the host name of the first pod. Not tested on a cluster yet.
+variables and the host name of the first pod. This is not tested on a cluster yet.
 """
 
 from launch import gpu_variables as gpu
@@ -19,7 +19,7 @@ NODE = "node"
 
 
 def mistakes(cluster: GkeGpuCluster, run_dir: str) -> list[Mistake]:
-    """List the mistakes in the cluster's keys, and in the run's location."""
+    """List the mistakes in the cluster's keys, and in the run's directory."""
     return [*gpu.gpu_mistakes(cluster), *jobset.jobset_mistakes(cluster, run_dir)]
 
 

@@ -1,9 +1,9 @@
-"""`cluster=gke_tpu`: TPU slices of Google Kubernetes Engine, one Job of a JobSet each.
+"""`cluster=gke_tpu`: TPU slices of GKE, run by a JobSet with one Job for each slice.
 
 GKE sets the variables that connect the processes of a slice, and this module sets the
 variables that connect slices; JAX's cluster detection reads both. The container runs as
-root but without capabilities: from GKE 1.28 on root needs no privileges to use the
-chips. Not tested on a TPU yet.
+root but without capabilities: since GKE 1.28, root needs no privileges to use the
+chips. This is not tested on a TPU yet.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ _HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
 
 
 def mistakes(cluster: GkeTpuCluster, run_dir: str) -> list[Mistake]:
-    """List the mistakes in the cluster's keys, and in the run's location."""
+    """List the mistakes in the cluster's keys, and in the run's directory."""
     return _target_mistakes(cluster.target) + jobset.jobset_mistakes(cluster, run_dir)
 
 
@@ -43,7 +43,7 @@ def _target_mistakes(name: str | None) -> list[Mistake]:
     if isinstance(target, Mistake):
         return [target]
     if target.num_hosts == target.slices > 1:
-        # Source: GKE, "Deploy TPU Multislices in GKE": only multi-host node pools.
+        # Source: GKE, "Deploy TPU Multislices in GKE": only multi-host pools can join.
         rule = "has several slices of one host each, which GKE does not join"
         return [Mistake("cluster.target", name, rule)]
     return []
@@ -72,8 +72,8 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
         },
         # A slice is one node pool, so all pods of a slice must be placed in one pool.
         annotations=_IN_ONE_POOL if hosts_per_slice > 1 else {},
-        # Device files belong to root, unless containerd is configured otherwise.
-        # Source: kubernetes/kubernetes#92211.
+        # The container runs as root, because device files belong to root unless
+        # containerd is configured otherwise. Source: kubernetes/kubernetes#92211.
         security_context={"runAsUser": 0},
         network=_HOST_NETWORK if cluster.host_network else {},
     )
@@ -83,9 +83,10 @@ def render(job: Job, cluster: GkeTpuCluster) -> Rendered:
 def _environment(job: Job, target: Target) -> dict[str, Any]:
     """Return the variables that connect processes and that GKE does not set.
 
-    A single host also gets variables, because its Indexed Job looks like one of several
-    hosts. GKE adds missing MEGASCALE_* variables to the pods of a JobSet (xpk and
-    axlearn rely on that); here they are set explicitly.
+    A single host also needs variables: because its Job is Indexed, it otherwise looks
+    like one of several hosts (train/distributed/detection.py). GKE adds missing
+    MEGASCALE_* variables to the pods of a JobSet, and xpk and axlearn rely on this.
+    Here they are set explicitly.
     """
     if target.num_hosts == 1:
         return {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1", "RANK": "0"}

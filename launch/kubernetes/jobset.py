@@ -1,8 +1,8 @@
 """Render a run as a JobSet (jobset.x-k8s.io/v1alpha2), for JobSet 0.10 or later.
 
 The JobSet's failure policy implements launch/policy.py, so no supervisor is needed.
-There is no pause between restarts. Not tested on a cluster yet: tests check the
-manifest against the schemas of JobSet and Kueue.
+There is no pause between restarts. This is not tested on a cluster yet; tests check
+the manifest against the schemas of JobSet and Kueue.
 """
 
 import re
@@ -101,8 +101,9 @@ def _jobset(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
 def _pod_rules() -> list[dict[str, Any]]:
     """Return the rules that fail a Job with the reason PodFailurePolicy.
 
-    Other failures have the reason BackoffLimitExceeded. Preemptions, evictions and lost
-    nodes leave the condition DisruptionTarget on the pod.
+    A pod that matches no rule fails its Job with the reason BackoffLimitExceeded.
+    Kubernetes sets the condition DisruptionTarget on a pod that it preempts, evicts or
+    loses with its node.
     """
     in_container = {"containerName": CONTAINER, "operator": "In"}
     disruption = {"type": "DisruptionTarget", "status": "True"}
@@ -115,7 +116,7 @@ def _pod_rules() -> list[dict[str, Any]]:
 
 
 def _job_rules() -> list[dict[str, Any]]:
-    """Return the rules for failed Jobs; a failure that matches none counts as a crash.
+    """Return the rules for failed Jobs. A failure without a rule counts as a crash.
 
     Source of the message pattern: kubernetes, pkg/controller/job/pod_failure_policy.go,
     "... failed with exit code %v matching %v rule at index %d".
@@ -136,7 +137,7 @@ def _job_rules() -> list[dict[str, Any]]:
 
 
 def _mount_paths(node: Any) -> list[str]:
-    """List the paths at which `cluster.merge`, or a node of it, mounts volumes."""
+    """List each `mountPath` in `cluster.merge` or, recursively, in a part of it."""
     if isinstance(node, Mapping):
         paths = [node["mountPath"]] if isinstance(node.get("mountPath"), str) else []
         return paths + [path for child in node.values() for path in _mount_paths(child)]

@@ -1,7 +1,7 @@
 """The actions of `python -m launch` on a rendered JobSet, through kubectl.
 
 A finished JobSet stays in the cluster, with its pods and their output, until the run is
-submitted again.
+submitted again or `cluster.ttl_s` has passed.
 """
 
 import json
@@ -27,8 +27,8 @@ from train.errors import FINISHED
 log = logging.getLogger(__name__)
 
 _POLL_S = 2.0
-_MARGIN_S = 120  # the time to delete other objects after the last pod has ended
-_SPOT_NOTICE_S = 15  # the notice that user pods get. Source: GKE, "Spot VMs"
+_MARGIN_S = 120  # seconds for deleting other objects after the last pod has ended
+_SPOT_NOTICE_S = 15  # seconds from notice to kill of a pod. Source: GKE, "Spot VMs"
 _OVER = ("Completed", "Failed")
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name="
 _RANK_0 = ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
@@ -84,7 +84,7 @@ def status(submission: Submission) -> list[str]:
 
 
 def logs(submission: Submission, follow: bool) -> int:
-    """Print the output of process 0; with `follow`, until the JobSet is over."""
+    """Print the output of process 0 (with `follow`, until the JobSet is over)."""
     printed_pod, since = "", ""
     while True:
         over = not (follow and alive(submission))
@@ -120,13 +120,13 @@ def _jobset(submission: Submission) -> dict[str, Any] | None:
 
 
 def _list(submission: Submission, kind: str, *arguments: str) -> list[dict[str, Any]]:
-    """Return objects; none if the cluster forbids listing or does not know the kind."""
+    """Return objects; none if kubectl fails, for example without the right to list."""
     result = _run(submission, ["get", kind, *arguments, "-ojson"])
     return json.loads(result.stdout)["items"] if result.returncode == 0 else []
 
 
 def _process_0_pod(submission: Submission) -> str:
-    """Return the name of the newest started pod of process 0; "" if there is none."""
+    """Return the name of process 0's newest pod that has started, or ""."""
     selector = _JOBSET_LABEL + submission.name + _RANK_0
     pods = _list(submission, "pods", "--selector", selector)
     started = [pod for pod in pods if pod["status"].get("phase") != "Pending"]

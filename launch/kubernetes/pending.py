@@ -26,7 +26,7 @@ def describe_queue(queue: str, workloads: Sequence[Object]) -> str:
 def describe_pods(
     pods: Sequence[Object], list_events: Callable[[str], Sequence[Object]]
 ) -> list[str]:
-    """Return lines: the pods by phase, why the first pending one waits, and failures.
+    """Describe the count of each phase, why the first pending pod waits, and failures.
 
     `list_events` returns the events of a pod by its name.
     """
@@ -49,7 +49,7 @@ def describe_pods(
 
 
 def _last_seen(event: Object) -> str:
-    # A repeated event keeps its creation time.
+    # A repeated event keeps its creation time; only lastTimestamp is updated.
     times = (event.get(key) for key in ("lastTimestamp", "eventTime"))
     return next(filter(None, times), _creation_time(event))
 

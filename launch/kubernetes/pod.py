@@ -1,7 +1,7 @@
 """Render a pod of a run: one container, started without a shell.
 
-The pod has no capabilities, no service account unless one is configured, and references
-to secrets instead of values.
+The container has no Linux capabilities. It has the token of a service account only if
+one is configured. Variables refer to Kubernetes Secrets instead of containing them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,16 @@ class Pods:
     """The settings of pods that differ between kinds of accelerator.
 
     name: the name of the replicated job.
-    jobs: the number of Jobs, which are the replicas.
+    jobs: the number of Jobs, which are the replicas of the replicated job.
     pods_per_job: the number of pods in each Job.
-    environment: variables, each with a text or a mapping made by `from_pod`.
+    environment: variables. A value is a string, or a reference made by `from_pod`.
     resource: the name of the device resource, and the number of devices of a pod.
     selector: labels that the nodes must have.
     annotations: annotations of the JobSet.
     security_context: settings of the pod's security context.
-    network: settings of the pod's specification.
-    memory_volume: whether /dev/shm is as large as the node's memory allows.
+    network: network settings of the pod's specification.
+    memory_volume: whether /dev/shm is limited only by the memory of the node.
+    processes: the number of processes in a pod.
     """
 
     name: str
@@ -115,7 +116,7 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
 
 
 def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
-    """Return a pod's resources; memory and cores are requested without limits."""
+    """Return a pod's resources. Memory and cores have requests, but no limits."""
     resource, count = pods.resource
     cpus, memory = cluster.cpus, cluster.memory
     if job.staged_bytes is not None:

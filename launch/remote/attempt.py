@@ -15,16 +15,16 @@ from train.errors import FINISHED
 
 log = logging.getLogger(__name__)
 
-LOST_S = 600.0  # a host that does not answer for this time is lost
-SILENT_S = 120.0  # the same limit after another process has ended
-_MAX_LINES = 200  # lines to show of the output of crashed processes
+LOST_S = 600.0  # a process whose host is silent for this time is lost
+SILENT_S = 120.0  # the same limit, once any process has ended
+_MAX_LINES = 200  # the maximum number of output lines of crashed processes
 
 
 class RemoteAttempt:
-    """One start of all processes (the supervisor's `Attempt`).
+    """One start of all processes (implements `launch.supervisor.Attempt`).
 
     file: the local file for the output of process 0.
-    begin: starts the processes, or finds them running; returns False if a signal
+    begin: starts the processes, or finds them running. It returns False if a signal
         came first.
     show: whether the output of process 0 is also printed on stderr.
     """
@@ -66,7 +66,7 @@ class RemoteAttempt:
         return [*self._codes.values(), *([None] * missing)]
 
     def _pass_on_signal(self) -> bool:
-        """Signal the processes; return whether one received it, which is enough."""
+        """Signal the processes; return whether any received it. Then all will stop."""
         number = self._wait.last_signal or signal.SIGTERM
         name = signal.Signals(number).name.removeprefix("SIG")
         if any(s.word == "told" for s in self._hosts.ask("signal", name).values()):
@@ -76,7 +76,7 @@ class RemoteAttempt:
         return False
 
     def _kill_stragglers(self) -> None:
-        """Kill processes that run for LAST_SAVE_S after another has ended."""
+        """Kill processes that still run LAST_SAVE_S seconds after another has ended."""
         if not self._codes:
             self._grace_began = time.monotonic()
         elif time.monotonic() > self._grace_began + LAST_SAVE_S:
@@ -93,7 +93,7 @@ class RemoteAttempt:
                 self._codes.pop(name, None)
 
     def _all_ended(self, began: float) -> bool:
-        """Return whether all processes have ended, or are lost."""
+        """Mark silent processes as lost; return whether all have ended or are lost."""
         cutoff = time.monotonic() - (SILENT_S if self._codes else LOST_S)
         for name, answered_at in self._answered_at.items():
             if answered_at < cutoff and name not in self._codes:
@@ -114,7 +114,7 @@ class RemoteAttempt:
             sys.stderr.flush()
 
     def _log_crashes(self) -> None:
-        """Log the last lines of crashed processes, whose output is not shown."""
+        """Log the last lines of crashed processes: only process 0's output is shown."""
         crashes = {code for code in self._codes.values() if code is not None}
         for code in sorted(crashes - {FINISHED, *RESTART_CODES, *NO_RESTART_CODES}):
             lines = self._hosts.tail(code).splitlines()[:_MAX_LINES]

@@ -1,4 +1,4 @@
-"""Commands of gcloud for queued resources, and the meaning of its errors.
+"""Build gcloud commands for queued resources, and classify the errors of gcloud.
 
 Source of the flags: the reference of gcloud compute tpus queued-resources (SDK 528).
 """
@@ -11,14 +11,14 @@ from launch.job import long_options
 from launch.subprocesses import COMMAND_TIMEOUT_S, run_captured
 from train.hardware.targets import parse_target
 
-_MAX_MESSAGE = 2000  # characters to keep of an error message
+_MAX_MESSAGE = 2000  # the maximum length of an error message
 # Permanent errors, by status code. Source: googleapis, google/rpc/code.proto.
 _PERMANENT_ERRORS = {3: "INVALID_ARGUMENT", 5: "NOT_FOUND", 7: "PERMISSION_DENIED"}
 _PERMANENT_ERRORS |= {16: "UNAUTHENTICATED"}
 _ACCOUNT_ERRORS = ("active account", "gcloud auth login", "Reauthentication")
-_USAGE = 2  # the exit code of gcloud's parser
+_USAGE = 2  # the exit code of gcloud for a wrong command line
 
-# Accelerator type and software version by family. Sources:
+# Accelerator type and software version by TPU family. Sources:
 # docs.cloud.google.com/tpu/docs/v5e, .../v5p and so on, and .../tpu/docs/runtimes.
 TYPES = {
     "v4": ("v4", "tpu-ubuntu2204-base"),
@@ -86,7 +86,7 @@ class GcloudError(Exception):
 
 
 def is_quota_error(message: str) -> bool:
-    """Return whether a request failed because the quota, not the capacity, is short."""
+    """Return whether the quota, and not a lack of capacity, made a request fail."""
     return "quota" in message.lower()
 
 

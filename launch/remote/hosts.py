@@ -28,14 +28,14 @@ def files_of(cluster: SshCluster | TpuVmCluster) -> list[str]:
 
 
 class Hosts(ABC):
-    """The machines of a submission and their processes, polled every `poll_s`."""
+    """The machines and processes of a submission, polled every `poll_s` seconds."""
 
     def __init__(self, submission: Submission, processes: int, poll_s: float):
         self._submission, self._name = submission, submission.name
         self.processes, self.poll_s = processes, poll_s
 
     def begin(self, wait: Wait, watch_running: bool) -> bool:
-        """Start all processes or, with `watch_running`, watch any that already run.
+        """Start all processes. With `watch_running`, start none if some already run.
 
         Returns False if a signal came first.
         """
@@ -44,7 +44,7 @@ class Hosts(ABC):
                 log.info("%d processes already run there: watching them", count)
                 return True
             if self._start():
-                self._stop_requested(wait)  # records a stop for the attempt to pass on
+                self._stop_requested(wait)  # records a stop, which attempts pass on
                 return True
             wait(_RETRY_S)
         return False
@@ -64,11 +64,11 @@ class Hosts(ABC):
         return self._run_on_first(verb_line(self._name, "said", [0, skip]))
 
     def tail(self, code: int) -> str:
-        """Return the last lines of the processes that ended with `code`."""
+        """Return the last output lines of the processes that ended with `code`."""
         return self._run("tail", code)
 
     def gone(self) -> bool:
-        """Return whether the machines are known to exist no longer."""
+        """Return whether the machines certainly no longer exist."""
         return False
 
     def may_be_running(self) -> bool:
@@ -76,13 +76,13 @@ class Hosts(ABC):
         return self._count_running() > 0
 
     def release(self) -> None:  # noqa: B027
-        """Give back machines that the run requested, after the end of the run."""
+        """Release the machines that were requested for the run, after its end."""
 
     def _count_running(self) -> int:
         return [state.word for state in self.ask("poll").values()].count("running")
 
     def _await_machines(self, wait: Wait) -> bool:
-        """Wait until there are machines; return False if a signal came first."""
+        """Wait until the machines exist; return False if a signal came first."""
         return not wait(0)
 
     @abstractmethod

@@ -1,8 +1,8 @@
-"""A queued resource: a request for TPU slices, which Google Cloud grants in turn.
+"""A queued resource: a request for TPU slices, which waits until some are available.
 
 Source of the states: docs.cloud.google.com/tpu/docs/queued-resources, and
-QueuedResourceState of the v2 API. Spot machines that were taken away do not come back.
-The old request still holds quota, so it is deleted before a new request is made.
+QueuedResourceState of the v2 API. After a preemption of spot machines, the request does
+not get machines again but still uses quota, so it is deleted and then made again.
 """
 
 import json
@@ -31,7 +31,7 @@ _ASK_AGAIN_S = 30.0
 
 @dataclass(frozen=True)
 class ResourceState:
-    """The state of a request (None: there is no request), and the reason for it."""
+    """The state of a request (None: there is no request), why, and the error's code."""
 
     state: str | None
     why: str = ""
@@ -42,7 +42,7 @@ class ResourceState:
 
 
 class QueuedResource:
-    """One request, identified by its name; `diary` gets a JSON line for each state."""
+    """A request, identified by its name. Each new state adds a JSON line to `diary`."""
 
     def __init__(self, name: str, cluster: TpuVmCluster, diary: Path):
         self.name, self._cluster, self._diary = name, cluster, diary
@@ -88,7 +88,7 @@ class QueuedResource:
                 pause_s = _ASK_AGAIN_S
                 continue
             self._log_change(current)
-            if is_stopped():  # `action=stop` deletes the resource
+            if is_stopped():  # do not request again what `action=stop` deletes
                 return False
             if current.state == ACTIVE:
                 self._failures = 0
@@ -100,7 +100,7 @@ class QueuedResource:
         return False
 
     def _create_or_delete(self, current: ResourceState, poll_s: float) -> float:
-        """Create or delete the resource by its state; return the seconds to wait."""
+        """Create the resource, or delete a failed one; return the seconds to wait."""
         if current.state is None:
             log.info("%s: asking for %s", self.name, self._cluster.target)
             call(self._commands["create"])

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Control one run on this host: its COUNT processes here, numbered from FIRST.
+# Control the COUNT processes of a run on this host, which are numbered from FIRST.
 #   run.sh start FIRST COUNT [WORLD_SIZE ADDRESS PORT]   kills old processes first
 #   run.sh poll FIRST COUNT
 #   run.sh signal FIRST COUNT NAME
-#   run.sh said FIRST BYTES      the output of FIRST after that many bytes
+#   run.sh said FIRST BYTES      the output of process FIRST after the first BYTES bytes
 #   run.sh tail FIRST COUNT CODE the last lines of processes that ended with CODE
 set -u
 cd -- "$(dirname -- "$0")" || exit 1
@@ -22,7 +22,7 @@ export_ranks() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
 
 run_process() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
   (
-    trap 'exit 130' INT # until training takes over
+    trap 'exit 130' INT # until training sets its own handlers
     trap 'exit 42' TERM
     echo "$BASHPID" >"process-$1/pid"
     export_ranks "$@"
@@ -70,7 +70,7 @@ signal() { # FIRST COUNT NAME
       [ -s "process-$process/pid" ] || sleep 0.2
     done
     pid=$(cat "process-$process/pid")
-    # A process that runs under sudo, such as docker, needs sudo to be signalled.
+    # Only sudo may signal a process that runs under sudo, such as docker.
     { kill -s "$3" "$pid" 2>/dev/null || sudo -n kill -s "$3" "$pid"; } &&
       say "$process" told
   done

@@ -2,12 +2,13 @@
 
 The script is in a local folder of the host, with files about each process:
 
-    process-<n>/lock    locked while the process or a child of it lives
+    process-<n>/lock    locked while the process or one of its children lives
+    process-<n>/group   the id of the process group, to kill all of it
     process-<n>/pid     the id of the training process, or of the setup before it
     process-<n>/code    the exit code, as a shell reports it, once the process has ended
     process-<n>/log     the output of the last start
 
-`setsid --fork` gives each process a session of its own; a child that a shell starts
+The script starts each process with `setsid --fork`, because a child that a shell starts
 with `&` would ignore SIGINT. All verbs exit with 0: only their output tells what
 happened.
 """

@@ -1,9 +1,8 @@
 """`cluster=ssh`: machines that ssh reaches, supervised by this machine.
 
-Training has a session of its own on each machine (`remote/run_script.py`), so it
-survives a broken connection, and `action=resume` continues to supervise it. All
-machines and this one share the run's directory and, with cluster.code=shared, this
-program's folder.
+Training runs in its own session on each machine (`remote/run_script.py`). So training
+survives a broken connection, and `action=resume` supervises it again. All machines and
+this one share the run's directory and, with cluster.code=shared, this program's folder.
 """
 
 import re
@@ -46,7 +45,7 @@ def mistakes(cluster: SshCluster, run_dir: str) -> list[Mistake]:
 
 
 def machine(cluster: SshCluster) -> Machine:
-    """Return nothing to plan for: the devices of the hosts are not known here."""
+    """Return an empty `Machine`: the devices of the hosts are not known here."""
     return Machine()
 
 

@@ -1,7 +1,7 @@
 """Copy files to machines that ssh reaches, and run commands there.
 
 Files are sent over standard input, so that no command line shows their contents. If ssh
-exits with 255, the state of the process on the host is unknown.
+exits with 255, it is unknown whether the command ran on the host.
 """
 
 import logging
@@ -34,7 +34,7 @@ def ssh_command(cluster: SshCluster, host: str, line: str) -> list[str]:
 
 
 def write_line(name: str, file: str) -> str:
-    """Return the line of shell that writes its standard input to a file atomically."""
+    """Return the line of shell that atomically writes standard input to a file."""
     path = f"{remote_folder(name)}/{file}"
     # The file is replaced, so a shell that is running the old run.sh is not disturbed.
     write = f"umask 077 && mkdir -p {remote_folder(name)} && cat >{path}.new"

@@ -43,8 +43,8 @@ def supervise(
 ) -> int:
     """Supervise the run until it is over; return its exit code.
 
-    `start(folder, show)` begins an attempt, which writes its output to files in
-    `folder`, and with `show` also prints the output of process 0.
+    `start(folder, show)` begins an attempt. The attempt writes its output to files in
+    `folder` and, if `show`, also prints the output of process 0.
     """
     folder = submission.local_folder()
     if cluster.detach and not detach_process(folder / "launch.log"):
@@ -68,7 +68,7 @@ def submit(
     rendered: Rendered,
     submission: Submission,
 ) -> int:
-    """Supervise a run on other machines; the first attempt may find it running."""
+    """Supervise a run on other machines. The first attempt may find it running."""
     submission = submission.with_handle(cluster=asdict(cluster))
     hosts, watch_flags = submitted_hosts(submission), iter([True])
 
@@ -80,7 +80,7 @@ def submit(
 
 
 def detach_process(log: Path) -> bool:
-    """Fork; return True in the child, which has no terminal and writes to a file."""
+    """Fork; return True in the new background process, which writes to `log`."""
     sys.stdout.flush()
     if child := os.fork():
         _, status = os.waitpid(child, 0)  # the child exits after the second fork

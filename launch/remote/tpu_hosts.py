@@ -1,8 +1,8 @@
 """Copy files to the VMs of a queued resource, and run commands there.
 
 Source of the flags: the reference of gcloud compute tpus queued-resources ssh and scp
-(SDK 528). They exit with the code of an arbitrary worker, so run.sh prints the states
-of all processes.
+(SDK 528). Both commands exit with the code of an arbitrary worker, so run.sh prints the
+states of all processes.
 """
 
 import logging
@@ -23,10 +23,10 @@ from train.hardware.targets import parse_target
 
 log = logging.getLogger(__name__)
 
-STATES = "states.jsonl"  # holds the observed states of the resource
+STATES = "states.jsonl"  # records the states of the resource
 _ALL = ("--node=all", "--worker=all")
 _FIRST = ("--node=0", "--worker=0")  # the VM of process 0
-FIRST_AND_COUNT = (0, 1)  # for run.sh: each VM runs one process, with local number 0
+FIRST_AND_COUNT = (0, 1)  # of run.sh: each VM runs one process, number 0
 
 
 def ssh_to_vms(

@@ -1,8 +1,8 @@
 """`cluster=tpu_vm`: Cloud TPU VMs, one or several slices, supervised by this machine.
 
 The VMs are requested as a queued resource, get this program by scp or as an image, and
-are polled over ssh. VMs that were taken away are requested again. When the run is over,
-the VMs are deleted, unless `cluster.keep`.
+are polled over ssh. If the VMs are preempted, they are requested again. When the run is
+over, the VMs are deleted, unless `cluster.keep` is true.
 """
 
 from dataclasses import replace
@@ -36,8 +36,8 @@ from launch.submissions import Submission
 from train.errors import Mistake
 
 SECRETS_REMEDY = "keep it in Secret Manager: cluster.secrets={VARIABLE: its name}"
-# The Python of the VMs is 3.10, so each start installs a newer Python. The archive
-# fixes the versions of packages, so a restart does not change them.
+# The Python of the VMs is 3.10, so each start installs a newer Python. constraints.txt
+# of the archive fixes the versions of packages, so a restart does not change them.
 _SETUP = (
     "python3 -m pip install --quiet --user uv",
     "python3 -m uv venv --quiet --allow-existing --python 3.13 ~/longhaul/venv",
@@ -49,7 +49,7 @@ _SETUP = (
 
 
 def mistakes(cluster: TpuVmCluster, run_dir: str) -> list[Mistake]:
-    """List the mistakes in the cluster's keys, and in the run's location."""
+    """List the mistakes in the cluster's keys, and in the run's directory."""
     errors = _target_mistakes(cluster.target)
     if not cluster.zone:
         errors.append(Mistake("cluster.zone", None, "is required, say us-east5-b"))

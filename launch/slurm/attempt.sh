@@ -1,6 +1,7 @@
 # Make one attempt, and decide what follows. The lines above set the commands (srun,
 # srun_one, train, status), tasks, the paths (folder, diary, stop), the nodes that the
-# user excludes (exclude), whether the user selects nodes (chosen), and the policy.
+# user excludes (exclude), whether the user selects nodes (chosen), and the policy
+# (launch/slurm/script.py writes these lines).
 
 say() { printf '%s  %s\n' "$(date '+%F %T')" "$*" >&2; }
 
@@ -27,12 +28,12 @@ requeue() {
 	fi
 	[[ -z ${1-} ]] || scontrol update "JobId=$SLURM_JOB_ID" "StartTime=now+$1"
 	[[ -z $changed ]] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$avoid"
-	exit "$code" # Slurm ends this script anyway
+	exit "$code" # Slurm ends the script of a requeued job anyway
 }
 
-# Prints the state of this job: running; put_back (requeued by Slurm or by this script);
-# cut_off (ended by a time limit, or by a preemption that cancels jobs (PreemptMode), so
-# this script must requeue it); or cancelled.
+# Prints the state of this job: running, cancelled, put_back (requeued by Slurm or by
+# this script), or cut_off. A job is cut off by a time limit, or by a preemption that
+# cancels jobs (PreemptMode=CANCEL). Then only this script can requeue it.
 fate() {
 	local job
 	job=$(scontrol show job --oneliner "$SLURM_JOB_ID")
@@ -48,9 +49,9 @@ fate() {
 	fi
 }
 
-# Handles SIGTERM. Slurm sends it to all processes that it will kill later, this script
-# included. So the script requeues the job at once and goes on waiting: otherwise a long
-# save would end the run.
+# Handles SIGTERM, which Slurm sends to the processes and to this script before it kills
+# them. So the script requeues the job at once, and then waits for the save. If it first
+# waited for a long save, Slurm would kill it before it could requeue the job.
 put_back_in_time() {
 	trap '' TERM # another SIGTERM would end scontrol
 	if [[ ! -e $stop && $(fate) == cut_off ]] && scontrol requeue "$SLURM_JOB_ID"; then
@@ -89,9 +90,9 @@ crashes() { grep '"verdict": "crashed"' "$diary" 2>/dev/null; }
 
 is_crash() { [[ " 0 ${never_again[*]} ${again[*]} " != *" $1 "* ]]; }
 
-# Prints the nodes that the next attempt excludes: those that the user excludes, and the
-# node on which processes crashed, if it is the only one. Fails if nothing changes, or if
-# the partition has no spare node, because the job would wait for ever.
+# Prints the nodes that the next attempt excludes: those that the user excludes and, if
+# all crashes were on one node, this node. Fails if the nodes to exclude do not change.
+# Also fails if the partition has no spare node, because the job would wait for ever.
 nodes_to_avoid() {
 	local file code node spare
 	local -A crashed=()
@@ -129,7 +130,7 @@ attempt() {
 	trap put_back_in_time TERM
 	"${srun[@]}" sh -c "$shell" sh "$folder" "${train[@]}" &
 	local pid=$! file
-	# A signal ends `wait` early. Only the last `wait`, after srun's end, gives its code.
+	# A signal ends `wait` early. Only a `wait` after the end of srun returns srun's code.
 	wait "$pid"
 	while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
 	wait "$pid"
@@ -151,7 +152,7 @@ began=$(date +%s)
 attempt
 judge
 
-# This script requeues the job if it was cut off. Slurm handles all other ends.
+# If Slurm has requeued or cancelled an unfinished job, the verdict has no effect.
 if [[ $verdict != done ]]; then
 	case $(fate) in
 	put_back)

@@ -1,7 +1,7 @@
 """`cluster=slurm`: one sbatch job that requeues itself.
 
-Slurm's own commands submit, query and stop the job. The machine that runs the commands
-must see the run's folder under the same path as the nodes.
+Slurm's own commands submit, query and stop the job. The machine that submits must see
+the folder of the script (`script_folder`) under the same path as the nodes.
 """
 
 import logging
@@ -27,11 +27,11 @@ SECRETS_REMEDY = (
     "set it in the environment that you type this command in: sbatch passes that on"
 )
 _POLL_S = 1.0
-_ASK_AGAIN_S = 60.0  # the first signal may have come before processes ran
+_ASK_AGAIN_S = 60.0  # the first signal is lost if no process ran yet
 
 
 def machine(cluster: SlurmCluster) -> Machine:
-    """Return the nodes of GPUs; nothing to plan for if the nodes have only CPUs."""
+    """Return the GPU nodes; an empty `Machine` if the nodes have only CPUs."""
     if cluster.gpus_per_node is None:
         return Machine()
     return gpu.machine_of(
@@ -45,7 +45,8 @@ def machine(cluster: SlurmCluster) -> Machine:
 def render(job: Job, cluster: SlurmCluster) -> Rendered:
     """Return the job script, and the sbatch command that submits it."""
     folder = script_folder(job)
-    output = f"{folder}/{LOG}".replace("%", "%%")  # %j would be the job's number
+    # sbatch would replace %j in a path by the job's number.
+    output = f"{folder}/{LOG}".replace("%", "%%")
     command = ["sbatch", "--parsable", f"--chdir={cluster.workdir or job.workdir}"]
     source_folder = job.rendered_to or folder
     command += [f"--output={output}", f"{source_folder}/{SCRIPT}"]
@@ -100,8 +101,9 @@ def logs(submission: Submission, follow: bool) -> int:
 def stop(submission: Submission) -> int:
     """Stop the run after a save, or cancel it in the queue; wait until it has ended.
 
-    A file `stop` keeps the script from starting again. Slurm signals the processes
-    directly, with SIGINT only once: a second SIGINT would end them before the save.
+    A file `stop` keeps the script from starting again. Slurm sends signals directly to
+    the processes. Only the first is SIGINT, because a second SIGINT would end the
+    processes before the save; later ones are SIGTERM.
     """
     (Path(submission.handle["folder"]) / STOP).touch()
     job, asked_at = QueuedJob(submission.handle), None

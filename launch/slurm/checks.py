@@ -39,7 +39,7 @@ _GPU_HIDING_OPTIONS = ("gpus-per-task", "ntasks-per-gpu", "gpu-bind")
 
 
 def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
-    """List the mistakes in the cluster's keys, and in the run's location."""
+    """List the mistakes in the cluster's keys, and in the run's directory."""
     errors = [*_text_mistakes(cluster), *gpu.gpu_mistakes(cluster)]
     errors += _container_mistakes(cluster, run_dir)
     for key in ("cluster.options", "cluster.srun_options"):
@@ -51,7 +51,7 @@ def mistakes(cluster: SlurmCluster, run_dir: str) -> list[Mistake]:
 
 
 def _text_mistakes(cluster: SlurmCluster) -> Iterator[Mistake]:
-    """Yield the mistakes in texts that become directives."""
+    """Yield the mistakes in the texts that become #SBATCH directives."""
     for name, value, pattern, rule in (
         ("partition", cluster.partition, _VALUE, _VALUE_RULE),
         ("account", cluster.account, _VALUE, _VALUE_RULE),

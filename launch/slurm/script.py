@@ -3,8 +3,8 @@
 The script reads the exit codes of all processes from files, because srun reports only
 the highest. It judges the codes as `launch/policy.py` does, requeues its own job if
 another start may help, and logs why. Events that Slurm handles itself (a lost node, a
-preemption that requeues, scancel) are not counted. Slurm sends signals to the processes
-directly.
+preemption that requeues, scancel) do not count as crashes. The script passes no signals
+on, because Slurm sends them to the processes directly.
 """
 
 import shlex
@@ -30,7 +30,7 @@ from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
 
 SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
-_MAX_PAUSES = 32  # the last pause is repeated after further crashes
+_MAX_PAUSES = 32  # after more crashes, the last pause is repeated
 _NODE_OPTIONS = {"constraint", "nodelist", "nodefile", "reservation"}
 
 
@@ -96,9 +96,9 @@ def _gpu_variables(job: Job, cluster: SlurmCluster) -> dict[str, str]:
 
 
 # JAX needs the name of the first node, which runs process 0, and a free port there. The
-# ids of jobs on one node differ by less than 12,000, so their ports differ. Linux
-# assigns ports to any program only from 32,768 on. At some sites only Slurm can resolve
-# the names of nodes.
+# port is below 32,768, where the ports begin that Linux assigns to any program. Jobs
+# that share a node have different ports unless their ids differ by a multiple of
+# 12,000. If the name of the node cannot be resolved, Slurm's NodeAddr is used.
 _COORDINATOR = r"""
 # Process 0, at a port that no other job on its node has.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -141,7 +141,7 @@ def _array_lines(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _srun_options(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
-    """Return srun's options; each host path is mounted at the same path."""
+    """Return srun's options. A container mounts each host path at the same path."""
     if cluster.container_image is None:
         return dict(cluster.srun_options)
     workdir = cluster.workdir or job.workdir
@@ -157,7 +157,7 @@ def _srun_options(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
         "container-image": cluster.container_image,
         "container-mounts": ",".join([*mounts, *cluster.container_mounts]),
         "container-workdir": workdir,
-        "container-env": ",".join(sorted(names)),  # otherwise the image's values win
+        "container-env": ",".join(sorted(names)),  # these override the image's values
         **cluster.srun_options,
     }
 

@@ -11,7 +11,7 @@ _OVER += ("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 
 class QueuedJob:
-    """A job that was handed to sbatch."""
+    """A job that was submitted with sbatch."""
 
     def __init__(self, handle: Mapping[str, str]):
         """Read the recorded handle; a job that sbatch refused has no number."""
@@ -20,14 +20,15 @@ class QueuedJob:
         self._clusters = [f"--clusters={federation}"] if federation else []
 
     def fields(self) -> dict[str, str]:
-        """Return the fields of `scontrol show job`; {} once Slurm has forgotten it."""
+        """Return the fields of `scontrol show job`; {} if Slurm no longer has it."""
         if self.number is None:
             return {}
         words = ["scontrol", *self._clusters, "show", "job", "--oneliner", self.number]
         pairs = re.findall(
             r"(?:^| )([A-Za-z/]+)=(\S*)", query_slurm(words, "Invalid job id")
         )
-        return dict(reversed(pairs))  # the first value counts: free text comes last
+        # Free text comes last and may look like a field, so a key's first value counts.
+        return dict(reversed(pairs))
 
     def state(self) -> str | None:
         """Return the job's state, or None if it is over."""
@@ -64,7 +65,7 @@ class QueuedJob:
 def query_slurm(command: Sequence[str], allowed_error: str) -> str:
     """Run one of Slurm's commands; return its output.
 
-    The output is empty if the command fails with a message that holds `allowed_error`.
+    If the command fails with a message that contains `allowed_error`, returns "".
 
     Raises:
         Exit: the command failed with another message.
