@@ -2,8 +2,8 @@
 
 If a target is set, the program compiles the training step, with the shardings of
 training, for a machine that may not be present. If that machine's compiler is not
-installed, the step is estimated instead. The exit code is 0 if the step fits, and 4
-otherwise.
+installed, the step is estimated instead. A finished plan exits with 4 if the step does
+not fit the target, or if a search finds no layout that fits, and with 0 otherwise.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def main(config: PlanConfig) -> int:
     can_compile = not problem and (config.target is not None or config.show)
     num_compiles = config.search_compiles if can_compile else 0
     if config.search or config.mesh.planned:
-        check_vocab()  # before a long search
+        check_vocab()  # A mistake is reported before a long search, not after it.
     if config.search:
         result = search(
             config,
@@ -147,7 +147,7 @@ def _lay_out(
 
 
 def _print(plan: "Plan", verdict: bool) -> None:
-    """Print the figures; if `verdict`, also whether the step fits, and advice."""
+    """Print the figures. If `verdict`, also print whether the step fits, and advice."""
     from train.plan.advice import print_prediction, print_remedy
     from train.plan.cost import print_cost
     from train.plan.memory import print_memory

@@ -14,9 +14,10 @@ from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import PCIE, Link, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
+# The advice names recomputation, exposed collectives and dims only beyond these limits.
 _MUCH_RECOMPUTED = 1.1  # executed over model FLOPs
 _MUCH_EXPOSED = 0.1  # fraction of the step
-_LOW_FILL = 0.9  # fraction of the matrix units that is used
+_LOW_FILL = 0.9  # fraction of the matrix units that the model's dims fill
 _RANGE = {
     "tpu": "low: everything that can overlap does; high: only what is scheduled to",
     "gpu": "20 % above and below the time of kernels that run one after another",
@@ -148,7 +149,7 @@ def _microbatches_override(config: Config) -> str:
 
 
 def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Advice:
-    """Return advice that makes a network less busy."""
+    """Return advice that makes `link` less busy."""
     if link.network == PCIE:
         override = "train.offload=[]" if config.train.offload else ""
         override = override or "optimizer.offload=false"
@@ -185,9 +186,10 @@ def _reshard_overrides(
 ) -> str:
     """Return overrides that shrink the `source` mesh axis and enlarge `target`.
 
-    The factor is the number of slices or nodes along `source` if `move_dcn`, otherwise
-    the least prime factor of the size of `source`. If the new mesh needs more rows, the
-    batch grows by the factor. Returns "" if no smaller `source` is valid.
+    Both sizes change by one factor: the number of slices or nodes along `source` if
+    `move_dcn`, otherwise the least prime factor of the size of `source`. If the new
+    mesh needs more rows, the batch grows by this factor. Returns "" if the factor is 1
+    or the changed config is invalid.
     """
     size, dcn = mesh.shape[source], config.mesh.dcn
     factor = getattr(dcn, source) if move_dcn else _least_prime_factor(size)

@@ -2,8 +2,8 @@
 
 A panel is one plane of chips: a two-dimensional TPU slice, a plane of a
 three-dimensional TPU slice, or a node of GPUs. Most panels differ only in the mesh
-position of their first device. So plan.html holds each pattern once, and its script
-computes which device holds which slice.
+position of their first device. So plan.html stores each distinct pattern of relative
+positions once, and its script computes which device holds which slice.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ _NODE_COLUMNS = 8
 
 
 def layout_data(program: Program) -> dict[str, Any]:
-    """Return the data that the page's script needs.
+    """Return the data with which the page's script draws the shardings of arrays.
 
     Returns:
         axes: [name, size] of each mesh axis, the slowest network first.
-        unit: the kind of group that holds a panel: `slice`, `node` or `process`.
+        unit: the kind of group that a panel is part of: `slice`, `node` or `process`.
         planes: the number of panels in a unit.
         columns: the number of columns of a panel.
         drawn: the number of panels that are drawn at a time.
@@ -89,7 +89,7 @@ def _append_panel(runs: list[list[int]], pattern: int, place: int, host: int) ->
 
 
 def arrays_of(program: Program) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
-    """Yield the arrays of parameters, batch and state, except moments, by name."""
+    """Yield the name and shape of each array of the state and batch, except moments."""
     params = list(named(program.state.params))
     yield from params
     for name, leaf in named(program.batch._asdict()):

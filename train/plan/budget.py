@@ -9,7 +9,7 @@ from train.hardware.chips import Chip
 from train.mesh import Device
 from train.plan.config import MARGIN
 
-_LIMIT_TOLERANCE = 0.05  # the driver's and the vendor's figures differ by less
+_LIMIT_TOLERANCE = 0.05  # A smaller relative difference from the vendor is ignored.
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -20,7 +20,7 @@ class MemoryBudget:
     total: all bytes; at least `program`, because some compilers allow programs more
         than the vendor states.
     program: the bytes that a program can use; the system reserves the rest.
-    available: the smaller of `program` and `total` less the margin.
+    available: `total` less the margin, but at most `program`.
     note: why a program cannot use more and how to change this, or "".
     """
 
@@ -43,7 +43,7 @@ def memory_budget(
         margin: the fraction of the memory that must stay free.
         num_devices: the number of devices that share the host's memory.
         limit: a real device's `memory_limit`. It replaces the chip's figure only if the
-            two differ by more than 5 %, so that plans on other machines usually agree.
+            two differ by more than 5 %, so that plans without the device usually agree.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:

@@ -7,10 +7,10 @@ FLOPs are those of matrix products only, two for each multiply-add.
 Main-memory bytes are counted for each instruction separately, as if no cache kept data
 between instructions.
 
-For a collective in groups of n devices, `payload` is the bytes of the gathered array,
-of the array that is reduced (and scattered), or of one device's input of an all-to-all
-or a permute. `sent` is the bytes that each device sends in a ring: (n-1)/n of the
-payload, twice as much for an all-reduce, and the whole payload for a permute.
+For a collective in groups of n devices, `payload` is the size of one array in bytes:
+the result of a gather, the array that is reduced (and scattered), or one device's input
+of an all-to-all or a permute. `sent` is the bytes that each device sends in a ring:
+(n-1)/n of the payload, twice as much for an all-reduce, and the payload for a permute.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from train.units import format_bytes, format_flops
 COMPILED, ESTIMATED = "compiled", "estimated"
 # Layers wait for the activations that are sent along these mesh axes.
 ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
-# The number of products over [T, S] in an attention kernel. Splash's backward pass is
-# two kernels, and each recomputes the scores and their cotangent. cuDNN's backward
-# pass recomputes the scores and makes four gradients.
+# The number of products of 2 T S H FLOPs for each head in an attention kernel.
+# Splash's backward pass is two kernels, and each recomputes the scores and their
+# cotangent. cuDNN's backward pass recomputes the scores and computes four gradients.
 SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 CUDNN_PRODUCTS = {False: 2, True: 5}  # True: the backward pass
 _TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
@@ -60,7 +60,7 @@ class Flops:
 
 
 def expected_fraction(scope: str) -> float:
-    """Read the expected fraction of used rows from a scope's name, or 1."""
+    """Return the fraction of used rows that a scope states (model/scopes.py), or 1."""
     numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
     return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
 

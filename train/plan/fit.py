@@ -1,7 +1,7 @@
 """Find changes that make a step fit into memory.
 
-Changes accumulate until the step fits according to the estimate from shapes. Only the
-search tries more chips and sharding over `tensor`.
+Changes accumulate until the step fits according to the estimate from shapes. The number
+of chips does not change. Only a search (plan/search) tries sharding over `tensor`.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def make_fit(
 ) -> Advice:
     """Return advice with the changes that make a step fit into a device's memory.
 
-    `searchable` says whether a search is possible, which needs the chips' rates.
+    A search needs the chips' rates; `searchable` says whether they are known.
     """
     needed, state_bytes = memory.needed.bytes, memory.held
     bottleneck = (
@@ -45,13 +45,13 @@ def make_fit(
         f"{format_bytes(needed - budget.available)} more than is available. State and "
         f"batch take {format_bytes(state_bytes)}."
     )
-    # Assume that no change alters the compiler's excess over the estimate.
+    # After each change, the compiler is assumed to exceed the estimate by this much.
     beyond_estimate = needed - estimate_memory(program).needed.bytes
     proposals = [_recompute, _split_batch, _shard]
     if 2 * state_bytes > budget.available:
         proposals.insert(0, proposals.pop())
     proposals.append(partial(_shard, include_dcn=True))
-    # These come last because they cost precision or time.
+    # These changes come last because they cost precision or time.
     saving_by_key = itertools.groupby(MEMORY_SAVING, lambda change: change.key)
     proposals += [partial(_save_memory, tuple(group)) for _, group in saving_by_key]
     changes = list[SuggestedChange]()
@@ -84,7 +84,10 @@ def make_fit(
 
 
 def _shard(program: Program, include_dcn: bool = False) -> list[_Candidate]:
-    """Return the change that shards the state over replicas of one slice, or of all."""
+    """Return the change that moves devices from the data axis to fsdp.
+
+    The data axis then spans only slices or nodes, or nothing if `include_dcn`.
+    """
     config, shape = program.config, program.mesh.shape
     dcn = config.mesh.dcn
     data = 1 if include_dcn else dcn.data
@@ -122,7 +125,8 @@ def _recompute(program: Program) -> list[_Candidate]:
 def _split_batch(program: Program) -> list[_Candidate]:
     """Return the changes to 2, 4, 8, ... times as many microbatches.
 
-    Each device keeps at least one row for each pass of a pipeline.
+    Each device keeps at least one row for each microbatch of a pipeline
+    (`Pipeline.local_microbatches`).
     """
     train, inputs = program.config.train, program.batch.inputs
     rows, _ = inputs.sharding.shard_shape(inputs.shape)
@@ -136,7 +140,7 @@ def _split_batch(program: Program) -> list[_Candidate]:
 
 
 def _save_memory(changes: Sequence[Change], program: Program) -> list[_Candidate]:
-    """Return those of `changes` that alter a default and that the devices support."""
+    """Return the supported `changes` whose config key has its default value."""
     devices, candidates = list(program.mesh.devices.flat), list[_Candidate]()
     for change in changes:
         config = change.applied(program.config)

@@ -1,16 +1,18 @@
 """Simulate the timeline of one layer: what a device computes, sends and waits for.
 
 A layer is one trip of the loop over layers in a compiled step. Instructions run in the
-order in which XLA scheduled them. The model:
+order in which XLA scheduled them. A lane runs one thing at a time. The device's
+computation is one lane, and each network along a set of mesh axes is another. The
+simulation assumes:
 
-- A device runs one instruction after the other. Each takes as long as its FLOPs or its
-  main-memory traffic, whichever is longer, at the given rates.
+- Each instruction takes as long as its FLOPs or its main-memory traffic, whichever is
+  longer, at the given rates.
 - A collective takes as long as a device needs to send its bytes at the rate of its
-  group. Collectives on the same network and mesh axes run one after the other.
-- Asynchronous work starts when its lane is free, and the instruction that needs the
-  result waits for its end. The device waits at once for synchronous collectives.
-- Asynchronous copies between memories have a separate lane. The bandwidth that
-  copies take from overlapped instructions is neglected.
+  group.
+- An asynchronous operation starts when its lane is free. The instruction that needs its
+  result waits for its end. The device waits at once for a synchronous collective.
+- Asynchronous copies between memories have a separate lane. They take no bandwidth from
+  the instructions that overlap them.
 
 So the simulated times are the shortest that the schedule allows, without overheads.
 """
@@ -149,7 +151,7 @@ class _Device:
         return [span for span in self._spans if span.seconds > 0]
 
     def run(self, computation: Computation) -> None:
-        """Run a computation once."""
+        """Simulate one execution of a computation."""
         for executed in self._bodies[computation]:
             instruction = executed.instruction
             if instruction.name in self._pending:
@@ -195,7 +197,7 @@ class _Device:
         self._pending[waiter] = max((end, label), self._pending.get(waiter, (0.0, "")))
 
     def _add_span(self, lane: str, cost: _Cost) -> float:
-        """Add a span as soon as its lane is free, and return its end."""
+        """Add a span that starts when its lane is free, and return its end."""
         start = max(self._now, self._free.get(lane, 0.0))
         self._spans.append(
             Span(

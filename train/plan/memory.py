@@ -26,7 +26,7 @@ from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
 COMPUTED = "computed"
-HELD = ("parameters", "optimizer state", "batch")  # resident during the whole run
+HELD = ("parameters", "optimizer state", "batch")  # on the device during the whole run
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Figure:
 class DeviceMemory:
     """The memory that a step needs.
 
-    parts: bytes on one device, by name. Some overlap: arguments are the state and the
-        batch, and gradients are among the temporaries.
+    parts: bytes on one device, by name. Some parts overlap: arguments are the state and
+        the batch, and gradients are among the temporaries.
     needed: the total on one device.
     host: bytes in host memory for one device, by name.
     devices_per_host: the number of devices that share one host's memory.
     host_save: the most bytes that an asynchronous save keeps in one host's memory.
-    checkpoint: bytes on disk, before compression.
-    temporaries: the contents of one device's temporaries, by name.
+    checkpoint: the bytes of a checkpoint on disk, before compression.
+    temporaries: the estimated items of one device's temporaries, by name.
     """
 
     parts: dict[str, Figure]
@@ -65,12 +65,12 @@ class DeviceMemory:
 
     @property
     def held(self) -> int:
-        """The bytes on one device that the state and the batch hold during the run."""
+        """The bytes that the state and the batch occupy on one device."""
         return sum(self.parts[name].bytes for name in HELD)
 
     @property
     def host_held(self) -> int:
-        """The most bytes that a step keeps on one host."""
+        """The bytes of one host's memory that a step needs, for all its devices."""
         return self.devices_per_host * sum(part.bytes for part in self.host.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def device_memory(
 def print_memory(
     memory: DeviceMemory, budget: MemoryBudget | None, compilation: Compilation | None
 ) -> None:
-    """Print every figure and its source; with a budget also whether the step fits."""
+    """Print every figure and its source, and whether the step fits a given budget."""
     meanings = {
         "arguments": "state and batch, as laid out in memory",
         "temporaries": "activations, gradients, buffers",
@@ -182,16 +182,16 @@ def print_memory(
 def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
     """Return the bytes of one device that the compiler reports, by name.
 
-    XLA:TPU counts the carry of a loop twice in the size of temporaries (docs/log). So
-    on TPUs the temporaries are derived from the peak.
+    XLA:TPU counts the carry of a loop twice in `temp_size_in_bytes`
+    (docs/log/compiled.md). So on TPUs the temporaries are derived from the peak.
     """
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
-    # The new state is written over the old one.
+    # The new state reuses the memory of the old one (`alias`).
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporaries = stats.temp_size_in_bytes
     if on_tpu and stats.peak_memory_in_bytes:
-        # The peak includes arguments in host memory.
+        # XLA's peak includes arguments in host memory.
         peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
         temporaries = peak - arguments - outputs
     return {

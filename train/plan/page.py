@@ -45,7 +45,7 @@ def page_data(
         program: the program on the planned devices.
         module: the compiled step; None if the step was not compiled.
         summary: titles and sentences about the predicted speed.
-        command: the arguments that reproduce this plan.
+        command: the command-line arguments that reproduce this plan.
     """
     data = program.config.data
     return {

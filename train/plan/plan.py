@@ -33,7 +33,7 @@ from train.plan.scaling import ScalingPoint, weak_scaling
 from train.program import Program
 from train.units import format_flops
 
-_MIN_COUNTED = 0.98  # fraction of the needed FLOPs that must be counted
+_MIN_COUNTED = 0.98  # A plan that counts less of the needed FLOPs has a bug.
 
 
 class ImpossibleCost(Exception):
@@ -49,7 +49,7 @@ class Plan:
     memory: the memory that the step needs.
     cost: the step's FLOPs, bytes and collectives.
     text: the optimized HLO; None if there is no compiled program to read.
-    compilation: the time and host memory that compiling took, if it was tried.
+    compilation: the time and host memory of compiling; None if it was not tried.
     """
 
     program: Program
@@ -61,17 +61,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory suffices."""
+        """Whether the step fits into the available memory of a device."""
         return self.memory.fits(self.budget)
 
     @property
     def prediction(self) -> Prediction | None:
-        """The predicted speed; None if the machine's rates are unknown (any CPU)."""
+        """The predicted speed; None if the chip's rates are unknown (always on CPU)."""
         return self._predicted if isinstance(self._predicted, Prediction) else None
 
     @property
     def missing_prediction(self) -> str:
-        """Why there is no prediction."""
+        """The reason why there is no prediction; "" if there is one."""
         return "" if isinstance(self._predicted, Prediction) else self._predicted
 
     @property
@@ -91,7 +91,8 @@ class Plan:
             return f"the speed of {kind} is not known"
         config, tokens = program.config, program.tokens_per_step
         attention = attention_flops(config.model, config.data.sequence_length)
-        # Causal kernels skip half of the attention that the convention counts.
+        # Model FLOPs count all of causal attention (train/model_flops.py), but causal
+        # kernels skip half of it.
         needed = program.flops_per_step - tokens * attention / 2
         computed = self.cost.flops.total * program.mesh.size
         if computed < _MIN_COUNTED * needed and not self.cost.flops.unknown:
@@ -107,7 +108,10 @@ class Plan:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The bottleneck (memory, if the step does not fit) and remedy, if known."""
+        """The bottleneck and its remedy; None if the step fits but has no prediction.
+
+        The bottleneck is memory if the step does not fit.
+        """
         spare = self.budget.available - self.memory.needed.bytes
         if spare < 0:
             has_prediction = self.prediction is not None
@@ -137,7 +141,7 @@ class Plan:
 
     @cached_property
     def scaling(self) -> list[ScalingPoint]:
-        """Predictions for more slices; [] for one, or if the step does not fit."""
+        """Predictions by number of slices; [] for one, or if the step does not fit."""
         program, chip = self.program, self._chip
         if chip is None or self.prediction is None or not self.fits:
             return []
@@ -178,7 +182,7 @@ class Plan:
 
 
 def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Return a plan estimated from shapes; this takes milliseconds and no compiler.
+    """Return a plan estimated from shapes, in milliseconds and without a compiler.
 
     `budget` defaults to the memory of the device's chip, less the default margin.
     """
@@ -191,7 +195,7 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
     """Compile the step, and return the plan that is read from the optimized program.
 
     The cost is estimated if the step does not fit or XLA cannot print the program.
-    `budget` is the same as in `estimate`.
+    `budget` has the same default as in `estimate`.
     """
     step = local_step(program)
     result, compilation = measure_compile(program)

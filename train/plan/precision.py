@@ -1,6 +1,6 @@
-"""Changes of a config that save memory or time with fewer bits or host memory.
+"""Config changes that save memory or time by using fewer bits or host memory.
 
-The changes may slightly alter what is learned, or transfer a part of the state over
+The changes may slightly alter what is learned, or transfer moments or activations over
 PCIe in each step. So a plan suggests them only if nothing else makes a step fit, and a
 search tries them only with `search_precision=true`.
 """

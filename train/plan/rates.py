@@ -26,7 +26,7 @@ class Rates:
 
     flops: FLOPs of matrix products that fill the units.
     memory: bytes to and from main memory.
-    send: returns the bytes that the device sends to a group.
+    send: returns the bytes that the device can send to a group.
     eight_bits: FLOPs of matrix products whose operands have eight bits.
     """
 
@@ -37,7 +37,7 @@ class Rates:
 
 
 def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
-    """Return the achievable rates of a chip for the dtype `model.compute_dtype`.
+    """Return the achievable rates of a chip; `compute` is `model.compute_dtype`.
 
     Raises:
         NotStated: if the vendor does not state a figure. `Rates.send` raises it too.
@@ -127,7 +127,8 @@ def depth_fill(model: ModelConfig, tensor: int, half_depth: float) -> float:
 
     Each matrix is in three products. The forward pass contracts the matrix's rows, the
     gradient of the input contracts the columns, and the matrix's gradient contracts
-    the tokens. A contraction of `half_depth` elements reaches half of the rate.
+    the tokens. A contraction of `half_depth` elements reaches half of the rate, and
+    the contraction of the tokens is assumed to reach all of it.
     """
     matrices = _matrices(model, tensor)
     used = sum(rows * columns for rows, columns in matrices)

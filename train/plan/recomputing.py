@@ -2,9 +2,10 @@
 
 Saving the result of a product takes 2 / (2 D) bytes in bfloat16 for each FLOP that is
 not recomputed, where D is the contracted dim. Saving attention's result takes 2 / (2 T)
-for T positions, and the attention kernel is slower for each FLOP. So attention's result
-is saved first, then the results of the query, key, value and output projections, and
-then the intermediates of the MLP, which are the largest.
+bytes for each FLOP in rows of T positions, and an attention kernel computes a FLOP more
+slowly than a product does. So attention's result is saved first, then the results of
+the query, key, value and output projections, and then the intermediates of the MLP,
+which are the largest.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,10 @@ def parse_policy(text: str) -> RematPolicy:
 
 
 def policies_with_offload(offload: Sequence[OffloadName]) -> list[RematPolicy]:
-    """Return the policies that save no offloaded result, in the order of POLICIES."""
+    """Return the policies that save no offloaded result on the device.
+
+    They have the order of POLICIES. `Remat.none` is left out if anything is offloaded.
+    """
     return [p for p in POLICIES if not (offload and _saved(p) & {*offload, _OTHERS})]
 
 

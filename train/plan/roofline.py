@@ -4,17 +4,18 @@ The resources are the matrix units, main memory, and every network along every s
 mesh axes (a link). The time of a step follows from the busy time of each resource. For
 TPUs there are two cases:
 
-optimistic: matrix units, memory and collectives all overlap, except collectives that a
-    layer must wait for: activations along the tensor, context and expert axes that the
-    schedule does not overlap with products.
+optimistic: matrix units, memory and collectives all overlap. Only two kinds of
+    collectives add to the time, as far as the schedule does not overlap them with
+    products: activations along the pipeline, tensor, context and expert axes, which a
+    layer must wait for, and transfers between slices.
 pessimistic: only matrix products hide their own memory traffic; all other instructions
     wait for memory one after another. A collective is hidden only by the products that
     the schedule overlaps it with.
 
 The middle of a range is the mean of both times. On GPUs kernels run one after another,
-as in the pessimistic case; the range is the error seen in public runs. Between slices
-or nodes each hop of a collective costs a start-up, and all wait for the slowest slice
-or node.
+so the middle is the pessimistic time. The range around it is the error seen in public
+runs. Each further slice or node adds to the start-up of a collective, and all slices or
+nodes wait for the slowest one.
 
 Rates are the vendors' figures times the fraction that programs achieve
 (hardware/achievable.py). The model's dims lower the rate of matrix products further
@@ -259,9 +260,10 @@ def _time_links(
 def _time_collectives(
     total: CollectiveTotal, rate: float, num_domains: float, mesh: Mesh, chip: Chip
 ) -> tuple[float, float]:
-    """Return the seconds of collectives, and how many of these products hide.
+    """Return the seconds of collectives, and the seconds that products hide.
 
-    Between TPU slices the hosts start each transfer; this start-up is never hidden.
+    Between TPU slices the hosts start each transfer, and products do not hide this
+    start-up.
     """
     achievable = chip.achievable
     num_hops = hops(mesh, total.axes, total.network)

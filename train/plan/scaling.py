@@ -4,7 +4,7 @@ The prediction starts from one program for several slices. Three costs grow with
 number n of slices: the factor (n-1)/n of ring traffic, the start-up of each hop, and
 the delay of the slowest slice. A single slice does not use the data center's network.
 Between TPU slices a ring has one chip of each slice. A ring of GPUs has all GPUs
-of all nodes, and within a node it uses NVLink.
+of its group on all nodes, and uses NVLink if there is only one node.
 """
 
 from collections.abc import Iterable, Sequence

@@ -28,8 +28,9 @@ _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 def scope_of(executed: Executed, instruction: Instruction) -> str:
     """Return the scope of an instruction: "layers forward", "loss backward", or "".
 
-    The names of the enclosing loops decide first. The instruction's own name decides if
-    they have no scope, because XLA moves peeled trips and invariants out of loops.
+    The names of the enclosing loops decide first. If they have no scope, the
+    instruction's own name decides, because XLA moves peeled trips and invariants out of
+    loops.
     """
     name = instruction.op_name or executed.instruction.op_name
     names = [name] if name else list(_user_names(executed))

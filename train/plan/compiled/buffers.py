@@ -1,10 +1,10 @@
 """List the largest buffers of a compiled step, with their makers and last uses.
 
 A buffer lives from the instruction that makes it to the last instruction that uses it,
-in scheduled order. Tuple elements, values that a loop carries from trip to trip, and
-in-place updates are views of the same buffer. Buffers that reuse the same memory count
-separately, and sizes exclude the padding of tiles. Arguments (the state and the batch)
-and results that alias arguments are omitted.
+in scheduled order. A tuple element, a value that a loop carries from trip to trip, and
+an in-place update share the buffer of their source. Buffers that reuse the same memory
+count separately, and sizes exclude the padding of tiles. Arguments (the state and the
+batch) and results that alias arguments are omitted.
 """
 
 import re
@@ -23,7 +23,8 @@ from train.plan.compiled.source_lines import SourceLines
 
 _VIEWS = ("bitcast", "opt-barrier", "while")
 _NO_USE = ("tuple", "get-tuple-element", "bitcast", "parameter", "opt-barrier")
-_INITIALIZERS = re.compile(r"broadcast|AllocateBuffer")  # runs before a buffer's maker
+# These instructions only initialise a buffer; its maker runs after them.
+_INITIALIZERS = re.compile(r"broadcast|AllocateBuffer")
 
 
 class Key(NamedTuple):
@@ -81,7 +82,7 @@ def _describe(executed: Executed, lines: SourceLines) -> str:
 
 
 class _Lifetimes:
-    """The buffers of a program, with makers and last uses, by owning element."""
+    """The buffers of a program, keyed by the element that owns the memory."""
 
     def __init__(self, module: Module):
         self.module = module

@@ -171,8 +171,8 @@ def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
     """Return how many dims of the torus XLA:TPU uses at once; None if not stated.
 
     XLA annotates the collective, or the fusion around it, with the algorithm of a
-    gather (2DAllGather...) or a reduction (colors:2). Each color is a ring along one
-    dim after the other. A UniDirection strategy needs two colors for a dim.
+    gather (2DAllGather...) or a reduction (colors:2). Each color is a ring that passes
+    along one dim after the other. A UniDirection strategy needs two colors for a dim.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):

@@ -151,7 +151,7 @@ class Loop:
     """A `while` loop."""
 
     body: Computation
-    op_name: str  # of the `while`, or the most frequent prefix in the body
+    op_name: str  # the op_name of the `while`, or the most frequent prefix in the body
     trips: int
     instruction: Instruction
 
@@ -237,7 +237,7 @@ def _parse_line(name: str, text: str, computation: Computation) -> Instruction |
 
 
 def _closing_index(text: str, start: int) -> int:
-    """Return the index of the parenthesis that closes the first one from `start`."""
+    """Return the index at which the first parenthesis from `start` on is closed."""
     depth = 0
     for match in re.compile(rf"{_STRING}|[()]").finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

@@ -66,7 +66,7 @@ class Inspection:
     in_place: the arrays of the state that are, and are not, updated in place.
     kernels: executions of each custom call, by name.
     buffers: the largest buffers.
-    copies: the copies above one percent of all memory traffic.
+    copies: the copies with more than one percent of all memory traffic.
     operand_bytes: the bytes that products and attention kernels multiply, by dtype.
     """
 
@@ -115,7 +115,7 @@ def _kernels(module: Module) -> dict[str, int]:
 
 
 def _kernel_name(call: Instruction) -> str:
-    """Return a call's target, or its name if it is one of the Pallas calls."""
+    """Return the target of a custom call, or the name of a Pallas call on TPU."""
     if call.target == "tpu_custom_call":
         return re.sub(r"(\.\d+|\.clone)+$", "", call.name)
     return call.target

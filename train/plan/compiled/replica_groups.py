@@ -1,7 +1,7 @@
 """Find the mesh axes and the network of a collective's devices.
 
 The text of a program numbers devices by their position in `mesh.devices.flat`. With
-several TPU slices, the numbers are positions in the first slice.
+several TPU slices, it numbers only the devices of the first slice, in the same order.
 """
 
 import re
@@ -53,7 +53,7 @@ def slices_group(send: Instruction, mesh: Mesh) -> Group:
     members = set[int]()
     for interval in target.split(","):
         first, _, last = interval.partition(":")
-        members |= {*range(int(first) - 1, int(last or first))}  # counted from 1
+        members |= {*range(int(first) - 1, int(last or first))}  # XLA counts from 1.
     return Group(axes, len(members), "DCN")
 
 

@@ -17,7 +17,7 @@ _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTIL
 _FRAME = re.compile(
     r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
 )
-_MAX_FILES = 2  # shown for each instruction
+_MAX_FILES = 2  # files shown for each instruction
 
 
 class SourceLines:
@@ -31,7 +31,8 @@ class SourceLines:
             location: (files.get(file, ""), line) for location, file, line in locations
         }
         frames = _FRAME.findall(_table(text, "StackFrames"))
-        # XLA of jax 0.10 adds one to each caller's number; the first has no caller.
+        # XLA of jax 0.10 adds one to each caller's number. The first frame has no
+        # caller, so its number is what XLA added.
         offset = int(frames[0][2] or 0) if frames else 0
         self._frames = dict[int, tuple[str, int]]()
         for frame, location, caller in frames:

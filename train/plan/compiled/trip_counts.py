@@ -1,13 +1,13 @@
 """List the instructions that a compiled program executes, and how often.
 
-The text for CPU and GPU contains trip counts. For TPU, trip counts are computed by
-running the loop's counter. A loop whose counter cannot be evaluated counts once and is
-listed in `Module.unread`.
+The text for CPU and GPU contains trip counts. For TPU, this module computes trip counts
+by running the loop's counter. A loop whose counter cannot be evaluated counts once and
+is listed in `Module.unread`.
 
 A scope in a branch of a conditional can state how often the branch is taken
 (model/scopes.py). The branch counts that often, but at least once unless the scope
 states zero. A branch without this scope always counts. XLA:GPU peels the first
-iteration off a loop, and all branches count in that iteration.
+iteration off a loop, and each branch of that iteration counts once.
 """
 
 import operator

@@ -1,7 +1,7 @@
 """The local part of an array, and how shape operations lay out their results.
 
-The dims of constants have the traced size and are not known. A result of constants and
-other arrays is laid out like the other arrays.
+The dims of constants have the size of the traced program, and their local size is not
+known. A result of constants and other arrays is laid out like the other arrays.
 """
 
 import math

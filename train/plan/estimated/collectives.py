@@ -54,7 +54,7 @@ class CollectiveRecorder:
         label: str = "",
         members: tuple[int, ...] = (),
     ) -> None:
-        """Record a collective that runs as often as its position."""
+        """Record a collective that runs `position.count` times."""
         axes, count = self.nontrivial_axes(axes), position.count
         if axes and payload and count:
             label = label or position.scope.strip("/").split("/")[-1]
@@ -65,6 +65,7 @@ class CollectiveRecorder:
                 count * payload,
                 label,
                 in_layers=position.in_layers,
+                # The scope `copies` is outside the microbatches (train/rows.py).
                 once="copies" in position.scope,
                 body=position.body,
                 members=members,
@@ -100,7 +101,8 @@ class CollectiveRecorder:
     def reduce(self, array: LocalArray, axes: Axes, label: str = "") -> None:
         """Record the reduction of an array's partial sums, scattered along `axes`.
 
-        Partial sums of the same axes and size in one loop are added up locally first.
+        Partial sums of the same axes and size in one loop count once, because they are
+        added up locally first.
         """
         recorded = set[tuple[Axes, int, int]]()
         for term in array.sums:

@@ -1,10 +1,10 @@
 """Estimate the main-memory traffic of one device in a step, without a compiler.
 
-The model has no fitted constant: all operations between two matrix products or kernels
-are fused into one pass over memory. So each product or kernel reads its operands and
-writes its results, and the pass before or after it moves each of these arrays again.
-XLA:TPU keeps some arrays in a core's own memory, so its compiled program moves less;
-`benchmarks/estimates.py` compares both.
+The estimate has no fitted constant. It assumes that all operations between two matrix
+products or kernels are fused into one pass over memory. So each product or kernel
+reads its operands and writes its results, and the pass before or after it moves each of
+these arrays again. XLA:TPU keeps some arrays in a core's own memory, so its compiled
+program moves less. `benchmarks/estimates.py` compares estimated and compiled traffic.
 """
 
 from collections.abc import Iterable
@@ -31,13 +31,14 @@ def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> HbmBytes:
                 others += count * _pass_bytes(operation, loop.position.in_layers)
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:
-        others += 3 * step.microbatches * gradients  # each is added to a running sum
+        # Each gradient and the running sum are read, and the new sum is written.
+        others += 3 * step.microbatches * gradients
     # The update reads the gradients, and reads and writes the state.
     others += 2 * state_bytes + gradients
     for operation in step.update.flatten():
         if operation.flops:
             products += _sum_bytes(_arrays_of(operation))
-            # The result is accumulated and rounded.
+            # Accumulating and rounding a result takes three accesses.
             others += 3 * operation.results[0].bytes
     return HbmBytes(products, others)
 

@@ -1,4 +1,4 @@
-"""Lay out the results of equations, and record the collectives that they need."""
+"""Lay out the results of equations: find their local dims and record collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -104,7 +104,7 @@ class Layouts:
         operands: list[LocalArray],
         position: OperationPosition,
     ) -> None:
-        """Gather or exchange parameters whose sharding differs from the result's."""
+        """Record gathers and exchanges of parameters sharded unlike the result."""
         uses_batch = any(array.from_batch for array in operands)
         for array in operands:
             if array.size == 1 or len(array.dims) != len(dims) or array.from_batch:
@@ -127,7 +127,7 @@ class Layouts:
     def _exchange(
         self, name: str, params: Any, array: LocalArray, position: OperationPosition
     ) -> tuple[Dim, ...]:
-        """Return the dims after an explicit collective of a per-device program."""
+        """Record a collective of a per-device program; return the dims after it."""
         axes = mesh_axes(params["axis_name"])
         groups, dims = params["axis_index_groups"], list(array.dims)
         members = tuple(groups[0]) if groups else ()

@@ -50,7 +50,7 @@ class LocalStep:
 
     @property
     def loops(self) -> list[Operation]:
-        """The loops of the gradients, with the inner loops of loops over stages."""
+        """The loops of the gradients; inner loops stand for a loop over stages."""
         loops = [op for op in self.gradients.operations if op.body]
         loop_lists = [op.body if op.position.in_stages else [op] for op in loops]
         return [op for ops in loop_lists for op in ops if op.body]
@@ -75,7 +75,7 @@ class LocalStep:
                     eight_bits += flops
                 continue
             fraction = op.computed_fraction
-            if self.attention.is_cudnn:  # Splash was traced in place of cuDNN
+            if self.attention.is_cudnn:  # the traced kernel is Splash's
                 kernel_ratio = CUDNN_PRODUCTS[True] / backward
                 flops *= kernel_ratio if op.position.is_backward else 1.0
                 fraction = _cudnn_fraction(op)
@@ -87,9 +87,10 @@ class LocalStep:
 def _cudnn_fraction(kernel: Operation) -> float:
     """Return the fraction of the scores that cuDNN computes, from a Splash kernel.
 
-    cuDNN computes half of a causal square, however coarse Splash's blocks are. It
-    computes all scores if a ring's queries see another device's keys. In that case
-    Splash computes all blocks of a square; a window over all blocks is no square.
+    cuDNN computes half of a causal square, however coarse Splash's blocks are. In a
+    ring's step without a mask, cuDNN computes all scores, and Splash's scope states
+    that it computes all blocks. A window's scope can state the same, but then there are
+    more keys than queries (model/attention/splash.py), so `is_square` is False.
     """
     computed, blocks = computed_blocks(kernel.position.scope) or (0, 1)
     computes_all = computed == blocks and kernel.is_square
@@ -133,7 +134,7 @@ def local_step(program: Program) -> LocalStep:
 
 @functools.lru_cache(maxsize=16)
 def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
-    """Walk an update, which does not depend on the remat policy."""
+    """Walk an update. It is cached, because it does not depend on the remat policy."""
     mesh = leaves[0].sharding.mesh
     params, state = jax.tree.unflatten(tree, leaves)
     update = Walk(mesh.shape, mesh.devices.flat[0].platform)

@@ -17,7 +17,7 @@ class Operation:
     """An equation, or a loop whose `body` runs `trips` times.
 
     flops: the FLOPs of a product or a kernel, including skipped blocks.
-    computed_fraction: the fraction of `flops` that is computed.
+    computed_fraction: the fraction of `flops` in blocks that are not skipped.
     is_square: whether an attention kernel has as many keys as queries.
     slices: the slices of stacked arrays that a trip of a loop reads.
     carried: the arrays that a loop carries from trip to trip.

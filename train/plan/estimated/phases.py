@@ -1,10 +1,10 @@
 """Split a collective into phases, each over one network.
 
-A collective within a TPU slice has one phase. A collective on GPUs has one too, because
-its rings go through all nodes. XLA splits a collective across TPU slices into two, so
-that each chip sends only its share between slices. A gather runs between slices first
-and then within a slice. A reduction runs as an all-reduce within a slice and then
-between slices. All other collectives go through the hosts entirely.
+A collective within a TPU slice has one phase. A collective on GPUs also has one phase,
+because its rings go through all nodes. XLA splits a collective across TPU slices into
+two phases, so that each chip sends only its share between slices. A gather runs between
+slices first and then within a slice. A reduction runs as an all-reduce within a slice
+and then between slices. All other collectives go through the hosts entirely.
 """
 
 import functools
@@ -35,7 +35,8 @@ def phases(
     Args:
         exchange: the collective.
         mesh: the mesh of the devices.
-        steps: the steps, within a slice, of exchanges without `members`.
+        steps: the steps of collectives within a slice (model/gather.py). An exchange
+            with `members` is already one step.
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
     kind, payload, inner_size = exchange.kind, exchange.payload, group.size // slices

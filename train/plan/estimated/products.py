@@ -24,7 +24,8 @@ def lay_out_product(
 
     An axis conflicts if it shards both operands in dims that do not match, or only a
     contracted dim of one operand. Then the parameter is gathered along this axis. Of
-    two parameters, the one with the sharded contracted dim is gathered, or the smaller.
+    two parameters, the one whose contracted dim is sharded is gathered; if that is true
+    of both or neither, the smaller one.
 
     Returns:
         The operands of the local product; the result's dims with the axes along which
@@ -65,7 +66,7 @@ def _dim_of(array: LocalArray, axis: str) -> int | None:
 
 
 def _join(a: Dim, b: Dim) -> Dim:
-    """Return the known dim of a pair, or the smaller of two: XLA slices the larger."""
+    """Return the known dim of a pair, or the smaller one; XLA slices the larger."""
     if not (a.is_known and b.is_known):
         return a if a.is_known else b
     return min(a, b, key=lambda dim: dim.size)

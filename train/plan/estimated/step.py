@@ -1,7 +1,7 @@
 """Estimate the cost and memory of a step from shapes and shardings, without a compiler.
 
 This takes milliseconds for each candidate of a search. `read_step` and `device_memory`
-give the compiler's figures, and `benchmarks/estimates.py` compares both.
+give the compiler's figures. `benchmarks/estimates.py` compares them with estimates.
 """
 
 import dataclasses
@@ -31,12 +31,13 @@ from train.program import Program
 from train.sharding import bytes_per_device
 
 # The fraction of the layers' collectives that XLA overlaps with products, by executor
-# and kind; other kinds, and collectives outside the layers, do not overlap. Source: the
-# schedules of benchmarks/estimates.py. Nothing overlaps on 3D tori (v5p), or on chips
-# whose SparseCores are unused (v6e). Transfers between TPU slices always overlap.
+# and kind. Other kinds, and collectives outside the layers, do not overlap. Nothing
+# overlaps on 3D tori (v5p), or on chips whose SparseCores are unused (v6e). Transfers
+# between TPU slices are an exception: those of layers overlap on all chips. Source: the
+# schedules of the steps that benchmarks/estimates.py compiles.
 _OVERLAP = {
     "tpu": {"all-gather": 1.0},
-    "SparseCores": {"reduce-scatter": 0.7},  # in small layers also gathers
+    "SparseCores": {"reduce-scatter": 0.7},  # gathers too, but only in small layers
     "gpu": {"all-gather": 0.5, "reduce-scatter": 0.5},
 }
 _MAX_COMBINED = 30 * 2**20  # bytes that XLA:GPU combines in one gather (observed)
@@ -64,7 +65,7 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
 def count_host_bytes(program: Program, step: LocalStep | None = None) -> int:
     """Return the bytes of activations and moments that a step sends to host memory.
 
-    The same number of bytes comes back. Arguments: as `estimate_step`.
+    The same number of bytes comes back. The arguments are those of `estimate_step`.
     """
     activations = saved_bytes(step or local_step(program), on_host=True)
     moments = sum(map(bytes_per_device, program.host_state.values()))
@@ -74,13 +75,13 @@ def count_host_bytes(program: Program, step: LocalStep | None = None) -> int:
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
     """Return the memory that one device needs: exact state, estimated temporaries.
 
-    Arguments: as `estimate_step`.
+    The arguments are those of `estimate_step`.
     """
     exact, step = device_memory(program), step or local_step(program)
     items, host = estimate_items(program, step), dict(exact.host)
     stacked = [leaf for name, leaf in program.host_state.items() if is_of_layers(name)]
     moments = 0 if program.optimizer.in_place else sum(map(bytes_per_device, stacked))
-    # Saved activations are freed before new moments are made.
+    # Saved activations are freed before new moments are made, so the larger counts.
     if peak := max(saved_bytes(step, on_host=True), moments):
         host["temporaries"] = Figure(peak, ESTIMATED)
     size = sum(figure.bytes for figure in items.values())
@@ -97,7 +98,7 @@ def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMe
 def estimate_items(
     program: Program, step: LocalStep | None = None
 ) -> dict[str, Figure]:
-    """Return the items of a step's temporaries. Arguments: as `estimate_step`."""
+    """Return the items of a step's temporaries; arguments as for `estimate_step`."""
     items = temporaries(step or local_step(program))
     return {name: Figure(size, ESTIMATED) for name, size in items.items()}
 
@@ -146,8 +147,8 @@ def _totals(
 def _count_starts(exchanges: list[Exchange], platform: str) -> int:
     """Count the executions of collectives of one kind along the same axes.
 
-    XLA:GPU combines the gathers of one loop iteration, and also the reductions, unless
-    one depends on another.
+    XLA:GPU combines the gathers of one loop iteration, and also its reductions. It does
+    not combine collectives of activations, because each depends on the previous one.
     """
     if platform == "tpu" or ACTIVATION_AXES & {*exchanges[0].axes}:
         return sum(e.count for e in exchanges)

@@ -2,14 +2,15 @@
 
 The estimate is the largest sum at three points in time:
 
-- the loss: the logits of a tile, the rounded head, and the sum of its gradient;
-- the layers: the gradients of all layers, the gathered weights of one, the gradients
-  that are being scattered, and part of a layer's activations;
-- the update: the gradients, and what the optimizer makes and moves.
+- the loss: the logits of a tile, the rounded head, and the sum of the head's gradient;
+- the layers: the gradients of all layers, the gathered weights of one layer, the
+  gradients that are being scattered, and a part of one layer's activations;
+- the update: the gradients, the optimizer's largest product, the matrices that a loop
+  reads and makes, and the moments that move between host and device.
 
 At the first two points the saved activations, the features, and the sum over
-microbatches exist too. Saved activations, weights, gradients and logits are exact. A
-fixed fraction of a layer's other activations exists at once (`_AT_ONCE`).
+microbatches exist too. Saved activations, weights, gradients and logits are exact. Of a
+layer's other activations, a fixed fraction is assumed to exist at once (`_AT_ONCE`).
 """
 
 import itertools
@@ -105,7 +106,7 @@ def _held_throughout(step: LocalStep) -> dict[str, int]:
         rows, length = (dim.size for dim in step.batch[0].dims)
         items["attention mask"] = rows * length**2 * width
     if step.platform == "tpu" and width < FLOAT32:
-        items["rounded weights"] = sum(  # XLA rounds all layers before the loop
+        items["rounded weights"] = sum(  # XLA:TPU rounds all layers before the loop.
             loop.trips
             * _sum_bytes(step, [used.source for used in _weights(loop)], width)
             for loop in step.layers
@@ -170,7 +171,10 @@ def _layer_bytes(step: LocalStep, loop: Operation) -> int:
 
 
 def _update_items(step: LocalStep) -> dict[str, int]:
-    """Return the items of the update."""
+    """Return the items of the update.
+
+    The matrices on the way are stacks that a loop with products reads and makes.
+    """
     operations = list(step.update.flatten())
     products = [
         sum(array.bytes for array in (*op.operands, *op.results, *op.results))
@@ -193,8 +197,9 @@ def _update_items(step: LocalStep) -> dict[str, int]:
 def _moved_moments(program: Program) -> int:
     """Count the bytes of host moments that are on the device at once.
 
-    These are the moments of two layers, or of parameters outside the layers. XLA:TPU
-    moves all moments outside the layers at once.
+    These are the moments of two layers, or those of a parameter outside the layers if
+    they are larger. XLA:TPU moves the moments of all parameters outside the layers at
+    once.
     """
     two_layers, other_sizes = 0, [0]
     for name, leaf in program.host_state.items():
@@ -210,7 +215,8 @@ def _moved_moments(program: Program) -> int:
 def _weights(loop: Operation) -> list[LocalArray]:
     """Return a layer's matrices as used by the products of a backward loop.
 
-    The matrices may be gathered, and have the dtype of the product.
+    They may be gathered, and have the dtype of the product. Returns [] for a forward
+    loop.
     """
     if not loop.position.is_backward:
         return []

@@ -36,15 +36,16 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     config, execution = program.config, program.execution
     placement = execution.placement
     if execution.attention.is_cudnn:
-        # cuDNN's kernel cannot be traced without cuDNN. Splash reads, writes and keeps
-        # the same arrays.
+        # cuDNN's kernel cannot be traced without cuDNN. Splash is traced instead: it
+        # reads, writes and saves the same arrays.
         execution = execution._replace(attention=Attention.splash)
-    # XLA's grouped product reads and writes the same arrays as the kernels.
+    # The kernels of grouped products are not traced either: XLA's own grouped product
+    # reads and writes the same arrays.
     execution = execution._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
     sizes, is_dcn_sharded = program.mesh.shape, _is_sharded_over_dcn(program)
     if not is_dcn_sharded:
-        # phases.py splits collectives into the steps of the whole mesh.
+        # Each collective is traced as one step. phases.py splits it for the real mesh.
         placement = replace(placement, axis_steps=())
         sizes = {axis: _least_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
@@ -118,7 +119,7 @@ def _num_traced_rows(program: Program) -> int:
 def _is_sharded_over_dcn(program: Program) -> bool:
     """Return whether TPU slices shard a parameter, other than by experts or stages.
 
-    Then the groups that gather and scatter depend on the sizes of all axes.
+    In that case the groups of gathers and scatters depend on the sizes of all axes.
     """
     params = dict(program.execution.placement.rules.params)
     allowed = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}

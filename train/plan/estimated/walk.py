@@ -2,8 +2,8 @@
 
 The local part of each array follows from the shardings of the arguments and from the
 constraints in the program. If the shardings of operands do not match, a parameter is
-gathered where it is used. A sum over a sharded dim stays a partial sum until an
-operation needs the whole sum.
+gathered where it is used. A sum over a sharded dim stays a partial sum on each device
+until an operation needs the complete sum.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,20 +29,20 @@ from train.plan.estimated.products import (
     traced_attention_flops,
 )
 
-# Operations linear in all operands jointly, so they commute with a reduction.
+# Operations that are linear in all operands together. They commute with a reduction.
 _LINEAR = SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
     *("concatenate", "stack", "unstack"),
 }
-# Operations whose result is still the same parameter, or a part of it.
+# Operations whose result counts as the operand's parameter, or as a part of it.
 _SAME_PARAMETER = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
 
 
 class Walk:
     """Follows a program, and records its operations and collectives.
 
-    `operations` has the last branch of a conditional. `branch_operations` has the
-    products and kernels of other branches that state how often they are taken.
+    Of a conditional, `operations` has the last branch. `branch_operations` has the
+    products and kernels of the other branches that state how often they are taken.
     """
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
@@ -72,7 +72,7 @@ class Walk:
             return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
 
         for equation in jaxpr.eqns:
-            if not equation.outvars:  # left over from saving a kernel's results
+            if not equation.outvars:  # a remnant of saving a kernel's results
                 continue
             outer, inner = self._scope, str(equation.source_info.name_stack)
             self._scope = f"{outer}/{inner}" if inner else outer
@@ -92,7 +92,7 @@ class Walk:
         inner = params.get("jaxpr") or params.get("call_jaxpr")
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
-        if name == "while":  # the number of trips is unknown: count one
+        if name == "while":  # The number of trips is unknown, so count one.
             inner = params["body_jaxpr"]
             operands = operands[params["cond_nconsts"] :]
         if inner is None or name == "pallas_call":
@@ -104,9 +104,9 @@ class Walk:
     ) -> list[LocalArray]:
         """Walk the last branch, and the other branches that state how often they run.
 
-        The last branch counts as always taken if no scope states otherwise. Of another
-        branch only products and kernels count, and results that depend on the batch
-        where the last branch returns constants.
+        The last branch counts as always taken if no scope states otherwise. The other
+        branches count only with their products and kernels. If only one branch returns
+        a result that depends on the batch, this result stands for all branches.
         """
         count, operations, results = self._count, self.operations, list[LocalArray]()
         for branch in branches:
@@ -127,7 +127,10 @@ class Walk:
         return results
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        """Walk a loop's body once; slice or stack arrays with one more dim outside."""
+        """Walk the body of a loop once.
+
+        The loop slices operands, and stacks results, that have one more dim outside its body.
+        """
         inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 
         def count_same_rank(outer_vars: Any, inner_vars: Any) -> int:

@@ -20,13 +20,16 @@ from train.plan.recomputing import (
 
 _REQUIRED = ("data", "fsdp", "tensor")  # in the overrides even if their size is 1
 _MAX_TENSOR = 16
-_MIN_POSITIONS = 8192  # positions of a row on each device of a context axis
+_MIN_POSITIONS = 8192  # least positions of a row on a device of a context axis
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of the mesh axes, in total and across slices (`dcn_*`), the policy
-    `remat` (in the syntax of `format_policy`), the microbatches and other `changes`."""
+    """A mesh and other settings that a search varies.
+
+    A field with the name of a mesh axis is its size; `dcn_*` is its size across slices
+    or nodes. `remat` is a policy in the syntax of `format_policy`.
+    """
 
     data: int
     fsdp: int
@@ -97,16 +100,16 @@ class Layout:
 def layouts(
     num_devices: int, num_slices: int, experts: int = 0, sequence_length: int = 0
 ) -> list[Layout]:
-    """List the possible meshes of slices or nodes, with other settings at defaults.
+    """List the possible meshes, without rematerialisation and with one microbatch.
 
-    The tensor, expert and context axes stay inside a slice or node; one of data, fsdp
-    and pipeline crosses. A pipeline has one stage in each slice or node.
+    The tensor, expert and context axes stay inside a slice or node. Either data, fsdp or
+    pipeline spans all slices or nodes. A pipeline has one stage in each.
 
     Args:
         num_devices: the number of all devices.
         num_slices: the number of slices or nodes.
         experts: the number of experts of the model, or 0.
-        sequence_length: the length of a row; only long rows are sharded.
+        sequence_length: the length of a row. Only long rows are sharded over context.
     """
     slice_size = num_devices // num_slices
     meshes = []
@@ -150,8 +153,9 @@ def variants(
 ) -> list[Layout]:
     """Return a mesh with each remat policy and each number of microbatches.
 
-    The variant of the least FLOPs comes first, and the one of the least memory last.
-    Each device has at least one row of a microbatch for each of the `passes`.
+    The variant with the least FLOPs comes first, and the one with the least memory
+    last. `passes` is the number of a pipeline's local microbatches (mesh_sizes.py):
+    each of them has at least one row.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
     allowed = policies_with_offload(offload)

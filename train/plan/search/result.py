@@ -10,7 +10,7 @@ from train.plan.plan import Plan
 from train.plan.search.candidates import Layout
 from train.units import format_bytes, format_count
 
-_MAX_SHOWN = 10  # layouts on the frontier
+_MAX_SHOWN = 10  # printed layouts that were not compiled
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Candidate:
 
     held: the bytes of the state and the batch, which are part of `needed`.
     step_s, tokens_per_second, mfu: the middle of the prediction (plan/roofline.py).
-    how: compiled or estimated.
+    how: whether `needed` is compiled or estimated.
     """
 
     layout: Layout
@@ -69,8 +69,8 @@ class Failed:
 class SearchResult:
     """The result of a layout search.
 
-    weighed: all estimated layouts, the fastest that fits first.
-    compiled: the compiled layouts, in the same order.
+    weighed: all estimated layouts, sorted by `rank`.
+    compiled: the compiled layouts, sorted by `rank`.
     given: the layout of the config itself, if it is possible.
     excluded: impossible meshes, by the key of the broken rule.
     failed: layouts that could not be estimated, by the name of the error.
@@ -85,13 +85,13 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest layout that fits, if any; estimates count if none is compiled."""
+        """The fastest layout that fits, of the compiled ones if there are any."""
         candidates = self.compiled or self.weighed
         return candidates[0] if candidates and candidates[0].fits else None
 
     @property
     def runner_up(self) -> Candidate | None:
-        """The fastest estimated layout that fits and shards layers differently."""
+        """The fastest estimated layout that fits and shards layers unlike `best`."""
         shards = self.best and self.best.layout.layer_shards
         candidates = (c for c in self.weighed if c.layout.layer_shards != shards)
         fastest = next(candidates, None)
@@ -99,7 +99,7 @@ class SearchResult:
 
     @property
     def closest(self) -> Candidate:
-        """The layout of the least memory; compiled figures replace estimates."""
+        """The layout that needs least memory; compiled figures replace estimates."""
         compiled = {c.layout for c in self.compiled}
         candidates = (c for c in self.weighed if c.layout not in compiled)
         return min((*self.compiled, *candidates), key=lambda c: c.needed)
@@ -194,7 +194,8 @@ def _print_changes(weighed: Sequence[Candidate], config: Config) -> None:
 def none_fits(result: SearchResult, config: Config) -> str:
     """Return a sentence about the missing memory and the remedies.
 
-    A smaller batch is no remedy: microbatches of a single row were weighed too.
+    A smaller batch is no remedy, because the search has weighed microbatches of a
+    single local row.
     """
     smallest = result.closest
     if smallest.fits:

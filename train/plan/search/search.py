@@ -63,7 +63,7 @@ def search(
         config: the settled config. Its own layout, if it has one, is also searched.
         devices: the devices to plan for, which need not be present.
         budget: a device's memory.
-        compiles: compile at least this many layouts, until one fits; 0 compiles none.
+        compiles: compile this many layouts, and more until one fits; 0 compiles none.
         minutes: compile no more layouts after this time.
         precision: also weigh fewer bits and host memory (plan/precision.py).
         beat: called while layouts are weighed, and before each compilation.
@@ -108,7 +108,7 @@ def search(
         seconds=time.monotonic() - start,
         failed=weighed.failed,
     )
-    if not result.failed:  # a failed estimate may succeed another time
+    if not result.failed:  # The next search repeats a failed estimate.
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(epath.Path(file), _RESULT.dump_json(result).decode())
     return result
@@ -117,7 +117,8 @@ def search(
 def _queue(ranked: list[Candidate], requested: Layout | None) -> list[Candidate]:
     """Return the candidates to compile: the config's, each policy's best, then others.
 
-    The estimates of meshes are more accurate than those of remat policies.
+    Each policy comes early because estimates compare remat policies less accurately
+    than meshes.
     """
     fitting = [c for c in ranked if c.fits]
     best = {c.layout.remat: c for c in reversed(fitting)}.values()

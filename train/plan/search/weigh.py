@@ -28,7 +28,7 @@ from train.plan.search.result import (
 )
 from train.program import Program, make_program
 
-_MUCH_SLOWER = 1.5  # recomputation and microbatches cannot make up for this factor
+_MUCH_SLOWER = 1.5  # No other variant of a mesh makes up for this slow-down.
 
 
 class Estimates(NamedTuple):
@@ -63,9 +63,9 @@ def weigh_all(
 ) -> Estimates:
     """Estimate all layouts. An error in one estimate does not affect other layouts.
 
-    First each mesh is weighed without recomputation, then with its other variants. If a
-    mesh is much slower than a layout that fits, only the variant of least memory is
-    weighed. `beat` is called once or twice for each mesh.
+    First each mesh is weighed in its variant with the least FLOPs, then in its other
+    variants. If that first variant is much slower than a layout that fits, only the
+    variant with the least memory follows. `beat` is called once or twice for each mesh.
     """
     weighed, impossible = dict[Layout, Candidate](), dict[str, list[Mistake]]()
     errors = dict[Layout, Exception]()
@@ -135,8 +135,8 @@ def _make_variants(
     """Return the program of a mesh, and its variants, the least FLOPs first.
 
     Raises:
-        ConfigError: if the config with this mesh is invalid. Training uses the best
-            layout without further checks.
+        ConfigError: if the config with this mesh is invalid. The search must check
+            this, because training uses the best layout without further checks.
     """
     program, offload = make_program(mesh.applied(config), devices), config.train.offload
     rows, passes = config.data.batch_size, program.pipeline.local_microbatches
