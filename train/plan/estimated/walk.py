@@ -129,7 +129,8 @@ class Walk:
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk the body of a loop once.
 
-        The loop slices operands, and stacks results, that have one more dim outside its body.
+        Operands with one more dim outside than inside the body are sliced, and such
+        results are stacked.
         """
         inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
 

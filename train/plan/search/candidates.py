@@ -102,8 +102,8 @@ def layouts(
 ) -> list[Layout]:
     """List the possible meshes, without rematerialisation and with one microbatch.
 
-    The tensor, expert and context axes stay inside a slice or node. Either data, fsdp or
-    pipeline spans all slices or nodes. A pipeline has one stage in each.
+    The tensor, expert and context axes stay inside a slice or node. Either data,
+    fsdp or pipeline spans all slices or nodes. A pipeline has one stage in each.
 
     Args:
         num_devices: the number of all devices.
