@@ -1,1 +1,1 @@
-"""The command line: from arguments to one checked config, without JAX."""
+"""Turn the arguments of a command into one checked config, without importing JAX."""

@@ -33,7 +33,7 @@ from train.masking import mask
 
 __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
 
-# From the config of a job to its run.dir and its last evaluation loss.
+# Maps the config of a job to its run.dir and its last evaluation loss.
 Outcome = Callable[[Any], tuple[str, float | None]]
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Send logs to stderr: INFO and above of this project, WARNING of libraries."""
+    """Log to stderr: INFO and above of this project, WARNING and above of libraries."""
     handler = logging.StreamHandler(sys.stderr)
     log_format = "%(asctime)s %(levelname)s %(message)s"
     handler.setFormatter(_Formatter(log_format, "%H:%M:%S"))

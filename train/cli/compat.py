@@ -1,6 +1,7 @@
 """Private and undocumented API of Hydra, OmegaConf, pydantic, argparse and atexit.
 
-Each function states the checked version, and most say why no public API is enough.
+Each function states the version that it was checked with. Most of them also say why no
+public API is enough.
 """
 
 import argparse

@@ -35,7 +35,7 @@ from train.errors import ConfigError, Mistake
 from train.masking import remember_secrets
 from train.mesh_sizes import mesh_mistakes
 
-MAX_JOBS = 32  # the number of jobs to check before a sweep; each job also checks itself
+MAX_JOBS = 32  # jobs of a sweep to check before it starts; each job also checks itself
 
 Validate = Callable[[Any], list[Mistake]]
 
@@ -63,7 +63,7 @@ def check_command_line(
     validate: Validate = no_rules,
     default_choices: Sequence[str] = (),
 ) -> Any:
-    """Check the arguments of a command, with each job of a sweep; return the config.
+    """Check the arguments of a command and the jobs of a sweep; return the config.
 
     Rules between keys are not checked with `--cfg` and the flags that print help.
 
@@ -127,7 +127,7 @@ class _CommandLineChecker:
             parsed.config_loader = self.presets.loader
             overrides = [parsed]
             if parsed.is_sweep_override():
-                # Only Hydra's sweeper knows the values of an interval.
+                # Intervals are not checked: only Hydra's sweeper knows their values.
                 items = parsed.is_discrete_sweep() and parsed.sweep_string_iterator()
                 name = parsed.get_key_element()
                 texts = [f"{name}={item}" for item in items or ()]
@@ -176,7 +176,7 @@ class _CommandLineChecker:
                 mistake = mistake._replace(rule=f"{mistake.rule}\nin {file}")
             self._record(mistake)
         if self.rejected_groups <= {f.name for f in fields(self.schema)}:
-            # Otherwise a rejected experiment preset might have set any key.
+            # Not checked after a rejected experiment preset, which might set any key.
             self._record_broken_rules(self.validate(config), typed_keys)
             if self.mistakes and isinstance(config, Config):
                 # A valid config gets this check after its devices have been counted.
@@ -271,7 +271,7 @@ def _apply(tree: DictConfig, override: Override, schema: type) -> Mistake | None
     if is_hydra_key or not isinstance(section, DictConfig | None):
         return unknown_key(schema, key, value)
     required_type = {DictConfig: dict, ListConfig: list}.get(type(node), object)
-    # An entry of a table may become a name instead of a list, and a list may be null.
+    # A list in a table may be replaced by a name, and any list may be null.
     if required_type is list and (in_table or value is None):
         required_type = object
     if not isinstance(value, required_type):

@@ -16,7 +16,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
     """Return Hydra's flags, with `overrides` and the `unknown` flags as attributes.
 
     Raises:
-        ConfigError: for a flag that lacks a value, or has one but takes none.
+        ConfigError: if a flag lacks its value, or has a value but takes none.
     """
     parser = flags_parser()
 
@@ -25,7 +25,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
 
     parser.error = error
     for action in flag_actions(parser):
-        action.choices = None  # `flag_mistakes` checks the choices
+        action.choices = None  # `flag_mistakes` checks them, and lists all mistakes
     flags, remaining_args = parser.parse_known_args(flags_first(argv))
     flags.unknown = [text for text in remaining_args if text.startswith("-")]
     flags.overrides += [text for text in remaining_args if not text.startswith("-")]

@@ -19,7 +19,7 @@ from train.errors import Mistake
 
 
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
-    """Return the type hint of a dotted key (or None), and whether it is in a table.
+    """Return a dotted key's type hint (or None), and whether the key is in a table.
 
     A table's own key also counts as in a table, because a table accepts new entries.
     """
@@ -31,7 +31,7 @@ def type_of(schema: type, key: str) -> tuple[Any, bool]:
 
 
 def type_inside(hint: Any, name: object) -> Any:
-    """Return the type hint of a field or entry of a section, table or list, or None."""
+    """Return the hint of a section's field, or of the entries of a table or list."""
     bare = bare_type(hint)
     if is_dataclass(bare):
         return _field_hints(bare).get(str(name))
@@ -94,7 +94,10 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
 
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
-    """Return names whose last part or initials match `word`, or one close match."""
+    """Return the names with the same last part as `word`, or one similar name.
+
+    The last part of `word` may also be the initials of a name's last part.
+    """
     names, last_part = list(names), _last_part(word)
     exact_matches = [
         n for n in names if last_part in (_last_part(n), _initials(_last_part(n)))

@@ -21,10 +21,11 @@ GRACE_S = 10.0
 def leave(code: int) -> NoReturn:
     """Exit with a code as `sys.exit` does, but wait at most `GRACE_S` for threads.
 
-    With or without waiting, `atexit` functions are called and output is flushed.
+    `atexit` functions are called and output is flushed, even if threads still run.
     """
     threads_ended = threading.Event()
-    # After the last thread has ended, Python calls the newest atexit function first.
+    # Once all non-daemon threads have ended, Python calls the atexit functions, the
+    # newest first. So the event is set before any other function is called.
     atexit.register(threads_ended.set)
 
     def exit_after_grace() -> None:
@@ -34,7 +35,7 @@ def leave(code: int) -> NoReturn:
         names = ", ".join(t.name for t in running if t is not threading.main_thread())
         log.warning("leaving, although these threads have not ended: %s", names)
         try:
-            run_exit_functions()  # JAX registers one that informs the other processes
+            run_exit_functions()  # JAX's exit function informs the other processes
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

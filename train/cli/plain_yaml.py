@@ -1,7 +1,7 @@
 """Parse YAML that this program wrote, and refuse harmful YAML.
 
-A few lines of aliases can expand to billions of values. Tags, cycles and text that is
-nested too deeply are refused too.
+A few lines of aliases can expand to billions of values, so their expansion is limited.
+Tags, cycles and deeply nested text are refused too.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_complete(text: str) -> None:
-    """Check that the last line of a file is complete, as truncated YAML may be valid.
+    """Check that a file's last line is complete, because truncated YAML may be valid.
 
     Raises:
         ValueError: if the file is truncated.

@@ -75,7 +75,7 @@ class Presets:
         """Return the choices of a group, or an empty list if there is no such group."""
         if "." in group:
             return []
-        if group not in self._options:  # Hydra copies its whole cache each time
+        if group not in self._options:  # each query copies Hydra's whole cache
             self._options[group] = self.loader.get_group_options(group)
         return self._options[group]
 
@@ -105,7 +105,7 @@ class Presets:
                 message = hydra_message(error)
                 rule = f"{message}\nin the file of {choice}, or one that it names"
                 mistakes.append(Mistake(key, value, rule))
-        if not mistakes:  # each preset is valid, but not their combination
+        if not mistakes:  # each preset is valid alone, but their combination is not
             return OmegaConf.create(asdict(self._schema())), [failure]
         tree, further_mistakes = self.compose(valid_choices)
         return tree, mistakes + further_mistakes
@@ -135,7 +135,8 @@ class Presets:
         return [*(c for c in defaults if c.partition("=")[0] not in groups), *choices]
 
 
-cached_presets = functools.cache(Presets)  # only valid without --config-dir
+# Only valid without --config-dir, which is not part of the cache's key.
+cached_presets = functools.cache(Presets)
 
 
 def hydra_message(error: BaseException) -> str:

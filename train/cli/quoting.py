@@ -12,7 +12,7 @@ from train.cli.flags import is_sweep, parse_flags
 from train.cli.hints import bare_type, type_of
 from train.cli.schema import OLD_NAMES
 
-_GROUPS = {"tracker.name": "tracker"}  # groups that have replaced keys, by key
+_GROUPS = {"tracker.name": "tracker"}  # older key -> the group that replaces it
 # Matches one value of a sweep, with or without quotes.
 _VALUE = re.compile(
     r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\\,()"'])+""", re.DOTALL
@@ -25,7 +25,7 @@ def hydra_text(key: str, value: str) -> str:
 
 
 def _quote(value: str) -> str:
-    # Inside quotes, Hydra reads \\ as one backslash only before a quote.
+    # Hydra unescapes backslashes only before a quote, which may be the closing one.
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return f'"{escaped}"'
@@ -35,9 +35,9 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
     """Return the arguments, quoting text that Hydra's grammar would misread.
 
     Examples are `prompt='def f('`, `data.path=a,b` and `run.name=1.10`. Quoted values,
-    null, and the sweeps of `--multirun` stay as they are, but numbers in a sweep over
-    text are quoted. An entry of a table gets the ++ that Hydra requires. The older name
-    of a key is replaced by the current name.
+    null, and the sweeps of `--multirun` are not changed, except that numbers in a sweep
+    over a text key are quoted. An entry of a table gets the ++ that Hydra requires. The
+    older name of a key is replaced by the current name.
     """
     is_multirun = is_sweep(parse_flags(argv))
     parser = override_parser()

@@ -31,7 +31,7 @@ from train.mesh_sizes import listed
 _SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores
 # For each rule table, the logical axis that no array of the table has.
 _UNUSED_AXIS = {"params": "batch", "activations": "layers"}
-# Dims of one activation: both dims of a pair cannot be sharded along one mesh axis.
+# An activation may have both dims of a pair. One mesh axis cannot shard both.
 _FEATURE_DIMS = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
 _DIM_PAIRS = (
     *product(_FEATURE_DIMS, ("batch", "seq")),
@@ -112,7 +112,7 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
 def eval_set_mistakes(
     sets: Mapping[str, EvalSet], data: DataConfig, table: str
 ) -> Iterator[Mistake]:
-    """Yield the validation sets with an invalid or taken name, or without a path."""
+    """Yield mistakes in validation sets: an invalid or duplicate name, or no path."""
     for name, validation_set in sets.items():
         if not re.fullmatch(r"[\w-]+", name) or name in _SCORES:
             rule = "must have a name of letters, digits, _ and -, and not "
@@ -127,7 +127,7 @@ def eval_set_mistakes(
 
 
 def _axis_size_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
-    """Yield mistakes in the axis sizes, and in their factors across hosts."""
+    """Yield mistakes in the axis sizes, and in the factors of `mesh.dcn`."""
     sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     inferred_axes = [axis for axis, size in sizes.items() if size == -1]
     for axis in inferred_axes[1:]:

@@ -103,7 +103,7 @@ def _translate_error(
     hint, key, path = schema, "", list[Any]()
     for name in entry["loc"][1:]:
         if not is_dataclass(bare_type(hint)) and type_inside(hint, name) is None:
-            break  # the remaining path names the member of a union
+            break  # the remaining names are members of a union, not keys
         hint = type_inside(hint, name)
         path.append(name)
         key += f"[{name}]" if isinstance(name, int) else f".{name}"
@@ -141,10 +141,10 @@ def read_yaml(
     changes: Mapping[str, Any] = types.MappingProxyType({}),
     text: str | None = None,
 ) -> Schema:
-    """Read a config.yaml; missing keys get their defaults.
+    """Read a config.yaml as a dataclass; missing keys get their defaults.
 
-    An interpolation such as `${oc.env:HOME}` stays text, because another user may have
-    written the file.
+    Interpolations such as `${oc.env:HOME}` are not resolved, because another user may
+    have written the file.
 
     Args:
         path: the path of the file.
@@ -153,8 +153,8 @@ def read_yaml(
         text: the content to read instead of the file; errors still name `path`.
 
     Raises:
-        ConfigError: if the file is missing or damaged, or with every unknown key and
-            every value of a wrong type.
+        ConfigError: if the file is missing or damaged, if a key is unknown, or if a
+            value has a wrong type. The error lists all such keys.
     """
     try:
         plain = _read_file(epath.Path(path)) if text is None else _read_table(text)
@@ -189,12 +189,12 @@ def _read_file(path: epath.Path) -> dict[str, Any]:
 
 
 def _read_table(text: str) -> dict[str, Any]:
-    """Return the keys and values in YAML, with numbers as OmegaConf reads them.
+    """Return the keys and values in YAML, with numbers parsed as OmegaConf does.
 
     Raises:
         ValueError: the text is damaged.
     """
-    table = parse_yaml(text)  # OmegaConf would expand aliases without end
+    table = parse_yaml(text)  # refuses alias bombs, which OmegaConf would expand
     if not isinstance(table, dict):
         raise ValueError("must hold key: value lines")
     plain: Any = OmegaConf.to_container(OmegaConf.create(text))

@@ -44,7 +44,7 @@ def run_sweep(
 
     register(schema)
     with tempfile.TemporaryDirectory() as folder:
-        # Hydra's sweeper always writes a multirun.yaml.
+        # Hydra's sweeper always writes a multirun.yaml; put it in a temporary folder.
         sys.argv[1:] = [*flags_first(arguments), f'hydra.sweep.dir="{folder}"']
         hydra.main(str(CONFIG_DIR), config_name, VERSION_BASE)(run_job)()
     shared = set.intersection(*(set(overrides) for overrides, _ in jobs))

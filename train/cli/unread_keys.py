@@ -23,7 +23,7 @@ _EXPERT_KEYS = (
 
 
 def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether unread, prefix of the keys, reason) for model keys."""
+    """Yield (whether keys have no effect, their common prefix, the reason)."""
     is_learned, scaling = model.position is Position.learned, model.rope_scaling.kind
     for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
         yield is_learned, f"model.{key}", "model.position is learned"
@@ -37,7 +37,7 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
 
 
 def unread_key_warnings(config: Config) -> list[str]:
-    """Return warnings about changed keys without effect, and about a long warm-up."""
+    """Return warnings about keys without effect, and a warm-up that never ends."""
     changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     is_wsd, is_constant = schedule is Schedule.wsd, schedule is Schedule.constant
@@ -59,7 +59,7 @@ def unread_key_warnings(config: Config) -> list[str]:
         is_disabled = not getattr(config.tracker, name).enabled
         reason = f"tracker.{name}.enabled is false"
         unread.append((is_disabled, f"tracker.{name}.", reason))
-    # A token store fixes these keys when it is written.
+    # These keys have an effect only when a token store is written.
     reads_stores = source in (Source.tokens, Source.mixture)
     unread += [
         (reads_stores, f"data.{key}", f"data.source is {source}")

@@ -1,9 +1,9 @@
 """The configuration of training as frozen dataclasses, one module for each topic.
 
 Types, defaults, bounds and meanings are declared here, once. The YAML files under
-`configs/` hold the presets, and docs/reference/config.md lists every key. Code that
-needs one section takes that section as an argument; code that builds or describes a
-whole start takes `Config`. Rules between keys are in `train/cli/rules.py`.
+`configs/` hold the presets, and docs/reference/config.md lists every key. A function
+that needs one section takes that section as an argument. A function that prepares or
+describes a run takes `Config`. Rules between keys are in `train/cli/rules.py`.
 """
 
 from dataclasses import dataclass, field

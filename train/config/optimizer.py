@@ -12,9 +12,9 @@ from train.config.bounds import NotNegative, Positive
 
 
 class OptimizerName(StrEnum):
-    """`muon` updates the matrices, and AdamW everything else.
+    """The update rule. `muon` updates the matrices, and AdamW everything else.
 
-    `adafactor` keeps the mean squares of rows and columns, `lion` only a momentum.
+    `adafactor` stores mean squares of rows and columns; `lion` stores only a momentum.
     """
 
     adamw = "adamw"
@@ -26,7 +26,7 @@ class OptimizerName(StrEnum):
 class MomentDtype(StrEnum):
     """The dtype in which moments are stored; bfloat16 and int8 round stochastically.
 
-    `int8` stores codes of levels whose spacing shrinks towards zero
+    `int8` stores codes of levels that are closer to each other near zero
     (train/optimizer/moments.py).
     """
 

@@ -1,12 +1,14 @@
 """The fractions of vendors' rates that programs achieve, as constants with sources.
 
-TPUs: means of published measurements, chosen before any prediction was compared with a
-published run. Only the cost of more slices, the rate of experts' products and the rate
-of v6e's products are fitted to published runs, and other runs validate them. GPUs:
-published measurements of kernels and of NCCL. Products and memory are slower in whole
-steps than in single kernels, so their fractions are fitted to one half of the published
-runs (benchmarks/published_gpu_rows.py), and the other half validates them. This project
-measured none of these figures.
+TPUs: most constants are means of published measurements, chosen before any prediction
+was compared with a published run. The cost of more slices, the rate of experts'
+products and the rate of v6e's products are fitted to published runs instead, and other
+runs validate them.
+
+GPUs: most constants are published measurements of kernels and of NCCL. Products and
+memory are slower in a training step than in a single kernel. So their fractions are
+fitted to one half of the published runs (benchmarks/published_gpu_rows.py), and the
+other half validates them. This project measured none of these constants itself.
 """
 
 import math
@@ -18,7 +20,7 @@ from dataclasses import dataclass, replace
 class AttentionRates:
     """Rates of a causal attention kernel, forward and backward together.
 
-    fractions: the smallest head dim -> the fraction of the bfloat16 peak for long rows.
+    fractions: the least head dim -> the fraction of the bfloat16 peak in long rows.
     half_length: the row length at which the kernel reaches half of that fraction.
     """
 
@@ -36,7 +38,7 @@ class AttentionRates:
 class GroupedRates:
     """Rates of products whose rows are grouped by expert.
 
-    rate: the fraction of the rate of one product with the same number of rows.
+    rate: the rate relative to that of one ungrouped product with the same rows.
     intensity: the FLOPs per byte that the kernel's tiles load from memory.
     """
 
@@ -48,18 +50,18 @@ class GroupedRates:
 class Achievable:
     """The achieved fractions of stated rates, and costs that no vendor states.
 
-    products: the fraction of the matrix units' rate; on GPUs in a whole step, for long
-        contractions.
+    products: the fraction of the matrix units' rate. GPUs: the fraction in a training
+        step, for long contractions.
     memory: the fraction of the main-memory bandwidth.
     links: the fraction of the bandwidth of ICI or NVLink.
     network: the fraction of the bandwidth of DCN or of network cards.
-    half_depth: the contracted dim at which a GPU's product reaches half its rate.
+    half_depth: the contracted dim at which a GPU's product reaches half of its rate.
     grouped: the rates of products whose rows are grouped by expert.
-    attention: the rates of a GPU's kernel; None if it runs at the rate of products.
-    start_s: the seconds to start a collective; an all-reduce takes twice that.
+    attention: the rates of attention on a GPU; None if they are those of products.
+    start_s: the seconds to start a collective; an all-reduce takes twice as long.
     hop_s: the additional seconds for each further slice or node.
     unhidden: the fraction of an overlapped collective's time that still delays
-        products: on TPUs only between slices; on GPUs because NCCL uses processors.
+        products. TPUs: only between slices. GPUs: because NCCL uses multiprocessors.
     spread: the standard deviation of step times over slices or nodes, relative to
         their mean (`slowest_ratio`).
     """
@@ -77,7 +79,7 @@ class Achievable:
     spread: float = 0.0
 
 
-# Sources, TPU:
+# Sources of TPU. A constant with two measurements is the mean of their ratios.
 # products: AI-Hypercomputer/tpu-recipes at c8cfe2f, microbenchmarks: v6e, 8192 cubed,
 #     827.5 of 918 TFLOP/s; tpu7x, 32768 cubed, 956.4 of 1153.5 a device.
 # memory: the same source, copies: v6e 1359.6 of 1638 GB/s, tpu7x 6421 of 7380.
@@ -106,7 +108,7 @@ TPU = Achievable(
 # products; Mixtral 8x7B on v6e-256 validates the fit.
 TPU_V6E = replace(TPU, products=0.65)
 
-# Sources, GPU:
+# Sources of HOPPER and AMPERE:
 # half_depth: tile-ai/tilelang, benchmark/matmul/README.md (H800), M = N = 8192: 386,
 #     520, 628, 705, 736, 758 and 766 TFLOP/s for K of 256, 512, ..., 16384.
 # attention: arXiv:2407.08608v2, figures of H100: cuDNN forward, causal, 512 to 16384
@@ -117,18 +119,19 @@ TPU_V6E = replace(TPU, products=0.65)
 #     kernel 1.3 to 2.5 x slower.
 # links, network: stas00/ml-engineering at 744d01e, network, 8 GPUs, 16 GiB: H200
 #     all-gather 361.4, reduce-scatter 362.9, ring all-reduce 367.2 of 450 GB/s; A100
-#     all-reduce 234.9 of 300; the same fraction for network cards.
-# start_s, hop_s: the same source, network/benchmarks: all-reduce of 1 to 128 MiB takes
-#     20 to 80 us more than its bytes on 8 x H200, of 1 MiB 160 us on 4 nodes of B200.
-# grouped: the rate of other products; no public run validates it.
+#     all-reduce 234.9 of 300. Network cards are assumed to reach the same fraction.
+# start_s, hop_s: the same source, network/benchmarks: on 8 x H200, an all-reduce of 1
+#     to 128 MiB takes 20 to 80 us longer than the transfer of its bytes. On 4 nodes of
+#     B200, an all-reduce of 1 MiB takes 160 us.
+# grouped: assumed equal to the rate of other products; no public run validates it.
 # unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
 # products: fitted to public runs. The best of many shapes in a short test is 0.87 on
 #     A100, 0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), and 0.74
 #     on H100 over minutes (huggingface/gpu-fryer, README.md). Blackwell has no public
 #     run, so its fractions are Hopper's.
-# memory: fitted to public runs, the same for all chips; NVIDIA's own figure for the
-#     A100 is 95 % of the bandwidth.
-# spread: the value for slices of TPUs.
+# memory: fitted to public runs, with one value for all chips. NVIDIA states 95 % of the
+#     bandwidth for the A100.
+# spread: assumed equal to the value for slices of TPUs.
 HOPPER = Achievable(
     products=0.63,
     memory=0.85,

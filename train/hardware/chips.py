@@ -20,16 +20,17 @@ GIB = 2**30
 class Chip:
     """One chip. Rates are in FLOP/s and bytes/s. None means that no figure is stated.
 
-    kind: a part of the `device_kind` of its JAX devices.
+    kind: a substring of the `device_kind` of the chip's JAX devices.
     flops: dense FLOP/s by operand dtype, for the dtypes that the vendor states.
     devices: the number of JAX devices of a chip.
     link_bandwidth: the bandwidth of one link (ICI, NVLink) in one direction.
     dcn_bandwidth: the chip's share of the host's network cards in one direction.
     host_bandwidth: the bandwidth to the host's memory in one direction.
-    program_bytes: the HBM of one JAX device that XLA:TPU gives to a program.
+    program_bytes: the HBM of one JAX device that a program may use under XLA:TPU.
     matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
-    sparse_cores: whether the chip has SparseCores known to hide collectives (TPU).
-    scatters_in_one_step: whether XLA keeps a reduce-scatter over a whole slice (TPU).
+    sparse_cores: whether the TPU has SparseCores that are known to hide collectives.
+    scatters_in_one_step: whether XLA:TPU does not replace a reduce-scatter over a whole
+        slice by an all-reduce.
     achievable: the fractions of these rates that programs achieve.
     """
 
@@ -62,19 +63,19 @@ def _flops(
 
 # TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. These pages state a
 # chip's ICI bandwidth for both directions and all links together (v5e 400 GB/s, v6e
-# 800, v5p and tpu7x 1200), and DCN for a chip (v5e: 6.4 Tb/s for a pod of 256; v4: not
-# at all). FP8 and DCN of v5p and v6e: tpu7x's page. int8: stated only for v5e, v5p and
-# v6e; left out for GPUs, because no program here was compiled in int8 for a GPU. v4's
-# links: arXiv:2304.01433. matrix_unit: v6e's page, and for the others
-# jax/_src/pallas/mosaic/tpu_info.py in jax.
+# 800, v5p and tpu7x 1200). They state the DCN bandwidth of one chip, but for v5e that
+# of a pod of 256 chips (6.4 Tb/s), and for v4 none. FP8 and DCN of v5p and v6e are from
+# tpu7x's page. int8 is stated only for v5e, v5p and v6e. It is left out for GPUs,
+# because this project compiled no int8 program for a GPU. v4's links: arXiv:2304.01433.
+# matrix_unit: v6e's page, and for other TPUs jax/_src/pallas/mosaic/tpu_info.py in jax.
 # program_bytes: "available HBM" in the out-of-memory errors of libtpu 0.0.52.
-# GPUs, SXM. NVIDIA's figures, halved if they count sparsity, as quoted by
-# stas00/ml-engineering, torchtitan and MLPerf's system files, not from its datasheets.
+# GPUs (SXM): NVIDIA's numbers as quoted by stas00/ml-engineering, torchtitan and
+# MLPerf's system files, not from NVIDIA's datasheets. FLOP/s with sparsity are halved.
 # A100: 312 TFLOP/s, 2039 GB/s, NVLink 3, 600 GB/s both ways over 12 links. H100, H200:
 # 1979 (FP8 3958) with sparsity, 3.35 and 4.8 TB/s, NVLink 4, 900 GB/s over 18. B200:
 # 2250 (FP8 4500) dense, 8 TB/s, NVLink 5, 1800 GB/s over 18. GB200: 2500 (5000) dense.
-# Network cards: one a GPU, of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes: as
-# CUDA reports it; openxla/xla, xla/backends/gpu/target_config/specs.
+# Each GPU has one network card of 400 Gb/s (A100: 200), as in DGX systems. hbm_bytes:
+# as CUDA reports it, from openxla/xla, xla/backends/gpu/target_config/specs.
 # host_bandwidth: v4's 16 GB/s each way, and v6e's 15, come from
 # jax-ml.github.io/scaling-book, "How to Think About TPUs". No source states v5e's and
 # v5p's, so they use v4's. GPUs: PCIe 4 (A100) and 5 with 16 lanes, 64 and 128 GB/s
@@ -170,7 +171,8 @@ CHIPS = {
     "h200": replace(
         _H100, kind="H200", hbm_bytes=151_397_597_184, hbm_bandwidth=4800 * GB
     ),
-    # Superchips. A GH200 has 96 or 144 GB, unlike an H200.
+    # Superchips. Without its entry, `chip_of` would take a GH200, which has 96 or
+    # 144 GB, for an H200.
     "gh200": Chip("GH200", _flops(989.5, 1979), achievable=HOPPER),
     "gb200": Chip("GB200", _flops(2500, 5000), achievable=BLACKWELL),
     "b200": Chip(

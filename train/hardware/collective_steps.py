@@ -1,10 +1,11 @@
-"""The steps in which weights are gathered and gradients scattered along a mesh axis.
+"""Choose the steps of weight gathers and gradient reduce-scatters along a mesh axis.
 
-XLA:TPU gathers in one step over all links. It replaces a scatter over all chips of a
-slice by an all-reduce of the whole array, which sends twice the bytes. A scatter over
-planes of the torus and then over the lines across them remains a scatter, but sends
-most of its bytes over the links of the planes. The shape of the slice decides which
-form takes less time (docs/log).
+XLA:TPU gathers in one step over all links. It replaces a reduce-scatter over all chips
+of a slice by an all-reduce of the whole array, which sends twice the bytes. Two steps
+avoid this: a reduce-scatter over planes of the torus, then one over the lines across
+the planes. But most of the bytes then use only the links of the planes. The shape of
+the slice decides which form takes less time (docs/log). "Scatter" here always means
+reduce-scatter.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,15 @@ from train.hardware.interconnect import (
 )
 from train.mesh import Device
 
-# Chips in the largest slice over which XLA scatters in one step, by links per chip.
+# The largest number of chips over which XLA scatters in one step, by links per chip.
 _MAX_CHIPS = {4: 8, 6: 4}
-# Devices in the largest slice without rings over which XLA gathers in one step, for
-# chips with two devices (tpu7x).
+# The largest number of devices over which XLA gathers in one step in a slice without
+# rings, for chips with two devices (tpu7x).
 _MAX_DEVICES = 32
 
 
 def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
-    """Return the steps of each mesh axis that needs more than one step (TPU only)."""
+    """Return the steps of each mesh axis that needs several steps; () without TPUs."""
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
     if device.platform != "tpu" or chip is None or chip.links not in _MAX_CHIPS:
@@ -40,14 +41,16 @@ def collective_steps(mesh: Mesh) -> tuple[AxisSteps, ...]:
     for axis in mesh.axis_names:
         members = members_along(mesh, [axis])
         slices = num_slices(members)
-        # Neighbours along axes other than fsdp are in one slice (train/mesh.py).
+        # Skip axes whose neighbours are in one slice: the stride below needs neighbours
+        # in different slices, which only fsdp has (train/mesh.py).
         if slices > 1 and num_slices(members[:2]) == 1:
             continue
         local_members = members[::slices]
         slice_ = slice_of(mesh, device)
         gather = _gather_sizes(local_members, slice_, chip)
         scatter = _scatter_sizes(local_members, slice_, chip)
-        # XLA gathers small arrays by an all-reduce on a 2D torus.
+        # On a 2D torus, XLA gathers small arrays by an all-reduce. So their gathers
+        # take the steps of a scatter.
         small_gather = scatter if chip.links == 4 else gather
         sizes = (*small_gather, slices, *scatter)
         if any(size not in (1, len(members)) for size in sizes):
@@ -84,7 +87,7 @@ def _scatter_sizes(
         return num_links(group, slice_, chip, None if is_equal else 1)
 
     is_all_reduced = size == len(slice_)
-    # Times relative to that of the whole array over one link.
+    # Times are relative to sending the whole array over one link.
     one_step_time = (1 - 1 / size) / count_links(members)
     if is_all_reduced:
         one_step_time = 2 * (1 - 1 / size) / num_links(members, slice_, chip)
@@ -97,7 +100,7 @@ def _scatter_sizes(
 
 
 def _plane_and_line_sizes(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the sizes of a plane and of a line across planes; of a line if 1D."""
+    """Return the sizes of a plane and of a line across planes, or of one line."""
     line = len(devices)
     for length in range(1, len(devices)):
         if sum(extent > 1 for extent in extents(devices[: length + 1])) > 1:

@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 _LIBTPU_NAMES = {"v5p": "v5"}
 _MEGACORE = ("v4", "v5p")  # both cores of a chip are one JAX device
 
-# The fields by which XLA describes a GPU, except for those from `hardware/chips.py`.
+# The fields by which XLA describes a GPU, without those in `train/hardware/chips.py`.
 # Source: openxla/xla, xla/backends/gpu/target_config/specs.
 _AMPERE = """
   cuda_compute_capability { major: 8 }

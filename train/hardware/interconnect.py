@@ -2,11 +2,11 @@
 
 TPU: the chips of a slice form a grid, and links join neighbours along every dim. A dim
 is a ring if a link also joins the last chip to the first. A group of devices uses the
-dims along which its members differ. If the group fills a ring of such a dim, a chip
-sends over two links, one in either direction. Otherwise it sends over one, because data
-must travel from end to end. A collective over several dims uses all their links at
-once, unless XLA chooses one ring through all members, which has two links a chip.
-Devices of a chip share its links, unless they belong to the same group.
+dims along which its members differ. If the group fills a ring of such a dim, each chip
+sends over two links, one in either direction. Otherwise each chip sends over one link,
+because data must travel from end to end. A collective over several dims uses all their
+links at once, unless XLA chooses one ring through all members, which uses two links of
+each chip. Devices of one chip share its links, unless they are in the same group.
 
 GPU: within a node every GPU reaches every other over all its NVLinks. A ring through
 several nodes enters each node over the network cards of all members in the node.
@@ -50,13 +50,13 @@ class Group:
     axes: tuple[str, ...]  # mesh axes along which a group's members differ
     size: int
     network: str  # the slowest network that a group crosses
-    links: int = 0  # a chip's links over which a TPU group sends within a slice
+    links: int = 0  # links of a chip that a group uses in a TPU slice; 0 if unknown
 
 
 def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
     """Return the group of devices that differ only in their position along some axes.
 
-    `members` selects positions in this group, for a smaller group; () selects all.
+    `members` selects the positions of a smaller group in this group; () selects all.
     """
     dims = [mesh.axis_names.index(axis) for axis in axes]
     positions = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
@@ -67,7 +67,7 @@ def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) ->
 
 
 def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:
-    """Return the axes, the network and the links that equal groups of devices span.
+    """Return the `Group` that describes several groups of devices of the same size.
 
     `positions` are positions in `mesh.devices.flat`, as an array [groups, size]. `dims`
     has the same meaning as in `num_links`.
@@ -86,7 +86,7 @@ def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Grou
 
 
 def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
-    """Count the links of a group in a slice of TPUs; 0 if links are unknown."""
+    """Return `num_links` of a group in a slice of TPUs, or 0 if links are unknown."""
     chip = chip_of(members[0].device_kind)
     if members[0].platform != "tpu" or chip is None or not chip.links:
         return 0
@@ -97,15 +97,15 @@ def _links_of(members: Sequence[Device], mesh: Mesh, dims: int | None) -> int:
 def bandwidth(
     mesh: Mesh, axes: Sequence[str], network: str, chip: Chip, links: int = 0
 ) -> float:
-    """Return the bytes/s that a device can send to a group along mesh axes.
+    """Return the bytes/s that a device can send to its group along mesh axes.
 
     Args:
-        mesh: a mesh of real devices, fake ones, or stand-ins.
+        mesh: a mesh of real devices, fake devices or stand-ins (devices.py).
         axes: the axes along which the members of a group differ.
         network: the slowest network that a group crosses.
         chip: the chip of each device.
-        links: the number of links of a TPU over which the group sends. 0 computes it
-            for all devices along the axes.
+        links: the number of links of a TPU over which the group sends. 0: count the
+            links for all devices along the axes.
 
     Raises:
         NotStated: if the chip's vendor does not state the bandwidth of the network.
@@ -169,7 +169,8 @@ def num_links(
     dim with the fewest links sets the pace.
 
     `members` are the devices of the group, and `slice_` all devices of their slice.
-    The collective uses `dims` dims of the grid at once. None: all dims of the group.
+    The collective uses `dims` dims of the grid at once. None: all dims along which the
+    group extends.
     """
     slice_sizes, sizes = extents(slice_), extents(members)
     dims_of_group = zip(sizes, slice_sizes, rings(slice_sizes, chip), strict=True)
@@ -235,7 +236,7 @@ def _domain(device: Device) -> tuple[int, ...]:
 
     A node may have a process for each GPU, so process ids do not identify nodes. JAX
     gives the processes of one host the same slice index. The coordinates of fake GPUs
-    begin with the node.
+    begin with the index of the node.
     Source: BuildGlobalTopology in openxla/xla, xla/pjrt/distributed/topology_util.cc.
     """
     if device.platform == "tpu":

@@ -1,7 +1,7 @@
 """Names of machines: `v5e-256`, `v5p-512x4`, `h100-8x16`.
 
 TPU names are Google Cloud's: v4, v5p and tpu7x count cores (two a chip), v5e and v6e
-count chips, and x4 means four slices. GPU names count the GPUs of a node and the nodes.
+count chips, and x4 means four slices. The GPU name h100-8x16 means 16 nodes of 8 GPUs.
 The rates of chips are in `train/hardware/chips.py`.
 """
 
@@ -111,11 +111,11 @@ def _topologies(family: str) -> dict[int, tuple[int, ...]]:
         return {math.prod(shape): shape for shape in _FLAT_SHAPES}
     cubes = range(_CUBE, _POD_CHIPS[family] + 1, _CUBE)
     shapes = [*_SMALL_SHAPES, *(_compact(chips) for chips in cubes)]
-    return {2 * math.prod(shape): shape for shape in shapes}  # cores
+    return {2 * math.prod(shape): shape for shape in shapes}  # sizes count cores
 
 
 def _compact(chips: int) -> tuple[int, int, int]:
-    """Stack cubes of 4 x 4 x 4 into the box with the smallest perimeter."""
+    """Return the most compact box of 4 x 4 x 4 cubes with this number of chips."""
     cubes = chips // _CUBE
     boxes = [
         (a, b, cubes // (a * b))

@@ -1,9 +1,10 @@
-"""Adafactor: the mean square of a matrix is kept as the means of its rows and columns.
+"""Adafactor: mean squares of a matrix are stored as means of its rows and columns.
 
-optax's version factors the two largest dims of an array, even if they count layers or
-belong to one head, and all layers share a limit and a scale. Here each matrix of a
-stack is updated by itself, and heads are part of a matrix, as in Muon. The means have
-the parameter's rank, so that `state_shardings` applies to them.
+optax's version factors the two largest dims of an array, even if one of them counts
+layers or both belong to one head, and it limits and scales all layers together. Here
+each matrix of a stack is updated by itself, and a matrix contains all heads, as in
+Muon. The means have the parameter's rank, so that `state_shardings` in
+train/sharding.py applies to them.
 
 Source: Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5, with the constants of
 section 9.
@@ -26,8 +27,9 @@ _DECAY_EXPONENT = 0.8  # the decay after t updates is 1 - t**-0.8
 class Squares(NamedTuple):
     """The factored mean squares of a parameter [..., I, O].
 
-    rows: the means over the output dims, kept as size 1. A vector keeps all entries.
-    columns: the means over the input dims, kept as size 1. A vector has None.
+    rows: the means over the output dims, which get size 1. For a vector, the mean
+        square of each entry.
+    columns: the means over the input dims, which get size 1; None for a vector.
     """
 
     rows: jax.Array
@@ -44,8 +46,9 @@ class AdafactorState(NamedTuple):
 def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
     """Return a transformation that divides gradients by factored root mean squares.
 
-    The result is limited, and scaled by the parameter's root mean square, so a learning
-    rate means the same at any width. There is no momentum.
+    The root mean square of the result is limited to 1. Then the result is multiplied by
+    the parameter's root mean square, so that a learning rate means the same at any
+    width. There is no momentum.
     """
 
     def init(params: Any) -> AdafactorState:

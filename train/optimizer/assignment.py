@@ -1,10 +1,10 @@
 """Assign Muon's matrices to devices, in rounds.
 
-In each round a device takes a batch of whole matrices, and the round costs as much as
-its largest matrix. So matrices of one size fill as many rounds as possible. If some
-remain, the next smaller matrices complete the round, padded with zeros to the same
-size: zero rows and columns stay zero and change nothing else. If there are more devices
-than matrices, some devices idle.
+In each round, every device takes a batch of whole matrices. The largest matrix
+determines how long a round takes, so matrices of one size fill as many rounds as
+possible. The remaining ones share a round with the next smaller matrices, padded with
+zeros to the same size. Zero rows and columns stay zero in Muon's update and do not
+change other entries. If there are more devices than matrices, some devices idle.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _MAX_BATCH_ENTRIES = 2**26  # entries that a device orthogonalizes as one batch
-# Replicas share the work if sharing reduces it to less than this fraction.
+# Replicas share the work if that reduces each device's work below this fraction.
 _WORTHWHILE_FRACTION = 0.9
 
 
@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
 
 
 class MatrixSpan(NamedTuple):
-    """Matrices `start` to `stop` of the parameter with this index."""
+    """Matrices `start` to `stop` - 1 of the parameter with the index `parameter`."""
 
     parameter: int
     start: int
@@ -64,7 +64,7 @@ def assign(
 ) -> tuple[tuple[str, ...], list[Rounds]]:
     """Assign all matrices to the devices that hold parts of them, and to replicas.
 
-    `replica_sizes` are the sizes of the mesh axes along which parts are equal.
+    `replica_sizes` are the sizes of the mesh axes along which parts are replicated.
     Returns the work axes (the replica axes along which sharing the work saves time),
     and the rounds.
     """

@@ -1,13 +1,13 @@
 """Update one layer at a time, for moments in host memory or in eight bits.
 
 Arrays W[L, ...] are updated in a loop over their layers. The moments of a layer are
-copied to the device, updated and copied back, so that the device holds the moments of
-at most two layers, and only these in float32. Tables are moved whole. Moments of
-vectors stay on the device: they are few, and XLA:TPU cannot read one layer of an
-eight-bit [L, D] in host memory (libtpu 0.0.50).
+copied to the device, updated and copied back. So the device holds the moments of at
+most two layers, and converts only these to float32. The moments of a table are copied
+as a whole. Moments of vectors stay on the device, because they are small, and XLA:TPU
+cannot read one layer of an eight-bit [L, D] in host memory (libtpu 0.0.50).
 
-The result is bitwise equal to one update of all parameters: the update of a parameter
-depends on other parameters only through the norm of all gradients.
+The result is bitwise equal to one update of all parameters, because the update of a
+parameter depends on other parameters only through the norm of all gradients.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def update_layer_by_layer(
         params: tree of arrays.
         on_host: whether moments of matrices and tables are in host memory.
         in_place: whether each iteration writes new moments over the previous ones.
-            Otherwise the loop stacks new moments, and the host holds both.
+            Otherwise the loop stacks new moments, and the host holds old and new ones.
     """
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     updated_parts, accepted = [], jnp.bool_(True)
@@ -106,7 +106,7 @@ def _select_stack(stack: str | None, tree: Any) -> Any:
 
 
 def _first_unmasked(*leaves: Any) -> Any:
-    """Return the first leaf that is not masked; all parts have the same scalars."""
+    """Return the first unmasked leaf. Scalars are unmasked and equal in all parts."""
     return next(leaf for leaf in leaves if not isinstance(leaf, MaskedNode))
 
 
@@ -119,7 +119,7 @@ def _to_device(tree: Any, min_dims: int) -> Any:
 
 
 def _move(tree: Any, min_dims: int, space: Any) -> Any:
-    """Move the arrays that have at least this number of dims."""
+    """Move the arrays that have at least `min_dims` dims to a memory space."""
     return jax.tree.map(
         lambda x: jax.device_put(x, space) if x.ndim >= min_dims else x, tree
     )

@@ -1,25 +1,25 @@
 """Store moments between steps in float32, bfloat16 or eight bits.
 
-An update computes in float32. Moments are decoded before it and encoded after it, with
-stochastic rounding (train/optimizer/rounding.py). Each entry is encoded by itself, with
-the same result on every mesh: devices exchange only maxima, which are exact in any
-order.
+An update is computed in float32. Moments are decoded before the update and encoded
+after it, with stochastic rounding (train/optimizer/rounding.py). The result is the same
+on every mesh: each entry is encoded by itself, and devices exchange only maxima, which
+are exact in any order.
 
-In eight bits, an entry is the code c of a level c**p, times a scale:
+An eight-bit entry is a code c, which stands for scale * (c / max_code)**p:
 
-- The scale of an entry is the smaller of two maxima: that of its row and that of its
-  column in the parameter's matrix. So one large entry makes no other entry coarser. A
+- The scale of an entry is the maximum of its row or of its column in the parameter's
+  matrix, whichever is smaller. So one large entry makes no other entry coarser. One
   scale for each block of entries would achieve this too, but blocks would have to fit
   the shards of every mesh and the tiles of a TPU. Source: rank-1 normalization (section
   4.2) of Li, Chen and Zhu, Memory Efficient Optimizers with 4-bit States,
   arXiv:2309.01507.
 - A mean has a sign and 127 levels with p = 2. A mean square has 255 levels with p = 4,
-  because the update divides by its root, which then has p = 2 as well. So levels become
-  finer towards zero: below a thousandth of the scale, a mean still has four levels and
-  the root of a mean square eight. Evenly spaced levels have none there.
-- The update divides by the root of a mean square, so the least code of a mean square is
-  1. Section 4.1 of the same source shows the damage that zeros would do. If all of a
-  row or column is zero, the scale is zero, and every entry decodes to zero.
+  because the update divides by its root, whose levels then have p = 2 as well. So
+  levels are finer near zero: below a thousandth of the scale, a mean has four levels,
+  and the root of a mean square has eight. Evenly spaced levels would have none there.
+- The least code of a mean square is 1, because the update divides by the root. Section
+  4.1 of the same source shows the damage that zeros would do. If all entries of a row
+  or column are zero, the scale is zero, and they decode to zero.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from model.params import ParamInfo, is_info
 from train.config import MomentDtype
 from train.optimizer.rounding import key_of_step, random_bits, to_bfloat16
 
-_MEAN_SQUARES = "nu"  # optax's name of the moments that have no sign
+_MEAN_SQUARES = "nu"  # optax's name for mean squares, which have no sign
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -42,8 +42,8 @@ class EightBits(NamedTuple):
     """An array [..., I, O] as codes, with the maxima of its rows and columns.
 
     codes: int8 with the array's shape; uint8 for a mean square.
-    rows: float32 maxima over the output dims, kept as size 1. A vector has one maximum.
-    columns: float32 maxima over the input dims, kept as size 1. A vector has None.
+    rows: float32 maxima over the output dims, which get size 1; one for a vector.
+    columns: float32 maxima over the input dims, which get size 1; None for a vector.
     """
 
     codes: jax.Array
@@ -65,7 +65,7 @@ class MomentStorage:
     seed: int
 
     def encode(self, state: Any, step: jax.Array, layer: Any = 0) -> Any:
-        """Return optax's state with its moments in the format of the storage.
+        """Return optax's state with its moments in the format of this storage.
 
         Stacked arrays may hold only some layers, beginning with `layer`.
         """
@@ -77,7 +77,7 @@ class MomentStorage:
         def encode_leaf(path: Any, leaf: jax.Array) -> Any:
             suffixes = (path[start:] for start in range(len(path)))
             info = next((infos[s] for s in suffixes if s in infos), None)
-            if info is None:  # a number of updates
+            if info is None:  # an update count, or squares of Adafactor
                 return leaf
             bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
             match self.dtype:

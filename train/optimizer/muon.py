@@ -85,8 +85,8 @@ def _scale(x: jax.Array, info: ParamInfo) -> jax.Array:
 def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
     """Return the matrices with all singular values moved close to 1.
 
-    Five Newton-Schulz steps compute the quintic a x + b x x'x + c x x'x x'x. Each step
-    is a batched product over the stack, so matrices do not affect each other.
+    Each of five Newton-Schulz steps replaces x by a x + b x x'x + c x x'x x'x. Products
+    are batched over the stack, so matrices do not affect each other.
 
     Args:
         x_LIO: L matrices of I inputs and O outputs, float32.

@@ -13,11 +13,12 @@ from train.config import OptimizerConfig, OptimizerName
 def may_overflow(config: OptimizerConfig) -> bool:
     """Return whether finite gradients may lead to weights that overflow float32.
 
-    The check of an update reads the whole state again. It is not needed if no entry
-    moves by more than 1e12 and decay shrinks weights: then weights stay below 1e19 for
-    10 million steps, and their squares are finite. The mean of clipped gradients is at
-    most clip_norm, so Adam's direction is at most clip_norm / ((1 - b1) epsilon).
-    Lion's direction is at most 1, and Muon's is below the root of a dim.
+    Updates that cannot overflow are not checked, because a check reads the whole state.
+    Overflow is impossible if no step moves an entry by more than 1e12 and decay shrinks
+    weights: then weights stay below 1e19 for 10 million steps, and their squares are
+    finite. The mean of clipped gradients is at most clip_norm, so Adam's direction is
+    at most clip_norm / ((1 - b1) epsilon). Lion's direction is at most 1, and Muon's is
+    below the root of a dim.
     """
     rates = [(config.learning_rate, config.weight_decay)]
     match config.name:
@@ -40,10 +41,10 @@ def may_overflow(config: OptimizerConfig) -> bool:
 def num_overflows(
     new: Any, old: Any, bound: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Return the number of entries whose bound overflows only after an update.
+    """Return how many entries have a finite `bound` before an update, but not after it.
 
     `new` are the values to be written, before they are rounded. `bound` maps an
-    entry to a value that must be finite.
+    entry to a value that must be finite, such as its square.
     """
 
     def count(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -1,12 +1,13 @@
 """Stochastic rounding: the probability of rounding up equals the remainder.
 
-Rounding to nearest loses every change below half a step of the format. A mean that
-decays by 0.1 % never falls in bfloat16, whose steps are 0.4 to 0.8 %, and a weight with
-smaller updates never moves. Stochastic rounding is exact on average.
+Rounding to nearest loses every change below half the distance between neighbouring
+values. In bfloat16, this distance is 0.4 to 0.8 %, so a mean that decays by 0.1 % in
+each step never falls, and a weight with such small updates never moves. Stochastic
+rounding is exact on average.
 
 The random bits are a function of a key and of an entry's index in the global array, so
-they are the same on any mesh and after a resume. They are hashed from the index:
-threefry of jax.random takes fifty times as long on a CPU (docs/log).
+they are the same on any mesh and after a resume. They are hashed from the index,
+because threefry of jax.random takes fifty times as long on a CPU (docs/log).
 
 Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv:1502.02551.
 """
@@ -26,7 +27,7 @@ def key_of_step(seed: int, step: jax.Array | int) -> jax.Array:
 def random_bits(
     key: jax.Array, name: str, shape: tuple[int, ...], start: jax.Array | int = 0
 ) -> jax.Array:
-    """Return a uint32 array whose lower 16 bits are as good as random.
+    """Return a pseudorandom uint32 for each entry of an array, or of a part of it.
 
     Args:
         key: the key of the step.
@@ -54,7 +55,7 @@ def entry_ids(shape: tuple[int, ...], start: jax.Array | int = 0) -> jax.Array:
 
     The ids are distinct for up to 2**32 entries.
     """
-    ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd
+    ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd: distinct ids
     row_stride = math.prod(shape[1:]) * stride % 2**32
     if isinstance(start, jax.Array):
         ids += jnp.uint32(row_stride) * start.astype(jnp.uint32)

@@ -1,9 +1,9 @@
 """One update of the weights, and the average of weights.
 
-optax computes a direction. This module scales the direction by the schedule at the
-*step*, which advances even if an update is skipped, and subtracts it from the weights.
-The update is computed in float32. Weights and moments in bfloat16 or eight bits are
-rounded stochastically, without a float32 copy. The average is always float32.
+optax computes a direction. This module multiplies the direction by the schedule at the
+*step*, and subtracts the product from the weights. The step advances even if an update
+is skipped. The update is computed in float32. Weights and moments in bfloat16 or eight
+bits are rounded stochastically, without a float32 copy. The average is always float32.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Optimizer:
         average = None if self.config.ema_decay is None else averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
         if self.storage.dtype is not MomentDtype.float32:
-            # Without the barrier, compilation spends seconds on constant folding.
+            # Without the barrier, XLA spends seconds on constant folding.
             state = jax.lax.optimization_barrier(state)
         return OptimizerState(self.storage.encode(state, jnp.int32(0)), average)
 
@@ -76,8 +76,8 @@ class Optimizer:
 
         An update that would write a NaN or an infinity is not accepted. Then parameters
         and state stay unchanged. If layers are updated one by one, each is checked by
-        itself, and the layers before a rejected layer have changed. With `accepted`
-        False, the update is always rejected. `norm` is the norm of all gradients.
+        itself, and the other layers change even if one layer is rejected. If `accepted`
+        is False, no update is accepted. `norm` is the norm of all gradients.
         """
         factor = self.schedule(step)
 
@@ -123,7 +123,7 @@ class Optimizer:
         factor: jax.Array,
         accepted: jax.Array | bool,
     ) -> tuple[Any, Any, jax.Array]:
-        """Return float32 weights and moments after an update, and its overflows."""
+        """Return float32 weights and moments after an update, and count overflows."""
         weights, new_moments = self._apply(grads, moments, params, norm, factor)
         if not may_overflow(self.config):
             return weights, new_moments, jnp.float32(0)
@@ -132,14 +132,14 @@ class Optimizer:
             new = weights, new_moments
             if self.config.name is not OptimizerName.muon:
                 new = self._apply(grads, moments, params, norm, factor)
-            # Norms square the weights. Rounding moments up adds less than 1 %.
+            # Norms need finite squares of weights. Rounding adds up to 1 % to moments.
             overflows = num_overflows(new[0], _float32_tree(params), jnp.square)
             old_moments = decode_moments(moments)
             return overflows + num_overflows(new[1], old_moments, lambda x: 1.01 * x)
 
-        # Inside a branch, the check does not change how XLA compiles the values that
-        # are written, so their bits stay the same. The branch computes the update again
-        # and reads the state twice, except for Muon, whose products are expensive.
+        # In a branch, the check does not change how XLA compiles the written values, so
+        # their bits stay the same. The branch reads the state again and computes the
+        # update again, except for Muon, whose products are expensive.
         overflows = jax.lax.cond(
             accepted, count, lambda *_: jnp.float32(0), grads, moments, params
         )
@@ -238,8 +238,8 @@ def make_optimizer(
         make_schedule(schedule, num_steps),
         MomentStorage(config.moment_dtype, infos, seed),
         by_layer=_needs_loop(config, platform, mesh),
-        # XLA:GPU does not learn which arguments are in host memory when it compiles
-        # ahead of time.
+        # Compiling ahead of time, XLA:GPU does not learn which arguments are in host
+        # memory, and refuses to update moments there in place.
         in_place=not (config.offload and platform == "gpu"),
     )
 

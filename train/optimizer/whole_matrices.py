@@ -3,8 +3,8 @@
 A device holds the local part W[D/fsdp, F/tensor] of a weight W[D_fsdp, F_tensor]. A
 function of the whole matrix needs all parts on one device, but not on every device. So
 each device takes some matrices (train/optimizer/assignment.py): one all-to-all brings
-their parts to it, and another one returns the parts of the results. No device ever
-gathers all matrices, and with more devices each one sends and computes less.
+the parts of these matrices to the device, and another all-to-all returns the parts of
+the results. No device gathers all matrices, and more devices do less work each.
 """
 
 import math
@@ -78,9 +78,9 @@ class _Layout(NamedTuple):
     """How a parameter is viewed as a stack of matrices.
 
     stack_dims, output_start: as in `ParamInfo`.
-    transposed: whether outputs are the rows. Then matrices with swapped shardings of
-        inputs and outputs can be exchanged together.
-    axes: the mesh axes that shard the stack.
+    transposed: whether outputs are the rows. Transposing lets matrices whose inputs and
+        outputs have swapped shardings share one exchange.
+    axes: the mesh axes that shard the stack, its rows and its columns.
     """
 
     stack_dims: int
@@ -127,8 +127,8 @@ class _Exchange(NamedTuple):
     def apply(self, parts: list[jax.Array]) -> list[jax.Array]:
         """Map local parts [matrices, rows, columns] to parts of the function's results.
 
-        Devices along axes that shard nothing hold the same parts. If it saves work,
-        these devices take different matrices and gather the results.
+        Devices along axes that shard nothing have the same parts. If sharing the work
+        saves time, these devices take different matrices and gather the results.
         """
         num_rows = self._num_shards(self.axes.rows)
         num_columns = self._num_shards(self.axes.columns)

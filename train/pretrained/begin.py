@@ -1,7 +1,7 @@
 """Begin a run with existing weights, from a folder or from another run.
 
 The first start records the size and SHA-256 of each file of weights in the run's
-`init_from.json`. A later start that reads the weights again refuses other files.
+`init_from.json`. A later start that reads the weights again refuses changed files.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Open a folder of weights from transformers or `train.export`, and compare it.
+"""Open a folder of weights and compare it with a model.
 
-Settings, tensor names and shapes are compared with the model before weights are read.
+The folder comes from transformers or `train.export`. Settings, tensor names and shapes
+are compared before weights are read.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ _IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 class Folder:
     """An opened folder of weights: its settings, and its tensors' shapes by name.
 
-    The files are closed with `stack`.
+    Closing `stack` closes the files.
 
     Raises:
         ConfigError: if the folder has no readable config.json.
@@ -80,12 +81,12 @@ class Folder:
             raise DataError(f"{file}: lacks {missing}, {rule}. {_REMEDY}")
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """Return the part of a tensor in one slice of each dim."""
+        """Return the part of a tensor that one slice for each dim selects."""
         file, stored_name, _ = self._files[name]
         return file.get_slice(stored_name)[tuple(slices)]
 
     def file(self, name: str) -> str:
-        """Return the file that holds a tensor."""
+        """Return the name of the file that contains a tensor."""
         return self._files[name][2]
 
     @property
@@ -107,7 +108,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _read_index(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the file of each tensor in the index, if there is one, and all files."""
+    """Return the file of each tensor (empty without an index), and all files."""
     index = folder / _INDEX
     if not index.exists():
         return {}, ["model.safetensors"]
@@ -156,10 +157,11 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 
 def family_of_folder(path: str, model: ModelConfig) -> Family:
-    """Return the family of a folder's model, whose settings must agree with `model`.
+    """Return the family of a folder, and check that its settings agree with `model`.
 
     Raises:
-        ConfigError: if settings differ, with the overrides that adopt the folder's.
+        ConfigError: if settings differ. The message lists the overrides of `model.*`
+            that adopt the folder's settings.
     """
     theirs = _settings_in(path)
     kind, quantization = theirs.get("model_type"), theirs.get("quantization_config")
@@ -209,7 +211,7 @@ def _differing_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Return (model's value, config.json's value) for each setting that differs.
 
-    Each is under its `model.*` key, or under the setting's name if it has no key.
+    The keys of the dict are keys of `model.*`, or names of settings without a key.
     """
     ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
     ours |= family.settings(model)
@@ -244,7 +246,7 @@ def _differing_settings(
 
 
 def _keys(family: Family) -> dict[str, str]:
-    """Return the key of `model.*` for each setting of this family, by setting."""
+    """Return the key of `model.*` for the name of each setting of a family."""
     has_experts = family.needs.get("mlp") is Mlp.moe
     return KEYS | {"intermediate_size": "expert_dim"} if has_experts else KEYS
 
@@ -252,7 +254,7 @@ def _keys(family: Family) -> dict[str, str]:
 def _tensor_differences(
     folder: Folder, tensors: FamilyTensors, program: Program
 ) -> Iterator[str]:
-    """Yield a phrase for each tensor that one side lacks or has in another shape."""
+    """Yield a phrase for each tensor that differs or that folder or model lacks."""
     model = program.config.model
     if tensors.vocab_size > (model.vocab_size or 0):
         num_tokens = tensors.vocab_size

@@ -1,8 +1,9 @@
 """Known families of models, and the `ModelConfig` values that each family needs.
 
 Sources: transformers 5.23, models/*/modeling_*.py and configuration_*.py, for names,
-layouts and settings. Our rotary pairs (i, i + P) are those of transformers, so no dim
-is permuted, and norms that multiply by 1 + scale hold the same scale.
+layouts and settings. Rotary positions (model/rope.py) pair the same dims (i, i + P) as
+transformers, so no dim is permuted. Norms that multiply by 1 + scale store the same
+scale as transformers.
 """
 
 from collections.abc import Callable
@@ -78,13 +79,13 @@ class Family(NamedTuple):
 
     name: the `model_type` in transformers.
     architecture: the class in transformers.
-    needs: required values of `ModelConfig` fields: a value, NOT_NULL, or a function of
-        the model.
+    needs: what fields of `ModelConfig` must be: a value, NOT_NULL, or a function that
+        computes the value from the model.
     names: the parameters that each tensor concatenates, by tensor name (names.py).
     settings: a function that returns the settings in config.json.
     compatible_types: other model types whose folders differ only in config.json.
     transposed: whether matrices have the dims [outputs, inputs].
-    zero_biases: whether biases that our model lacks are written as zeros.
+    zero_biases: whether biases that a Longhaul model lacks are written as zeros.
     length_key: the setting in config.json that holds the maximum row length.
     """
 

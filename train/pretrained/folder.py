@@ -1,7 +1,7 @@
 """Write a run's model as a folder that transformers loads.
 
 The folder holds weights, settings, a tokenizer and a model card. Each file is written
-atomically. config.json comes last, because a folder without it is not a model.
+atomically. config.json is written last, because no program loads a folder without it.
 """
 
 import json
@@ -34,7 +34,7 @@ from train.run.folder import run_folder
 from train.run.starts import read_results
 from train.units import format_count
 
-_CHECKED_BYTES = 10_000_000  # of validation text, which both tokenizers encode
+_CHECKED_BYTES = 10_000_000  # the size of the validation text that checks the tokenizer
 
 
 def require_empty_folder(output: str) -> epath.Path:
@@ -67,7 +67,7 @@ def write_folder(
 
     Raises:
         ConfigError: if no family fits the model.
-        DataError: if the exported tokenizer would give other ids.
+        DataError: if the exported tokenizer would encode text to other ids.
     """
     config, encoding = program.config, sources.encoding
     model, length = config.model, config.data.sequence_length
@@ -118,7 +118,7 @@ def exported_settings(
         "torch_dtype": dtype,  # read by transformers before version 5
         "bos_token_id": encoding.eot_token,
         "eos_token_id": encoding.eot_token,
-        "pad_token_id": None,  # some families' default id is an ordinary token here
+        "pad_token_id": None,  # a family's default id may be an ordinary token here
         **family.settings(model),
     }
 

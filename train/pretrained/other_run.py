@@ -34,10 +34,11 @@ def is_run(path: str) -> bool:
 
 
 def check_run(path: str, program: Program) -> dict[str, str]:
-    """Compare another run's model; return values that all processes must agree on.
+    """Check another run's model; return values that all processes must agree on.
 
     Raises:
-        ConfigError: with every difference, or if there is no checkpoint.
+        ConfigError: if the models differ, with every difference, or if there is no
+            checkpoint.
     """
     other_config = read_run(path)
     if rules := [*_model_differences(other_config, program.config)]:
@@ -49,7 +50,7 @@ def check_run(path: str, program: Program) -> dict[str, str]:
 
 
 def read_run_weights(path: str, program: Program) -> TrainState:
-    """Return the state of step 0 with a run's weights, or its averaged weights if kept.
+    """Return the state of step 0 with a run's weights, averaged if it has an average.
 
     Raises:
         DataError: if the checkpoint differs from its recorded hashes.

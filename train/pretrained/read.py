@@ -45,7 +45,7 @@ def read_folder(path: str, program: Program) -> TrainState:
 
 
 def _initial_state(program: Program, names: Collection[str]) -> TrainState:
-    """Return the initial state, whose params are a dict of only the named ones."""
+    """Return the initial state, with `params` as a flat dict of only these names."""
 
     def select(state: TrainState) -> TrainState:
         params = {name: x for name, x in named(state.params) if name in names}

@@ -1,4 +1,4 @@
-"""The settings in config.json for a model of each family."""
+"""The settings in transformers' config.json for a model of each family."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from model.config import ModelConfig
 # Dropout settings, which are not compared: a run may train with other rates.
 RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
 
-# Settings for which null means "none". Null leaves any other setting undefined.
+# Settings for which null means "none". For other settings, null means "not stated".
 NULL_IS_NONE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
 )
@@ -126,7 +126,7 @@ def mixtral(model: ModelConfig) -> dict[str, Any]:
 
 
 def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of Qwen 3 with experts, for versions 5 and 4."""
+    """Return the settings of Qwen 3 with experts, for transformers 5 and 4."""
     settings = qwen(model)
     del settings["intermediate_size"]  # the dim of layers without experts
     return settings | {
@@ -158,8 +158,8 @@ def _layer_types(model: ModelConfig) -> list[str]:
 def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return the settings in config.json, with the family's layer_types if missing.
 
-    `num_layers` is the default of num_hidden_layers. Source: transformers 5.23,
-    configuration_*.py of these families: the last layer of each period is full.
+    `num_layers` is the default of num_hidden_layers. The last layer of each period has
+    full attention. Source: transformers 5.23, configuration_*.py of these families.
     """
     defaults = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
     default = defaults.get(settings["model_type"])
@@ -173,7 +173,7 @@ def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any
 
 
 def pattern_of(layer_types: Sequence[str]) -> list[str]:
-    """Return the shortest pattern that repeats, in terms of `model.layer_pattern`."""
+    """Return the shortest repeating pattern, in the words of `model.layer_pattern`."""
     layers = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
     lengths = range(1, len(layers) + 1)
     periods = (n for n in lengths if layers[n:] == layers[: len(layers) - n])

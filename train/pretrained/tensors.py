@@ -1,4 +1,4 @@
-"""The tensors of a folder, and the parameters that each tensor is made of."""
+"""The tensors in a folder of weights, and the parameters that make up each tensor."""
 
 import itertools
 import math
@@ -112,7 +112,11 @@ class FamilyTensors:
     def _flatten(
         self, params: dict[str, jax.Array], name: str, index: tuple[int, ...]
     ) -> jax.Array:
-        """Return a parameter as [inputs, outputs], [rows, D] or [size], per expert."""
+        """Return a parameter as [inputs, outputs], [rows, D] or [size].
+
+        Layers and experts that `index` leaves out are leading dims. A bias that the
+        model lacks is zero.
+        """
         if name not in params:
             like = name.removesuffix("bias")
             like += "scale" if like + "scale" in params else "weight"

@@ -1,8 +1,8 @@
 """Write weights as safetensors files.
 
-Tensors go one by one from the devices of all processes to files of at most two
-gigabytes. Host memory holds one tensor at a time, or one file under s3:// or gs://.
-Only process 0 writes.
+Tensors are gathered one by one from the devices of all processes, and process 0 writes
+them to files of at most two gigabytes. Host memory holds one tensor at a time, but a
+whole file if the folder is under s3:// or gs://.
 """
 
 import collections
@@ -27,7 +27,7 @@ def write_weights(
     params: dict[str, jax.Array],
     dtype: np.dtype,
 ) -> int:
-    """Write weights, with an index for several files; return the number of parameters.
+    """Write weights and, for several files, an index; return the number of parameters.
 
     `params` maps names to arrays with any sharding.
     """
@@ -42,7 +42,7 @@ def write_weights(
         content = _file_content(tensors, params, {n: shapes[n] for n in names}, dtype)
         if jax.process_index() == 0:
             write_atomically(folder / file, content)
-        collections.deque(content, maxlen=0)  # other processes take part in each gather
+        collections.deque(content, maxlen=0)  # lets other processes join each gather
         file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
     if len(groups) > 1 and jax.process_index() == 0:
@@ -77,7 +77,7 @@ def _file_content(
 
 
 def _group_by_file(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names of each file's tensors: at most FILE_BYTES, or one tensor."""
+    """Yield the tensor names of each file: at most FILE_BYTES, or one larger tensor."""
     names, total = list[str](), 0
     for name, size in sizes.items():
         if names and total + size > FILE_BYTES:
