@@ -63,7 +63,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
         """Return the layer's output, the updated cache, and the routing of experts.
 
-        In a local layer, a query sees only the window.
+        `local_flag` says whether a query sees only the window (a local layer).
         """
         constrain = execution.placement.constrain
         call.note("residual", x_BTD)

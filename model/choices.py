@@ -8,41 +8,44 @@ from typing import Annotated, Literal, get_args
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-_INT32_MAX = 2**31 - 1  # JAX takes whole numbers as int32
+_INT32_MAX = 2**31 - 1  # JAX converts a Python int to int32.
 Count = Annotated[int, Ge(1), Le(_INT32_MAX)]
 Number = Annotated[int, Ge(0), Le(_INT32_MAX)]
-Size = Annotated[int, Ge(1), Le(2**24)]  # products of two fit into int64
-Depth = Annotated[int, Ge(1), Le(2**14)]  # layers are listed in Python
+Size = Annotated[int, Ge(1), Le(2**24)]  # The product of two sizes fits into int64.
+Depth = Annotated[int, Ge(1), Le(2**14)]  # Python tuples have an entry for each layer.
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Rate = Annotated[float, Ge(0), Lt(1)]
 
-# The keys that a query of a layer sees: the last `model.window`, or all earlier keys.
+# A query of a local layer sees the last `model.window` keys, its own included. A query
+# of a global layer sees all earlier keys.
 Reach = Literal["local", "global"]
-End = Literal["first", "last"]  # the name of a layer
+End = Literal["first", "last"]  # names for the first and the last layer
 
 # The results of a layer that its backward pass saves or recomputes. `attention` is the
-# kernel's output and its log-sum-exp: saving both runs the kernel's forward pass only
-# once (`xla` has no log-sum-exp). All others are results of products with a weight.
-# The result of mlp_down is left out, because no gradient needs it.
+# kernel's output and its log-sum-exp. If both are saved, the backward pass does not run
+# the kernel's forward pass again (but `xla` still recomputes the attention weights).
+# All others are results of products with a weight. The result of mlp_down is left out,
+# because only a norm of the MLP's output (`norm_placement`) needs it in its gradient.
 Intermediate = Literal[
     "query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
-# The arrays that can be offloaded to host memory: a layer's input, and its results.
+# The arrays that can be offloaded to host memory: a layer's input (`residual`) and its
+# results.
 OffloadName = Literal["residual", Intermediate]
 
 
 class Norm(StrEnum):
-    """Normalisation before each block and before the head."""
+    """The kind of the norms in each layer and before the head."""
 
     layernorm = "layernorm"
     rmsnorm = "rmsnorm"
 
 
 class NormPlacement(StrEnum):
-    """Whether norms lie before attention and MLP, after them, or both."""
+    """Whether norms come before attention and MLP, after them, or both."""
 
     before = "before"
     after = "after"
@@ -50,7 +53,7 @@ class NormPlacement(StrEnum):
 
 
 class NormSpan(StrEnum):
-    """Whether queries and keys are normalised in each head, or over all heads."""
+    """Whether queries and keys are normalised per head, or over all heads together."""
 
     head = "head"
     projection = "projection"
@@ -64,7 +67,10 @@ class Position(StrEnum):
 
 
 class Scaling(StrEnum):
-    """How rotary pairs are slowed down: all equally, or depending on their speed."""
+    """How the rotation of pairs of head dims is slowed down (model/rope.py).
+
+    `linear` slows all pairs equally. `llama3` and `yarn` do not change fast pairs.
+    """
 
     none = "none"
     linear = "linear"
@@ -112,7 +118,7 @@ class RopeScaling:
 
     @property
     def fast_turns_or_default(self) -> float:
-        """`fast_turns`, or the default of this kind if it is null."""
+        """`fast_turns`, or the default of this kind if `fast_turns` is null."""
         return self.fast_turns or (32.0 if self.kind is Scaling.yarn else 4.0)
 
 
@@ -132,7 +138,8 @@ class Dropout:
 class Activation(StrEnum):
     """The non-linearity of the MLP. Names that end in glu add a gate; `relu2` is relu².
 
-    `clamped_swiglu` is (up + 1) gate sigmoid(alpha gate), with up and gate clamped.
+    `clamped_swiglu` is (up + 1) gate sigmoid(swiglu_alpha gate). Before that, up is
+    clamped to ±swiglu_limit, and gate is clamped to at most swiglu_limit.
     """
 
     gelu = "gelu"
@@ -150,9 +157,11 @@ class Activation(StrEnum):
 class Init(StrEnum):
     """Initial standard deviations of the matrices.
 
-    `gpt2`: 0.02, and 0.02/sqrt(2 num_layers) into the residual stream.
-    `scaled`: 1/sqrt(fan_in), likewise divided by sqrt(2 num_layers).
-    `zero`: 1/sqrt(fan_in), but zero into the residual stream and an untied head.
+    Matrices that write into the residual stream (output, down) have a smaller one.
+
+    `gpt2`: 0.02; for these matrices 0.02/sqrt(2 num_layers).
+    `scaled`: 1/sqrt(fan_in); for these matrices also divided by sqrt(2 num_layers).
+    `zero`: 1/sqrt(fan_in); for these matrices and an untied head zero.
     """
 
     gpt2 = "gpt2"
@@ -169,10 +178,11 @@ class Dtype(StrEnum):
 
 
 class ComputeDtype(StrEnum):
-    """The dtype of the operands of matrix products; `auto` as in `Dtype`.
+    """The dtype of the operands of matrix products. `Dtype` explains `auto`.
 
-    `float8` and `int8` apply to the linear layers of attention and MLP. Embedding,
-    head, router and attention kernel then use the dtype of `auto`.
+    `float8` and `int8` apply to the linear layers of attention and MLP, and `float8`
+    also to experts, except on TPUs. Head and attention kernel then use the dtype of
+    `auto`. The router always computes in float32.
     """
 
     auto = "auto"
@@ -185,7 +195,8 @@ class ComputeDtype(StrEnum):
 class Attention(StrEnum):
     """The attention kernel; `auto` is splash on TPU, cudnn on NVIDIA, xla elsewhere.
 
-    `cudnn_packed` skips pairs of positions in different documents (Hopper or later).
+    `cudnn_packed` skips pairs of positions in different documents. It needs Hopper or
+    a later GPU.
     """
 
     auto = "auto"
@@ -205,7 +216,7 @@ class ContextAttention(StrEnum):
 
     `ring`: keys and values travel from device to device. `ulysses`: each device gets
     whole rows of some heads. `all_gather`: each device gathers all keys and values.
-    `auto` takes the first of these three that is possible.
+    `auto` selects the first of these three that can run.
     """
 
     auto = "auto"
@@ -229,7 +240,8 @@ class ExpertExchange(StrEnum):
 class Grouped(StrEnum):
     """The kernel that multiplies rows, grouped by expert, with their expert's matrix.
 
-    Each platform has a kernel. XLA's slow `ragged` is for traces and comparisons.
+    `ragged` is XLA's own slow product, which only plans and tests use.
+    model/experts/grouped.py describes the kernels.
     """
 
     ragged = "ragged"
@@ -246,7 +258,7 @@ class Mlp(StrEnum):
 
 
 class Scores(StrEnum):
-    """Whether the router scores all experts together, or one by one."""
+    """The router's scores: a softmax over all experts, or a sigmoid for each expert."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"

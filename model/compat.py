@@ -1,10 +1,11 @@
 """Private functions of JAX for attention, checked with jax 0.10.2 and 0.12.0.
 
-This module calls cuDNN's primitives without `jax.nn.dot_product_attention`, because
-that function rounds the log-sum-exp, and its derivative ignores the log-sum-exp's
-cotangent. For packed documents, the version in jax 0.10.2 (not in later versions) also
-multiplies the offsets of grouped keys by the number of query heads. The public
-derivative of jax's TPU kernel ("splash") cannot take the log-sum-exp over other keys.
+This module binds cuDNN's primitives instead of calling
+`jax.nn.dot_product_attention`. That function rounds the log-sum-exp, and the function's
+derivative ignores the log-sum-exp's cotangent. In jax 0.10.2 (not in later versions),
+the function also multiplies the offsets of packed keys by the number of query heads,
+even if there are fewer key heads. The public derivative of jax's TPU kernel ("splash")
+does not accept a log-sum-exp that includes other keys, which a step of a ring needs.
 
 Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands).
 """
@@ -19,7 +20,8 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from model.attention.inputs import Chunks, Inputs, Result
 
-# The primitive by which policies recognise attention, whose results jax does not name.
+# Rematerialisation policies recognise cuDNN's attention by this name of its primitive,
+# because jax does not name the primitive's results.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 
@@ -49,7 +51,7 @@ def cudnn_step_backward(
         *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, bias, *[empty] * 6),
         *(result.lse_BNT, result.o_BNTH, do_BNTH),
         **_parameters(_mask_type(causal), fused.AttentionLayout.BNTH, 1.0),
-        variadic_args=(mask is not None, False),  # There is a bias, without a gradient.
+        variadic_args=(mask is not None, False),  # (has a bias, has its gradient)
         sliding_window_length=None,
     )
 
@@ -66,7 +68,7 @@ def _mask_type(causal: bool) -> fused.MaskType:
 def _parameters(
     mask_type: fused.MaskType, layout: fused.AttentionLayout, scale: float
 ) -> dict[str, Any]:
-    """Return the parameters of both primitives. jax 0.12 has two more (`score_mod`)."""
+    """Return the parameters of both primitives. In jax 0.12, `score_mod` adds two."""
     parameters = {"seed": 42, "dropout_rate": 0.0, "scale": scale}
     if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:
         parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
@@ -76,8 +78,8 @@ def _parameters(
 class PackedCall:
     """A call of cuDNN's kernel for packed documents, forward and backward.
 
-    Arrays are [B, T, heads, H]. `lengths_and_offsets` describe the documents, for the
-    queries and for the keys.
+    Arrays are [B, T, heads, H]. `lengths_and_offsets` describes the documents
+    (`Documents.operands` in model/attention/cudnn_packed.py).
     """
 
     def __init__(

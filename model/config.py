@@ -1,4 +1,4 @@
-"""The shape and the choices of a GPT, and nothing about how it is run."""
+"""The config of a GPT. Mesh and training have their own configs (train/config)."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from model.choices import (
 VOCAB_MULTIPLE = 128  # large vocabularies are padded to a multiple of this
 _MIN_PADDED_VOCAB = 1024
 
-# The logical axes; rule tables map them to mesh axes.
+# The logical axes. Rule tables map them to mesh axes (model/axes.py).
 LOGICAL_AXES = (
     *("batch", "seq", "vocab", "embed", "heads", "kv_heads", "head_dim"),
     *("mlp", "experts", "layers"),
@@ -222,11 +222,11 @@ class ModelConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding table and columns of the head, padding included.
+        """Number of rows of the embedding and columns of the head, padding included.
 
-        A large vocabulary is padded to a multiple of 128, for fast matrix units and for
-        equal shards with tensor parallelism. Padding does not depend on the mesh,
-        so that a checkpoint can be restored on any mesh.
+        A large vocabulary is padded to a multiple of 128. This suits matrix units, and
+        gives equal shards under tensor parallelism. Padding does not depend on the
+        mesh, so that a checkpoint can be restored on any mesh.
         """
         assert self.vocab_size is not None, "resolved by train/program.py"
         if self.vocab_size < _MIN_PADDED_VOCAB:
@@ -285,5 +285,5 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """The number of a head's dims that are rotated; it is even."""
+        """The number of a head's dims that are rotated. This number is even."""
         return int(self.head_size * self.rotary_fraction) // 2 * 2

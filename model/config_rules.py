@@ -11,7 +11,8 @@ from model.config import ModelConfig
 class BrokenRule(NamedTuple):
     """A rule that the value of a field breaks.
 
-    `text` states the rule and the remedy. `reads` are the other fields of the rule.
+    `text` states the rule and the remedy. `reads` names the other fields that the rule
+    depends on.
     """
 
     field: str
@@ -20,7 +21,7 @@ class BrokenRule(NamedTuple):
     reads: tuple[str, ...]
 
 
-# Whether a rule holds, its field, the other fields that it reads, and its text.
+# Whether a rule holds, and then `field`, `reads` and `text` of `BrokenRule`.
 _Rule = tuple[bool, str, tuple[str, ...], str]
 
 

@@ -55,10 +55,11 @@ def look_up(
 ) -> Float[Array, "B T D"]:
     """Return the sum of the rows of several tables, in the activation dtype.
 
-    If a device holds only some columns of a table, there are two ways. If the rows are
-    smaller than the table (`exchange_embedding_rows`), the device looks up its columns
-    for all devices that share the table, and one all-to-all converts x[B_data, T,
-    D_fsdp] to x[B_(data, fsdp), T, D]. Otherwise, the table is gathered.
+    A device may hold only some columns of a table. If the rows to look up are smaller
+    than the table (`exchange_embedding_rows`), the device looks up its columns of the
+    rows of all devices that share the table. One all-to-all then converts x from local
+    columns [B, T, D/fsdp] to local rows [B/fsdp, T, D]. Otherwise, each device gathers
+    the table.
     """
     column_axes: tuple[str, ...] = ()
     if execution.placement.exchange_embedding_rows:

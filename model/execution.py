@@ -1,6 +1,6 @@
 """How a model is run, as opposed to what it computes.
 
-`Execution` is fixed once per program. `CallContext` belongs to one call of a layer.
+`Execution` is fixed for a program. `CallContext` differs between calls and layers.
 """
 
 from typing import NamedTuple
@@ -31,9 +31,9 @@ class Numerics(NamedTuple):
 
     activation_dtype: the dtype of activations between layers.
     compute_dtype: the dtype of the operands of products, and of gathered weights.
-    reduce_dtype: the dtype in which gradients of weights travel between devices.
+    reduce_dtype: the dtype in which gradients of weights are summed over devices.
     quantization: how linear layers multiply in eight bits, or None.
-    expert_quantization: the same for the matrices of experts, float8 or None.
+    expert_quantization: how experts multiply in eight bits (only in float8), or None.
     """
 
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
@@ -55,7 +55,7 @@ class Execution(NamedTuple):
     context_attention: how devices that share rows attend to each other's keys.
     expert_exchange: how tokens reach experts on other devices.
     grouped: the kernel that multiplies rows, grouped by expert.
-    remat: what the backward pass recomputes, or the names of the saved results.
+    remat: which results the backward pass recomputes (model/remat.py).
     offload: the names of the results that are saved in host memory.
     pipeline_microbatches: the number of microbatches that pass through the stages.
     pipeline_repeats: how often each microbatch passes through all stages.
@@ -73,12 +73,13 @@ class Execution(NamedTuple):
     pipeline_repeats: int = 1
 
     def weight_placement(self, axes: tuple[str, ...]) -> WeightPlacement:
-        """Return the sharding and the collectives of a weight with these axes."""
+        """Return the sharding and the collectives of a weight with logical `axes`."""
         placement = self.placement
         sharded_dims = placement.sharded_dims(axes)
         automatic_spec = placement.param_spec(axes)
         if any(automatic_spec[dim] for dim, _ in sharded_dims):
-            # XLA orders the shards of a dim that both kinds of axes shard.
+            # If manual and automatic axes shard the same dim, XLA decides the order of
+            # its shards. Therefore the automatic sharding is left to XLA.
             automatic_spec = PartitionSpec()
         return WeightPlacement(
             sharded_dims=sharded_dims,
@@ -94,17 +95,17 @@ class Execution(NamedTuple):
 
 
 class CallContext(NamedTuple):
-    """Values of one call of the model that all of its layers read.
+    """Values that layers read and that belong to one call of the model.
 
     segment_ids_BT: int32 document id of each position. None: each row is one document.
     rotations: the rotations of queries and keys, if positions are rotary.
     keys_BT: a random key for each position, for dropout and stochastic rounding.
         Without keys nothing is dropped, and values are rounded to the nearest.
-    taps: records figures of intermediate results. None records nothing.
-    trained_length: with a cache, the number of newest keys that a query sees. None
-        means all of them.
-    high_precision: whether the layer multiplies in the compute dtype even if the
-        program quantizes.
+    taps: records statistics of intermediate results. None records nothing.
+    trained_length: with a cache, how many of the newest keys a query sees. None means
+        all keys.
+    high_precision: whether the current layer multiplies in the compute dtype even if
+        other layers quantize.
     """
 
     segment_ids_BT: Int[Array, "B T"] | None = None
@@ -115,7 +116,7 @@ class CallContext(NamedTuple):
     high_precision: bool = False
 
     def note(self, name: str, x: jax.Array) -> None:
-        """Record the largest absolute value of a result, if there are taps."""
+        """Record the largest absolute value of a result. Without taps, do nothing."""
         if self.taps is not None:
             self.taps.note(name, x)
 

@@ -1,10 +1,11 @@
 """The collectives of weights: gather in the forward pass, reduce-scatter of gradients.
 
-A device holds the shard W[D/fsdp, F] of a weight W[D_fsdp, F]. Each pass gathers the
-weight once, in the compute dtype, and drops it after the products that use it.
-Each device has the gradient dW[D, F] of its local rows. A reduce-scatter sums it over
-devices, in the reduce dtype, to dW[D/fsdp, F]. If XLA's partitioner chose the
-collectives, the bytes sent would depend on the number of devices (docs/log).
+If fsdp shards the dim D of a weight W[D, F], a device holds the shard W[D/fsdp, F]. The
+forward and the backward pass each gather the weight once, in the compute dtype, and
+free it after the products that use it. Each device then has the gradient dW[D, F] of
+its local rows. A reduce-scatter sums this gradient over devices, in the reduce dtype,
+to dW[D/fsdp, F]. If XLA's partitioner chose the collectives, the bytes that a device
+sends would depend on the number of devices (docs/log).
 """
 
 import math
@@ -20,18 +21,18 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-_SUBLANES, _LANES = 8, 128  # A TPU's vectors have this size, along the last two dims.
+_SUBLANES, _LANES = 8, 128  # The size of a TPU's vectors along the last two dims.
 _SMALL_BYTES = 2**25  # Smaller weights use `AxisSteps.small` (docs/log).
 
 
 class AxisSteps(NamedTuple):
     """The steps of gathers and scatters along a mesh axis, on TPUs.
 
-    A reduce-scatter over n devices in steps of (p, q) first sums over p devices that
-    are far apart, then over q neighbours. A gather takes the steps in reverse. The last
-    number of a tuple is the number of slices that the axis crosses; neighbours along
-    the axis are in different slices (train/mesh.py). `small` replaces `gather` for
-    small weights.
+    Each tuple has the number of devices in a group for each step. A reduce-scatter in
+    steps of (p, q) first sums over p devices that are far apart, then over q
+    neighbours. A gather takes the steps in reverse. The last number of a tuple is the
+    number of slices that the axis crosses: neighbours along the axis are in different
+    slices (train/mesh.py). `small` replaces `gather` for small weights.
     """
 
     axis: str
@@ -41,7 +42,10 @@ class AxisSteps(NamedTuple):
 
 
 class CollectiveStep(NamedTuple):
-    """One collective along a mesh axis, in groups of its devices (None: one group)."""
+    """One collective over the mesh axis `axis`, along the dim `dim` of a weight.
+
+    The devices of each group communicate. None is one group of all devices.
+    """
 
     dim: int
     axis: str
@@ -54,7 +58,7 @@ class WeightPlacement(NamedTuple):
     sharded_dims: pairs (dim, manual mesh axes that shard this dim).
     replica_axes: the manual mesh axes over which the weight is replicated and
         `reduce_scatter` also sums its gradient.
-    reduce_dtype: the dtype in which the gradient travels between devices.
+    reduce_dtype: the dtype in which the gradient is summed over devices.
     automatic_spec: the sharding over automatic mesh axes.
     gather_again: whether the backward pass gathers the weight again. Otherwise the
         forward pass saves the gathered weight.
@@ -100,7 +104,7 @@ class WeightPlacement(NamedTuple):
         return weight
 
     def reduce_scatter(self, gradient: jax.Array) -> jax.Array:
-        """Return the local shard of a gradient summed over devices, in its dtype."""
+        """Sum a gradient over devices, and return the local shard in the same dtype."""
         if not self.sharded_dims and not self.replica_axes:
             return gradient
         reduce = on_shards(self._reduce_scatter, self.automatic_spec)
@@ -120,9 +124,9 @@ class WeightPlacement(NamedTuple):
     def _constrain_to_row_major(self, x: jax.Array, dim: int) -> jax.Array:
         """Constrain a weight on a GPU to the row-major layout.
 
-        NCCL gathers and scatters along the outermost dim. To make another dim the
-        outermost one, XLA:GPU would transpose the weights of all layers at once, before
-        and after their loop.
+        NCCL gathers and scatters along the outermost dim of the layout. Without the
+        constraint, XLA:GPU would choose a layout with `dim` outermost, and transpose
+        the weights of all layers at once, before and after the loop over layers.
         """
         if self.platform != "gpu" or dim == 0:
             return x
@@ -147,9 +151,9 @@ def on_shards(
 ) -> Callable[[jax.Array], jax.Array]:
     """Return `function` mapped over the shards of the automatic axes.
 
-    `automatic_spec` is the sharding of the array and the result. Without `shard_map`,
-    XLA's partitioner would gather an array over its automatic axes before a collective
-    over manual axes.
+    `automatic_spec` is the sharding of the argument and of the result. Without
+    `shard_map`, XLA's partitioner would gather the argument over its automatic axes
+    before a collective over manual axes.
     """
     if not any(automatic_spec):
         return function
@@ -164,21 +168,22 @@ def _scatter_rows(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
     shape, rows = sums.shape, rows_of(sums, dim)
     size = rows.shape[-1]
     padding = -size % padding_multiple(size)
-    # Pad once for all steps: XLA would also sum padding that is added between them.
+    # Pad once for all steps: padding between steps costs more passes (docs/log).
     rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, padding)])
     for _, axis, groups in steps:
-        # XLA would replace a scatter along lanes by an all-reduce.
+        # In row-major order, the first dim is not along lanes. XLA would replace a
+        # scatter along lanes by an all-reduce.
         rows = with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
         rows = jax.lax.psum_scatter(rows, axis, tiled=True, axis_index_groups=groups)
     return weight_of_rows(rows[..., :size], shape, dim)
 
 
 def rows_of(x: jax.Array, dim: int) -> jax.Array:
-    """Return x with `dim` first, which is how a TPU gathers or scatters along it.
+    """Return x with `dim` first, for a gather or a scatter along `dim` on a TPU.
 
-    Collectives should not divide the lanes, which are the last dim. If the last two
+    Collectives should not divide the last dim, which is along lanes. If the last two
     dims fill vectors only in part (heads of 64 dims, or four heads), all dims but the
-    first are merged. Otherwise the padding of vectors would travel too, and XLA would
+    first are merged. Otherwise the padding of vectors would be sent too, and XLA would
     replace a scatter by an all-reduce.
     """
     x = jnp.moveaxis(x, dim, 0)
@@ -187,7 +192,7 @@ def rows_of(x: jax.Array, dim: int) -> jax.Array:
 
 
 def weight_of_rows(rows: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
-    """Undo `rows_of` for a weight of this shape; only the size of `dim` may differ."""
+    """Undo `rows_of`. `shape` is the weight's shape; its size of `dim` is not used."""
     row_shape = shape[:dim] + shape[dim + 1 :]
     return jnp.moveaxis(rows.reshape(-1, *row_shape), 0, dim)
 
@@ -196,9 +201,9 @@ def scatter_groups(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
     """Return the groups of devices along an axis for each step of a scatter.
 
     The first steps are between devices that are far apart, the later steps between
-    neighbours, so that device i ends with shard i. Slices come last, when each chip has
-    the least to send. `sizes` has the size of a group in each step; () means one step.
-    None means one group of all devices.
+    neighbours, so that device i ends with shard i. The step between slices is the last
+    one, when each chip has the least to send. `sizes` has the size of a group in each
+    step; () means one step. In the result, None means one group of all devices.
     """
     steps = [n for n in sizes if n > 1]
     if len(steps) < 2:
@@ -212,8 +217,8 @@ def scatter_groups(sizes: tuple[int, ...]) -> list[list[list[int]] | None]:
 def padding_multiple(size: int) -> int:
     """Return the padding multiple for the last dim of a TPU reduce-scatter.
 
-    XLA halves this dim until it has at most about 90 tiles of lanes, and replaces a
-    scatter of a dim that it cannot halve by an all-reduce (docs/log).
+    XLA halves this dim until it has at most about 90 tiles of 128 lanes. If XLA cannot
+    halve the dim, it replaces the scatter by an all-reduce (docs/log).
     """
     tiles = size / _LANES
     return _LANES * 2 ** math.ceil(math.log2(tiles / 64)) if tiles > 64 else 1

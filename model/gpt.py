@@ -1,10 +1,10 @@
 """A GPT, from tokens to logits.
 
-The config chooses the style of GPT-2 or of Llama and Qwen. Layers are stacked and run
-by one `lax.scan`, so compile time does not grow with depth.
+The config selects an architecture like GPT-2, or like Llama and Qwen. The parameters
+of layers are stacked, and `lax.scan` runs the layers (model/stacks.py), so compile time
+does not grow with depth.
 
-Shapes: B batch, T time, D embed, V vocab, L layers, P rotary pairs, K key/value heads,
-H head dim.
+Shapes: B batch, T time, D embed, V vocab, K key/value heads, H head dim.
 """
 
 import math
@@ -31,12 +31,15 @@ from model.rope import Rotations, make_rotations
 from model.stacks import LayerKinds, depth_of, groups_of, make_stack, run_stacks
 
 _HEAD = "btd,dv->btv"
-# Keys and values [L, B, S, K, H] for each slot of a group of layers.
+# One KeysValues [groups, B, length, K, H] for each layer of a group (model/stacks.py).
 Cache = tuple[KeysValues, ...]
 
 
 class GPT(nnx.Module):
-    """The model. Its config needs `vocab_size`, and a length for learned positions."""
+    """The model. Its config must set `vocab_size`.
+
+    If positions are learned, the config must also set `max_sequence_length`.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Draw every parameter."""
@@ -50,8 +53,9 @@ class GPT(nnx.Module):
         assert length or not learned, "resolved by train/program.py"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
-        # Layers with different kinds of parameters form different stacks. A group of
-        # layers may have layers without experts before its layer with experts.
+        # Layers with and without experts have different parameters, so they form
+        # different stacks. If `experts_every` > 1, a group of layers has layers without
+        # experts (`layers_between`), and then one layer with experts (`layers`).
         num_expert, num_dense = config.expert_layers, config.layers_before_experts
         num_between = config.num_layers - num_dense - num_expert if num_expert else 0
         num_last = config.num_layers - num_dense - num_between
@@ -74,7 +78,7 @@ class GPT(nnx.Module):
         cache: Cache | None = None,
         call: CallContext = NO_CONTEXT,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Routing | None]:
-        """Return the features after all layers and the norm, in the activation dtype.
+        """Return the features after the final norm, in the activation dtype.
 
         Also return the updated cache if a cache is given, and the routing of the layers
         that have experts. Positions count from 0 in each document.
@@ -114,7 +118,7 @@ class GPT(nnx.Module):
                 caches=caches,
             )
             updated_caches += caches or []
-        # Without a constraint, XLA may shard the norm's result like its scale.
+        # Without a constraint, XLA may shard the norm's result like the norm's scale.
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(updated_caches) or None, routing
 
@@ -139,7 +143,7 @@ class GPT(nnx.Module):
                 x_BTD,
                 execution,
                 call._replace(rotations=self._rotations(positions_BT)),
-                # Local layers are the same in every stage (train/mesh_sizes.py).
+                # Every group of layers has the same local flags (train/mesh_sizes.py).
                 kinds=kinds._replace(local_flags=kinds.local_flags[:depth]),
                 unroll=self.config.layer_unroll,
                 first_layer=group_number * depth,
@@ -163,7 +167,7 @@ class GPT(nnx.Module):
             ((self.layers_between, self.layers), slice(num_dense, None)),
         ):
             stacks = [stack for stack in stacks if stack is not None]
-            # In a pipeline, the parameters may belong to the layers of one stage.
+            # In the per-device program of a pipeline, a stack has one stage's layers.
             depth = sum(map(depth_of, stacks))
             kinds = LayerKinds(local_flags[layers][:depth], precision_flags[layers])
             loops += [(stacks, kinds)] if stacks else []
@@ -199,7 +203,7 @@ class GPT(nnx.Module):
     ) -> Cache:
         """Return an empty cache for `length` positions of `batch` rows.
 
-        Row i begins at position first_B[i], or at 0.
+        Row i begins at position first_B[i], or at 0 if first_B is None.
         """
         config, caches = self.config, list[KeysValues]()
         for stacks, *_ in self._loops:
@@ -218,7 +222,7 @@ def project(
     config: ModelConfig,
     execution: Execution,
 ) -> Float[Array, "B T V"]:
-    """Return float32 logits [B, T, vocab_rows], including those of padding."""
+    """Return float32 logits [B, T, vocab_rows], including the logits of padding."""
     spec = "btd,vd->btv" if config.tied_head else _HEAD
     compute = execution.numerics.compute_dtype
     logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, compute)
@@ -255,7 +259,7 @@ def params_of(model: GPT) -> dict[str, Any]:
 
 
 def bind(model: GPT, params: dict[str, Any]) -> GPT:
-    """Return a copy of a model, abstract or not, that holds these parameters."""
+    """Return a copy of the model, which may be abstract, with these parameters."""
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
@@ -267,14 +271,14 @@ def num_params(config: ModelConfig) -> int:
 
 
 def num_active_params(config: ModelConfig) -> int:
-    """Count the parameters that one token uses: only the experts that it chooses."""
+    """Count the parameters that one token uses: of experts, only those it chooses."""
     sizes = ((info, info.size(shape)) for info, shape in _infos_and_shapes(config))
     experts = config.num_experts
     return sum(size * active_parts(info, config) // experts for info, size in sizes)
 
 
 def active_parts(info: ParamInfo, config: ModelConfig) -> int:
-    """Return how many of `num_experts` equal parts of a parameter a token uses."""
+    """Return n such that a token uses n / num_experts of a parameter."""
     has_experts = info.stack_dims > info.stacked
     return config.experts_per_token if has_experts else config.num_experts
 

@@ -44,7 +44,7 @@ class Normalize(nnx.Module):
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-        """Return x, normalized over its last dims, in its dtype."""
+        """Return x, normalized over its last dims, in the dtype of x."""
         with part_scope("norm"):
             y = x.astype(jnp.float32)
             if self.centred:
@@ -59,7 +59,7 @@ class Normalize(nnx.Module):
 
 
 def stds(config: ModelConfig, fan_in: int) -> tuple[float, float]:
-    """Return two initial stds of a matrix: ordinary, and into the residual stream.
+    """Return two initial stds: in general, and of matrices into the residual stream.
 
     Source: GPT-2 report, section 2.3, for the factor 1/sqrt(2 L).
     """

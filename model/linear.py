@@ -1,11 +1,12 @@
-"""The product with a weight, which the whole model uses, and the linear layer.
+"""The product of activations and a weight, and the linear layer.
 
 Operands are rounded to the compute dtype, and products accumulate in float32. The
 backward pass rounds the cotangent too, so that all three products of a linear layer run
-on fast units. Products in eight bits are in model/eight_bits/. With plain `x @ w`,
-XLA's CPU backend would convert bfloat16 operands to float32, and a float32 cotangent
-would make a GPU multiply in TF32 (docs/log). Operands are neither flattened nor
-transposed: XLA's CPU backend is fast on einsums with the weight's own dims.
+on fast matrix units. Products in eight bits are in model/eight_bits/. With plain
+`x @ w`, XLA's CPU backend would convert bfloat16 operands to float32, and a float32
+cotangent would make a GPU multiply in TF32 (docs/log). Operands are neither flattened
+nor transposed, because XLA's CPU backend is fast on einsums with the dims of the weight
+as it is stored.
 """
 
 import re
@@ -49,10 +50,10 @@ def product(
     quantization, no letter may be in all three.
 
     Operands are rounded to the dtype `compute`, or to eight bits with `quantization`.
-    If b is a weight, `placement` says how it is sharded: the product gathers it, and
-    reduce-scatters its gradient. int8 rounds the cotangent stochastically if there are
-    random keys for the positions of a, and to the nearest otherwise. The result has
-    a's dtype, and each gradient has its operand's dtype.
+    If b is a weight, `placement` says how b is sharded: the product gathers b, and
+    reduce-scatters its gradient. int8 rounds the cotangent stochastically if `keys_BT`
+    has a random key for each position of a, and to the nearest otherwise. The result
+    has a's dtype, and each gradient has its operand's dtype.
     """
     options = ProductOptions(spec, compute, placement)
     if quantization is None:
@@ -89,9 +90,10 @@ def einsum(
 
 
 def _forward(options: ProductOptions, a: jax.Array, b: jax.Array):
-    # The backward pass needs only the rounded a. Parameters such as b are alive anyway,
-    # and rounding b again is cheaper than saving both. A gathered b is saved if the
-    # layer is recomputed, because then it does not live longer than the layer.
+    # The backward pass needs only the rounded a. If b is not sharded, b is saved
+    # unrounded: the parameter is in memory anyway, and rounding it again is cheap. A
+    # gathered b is saved only if the backward pass recomputes the layer, because the
+    # gathered copy is then freed after the layer.
     spec, compute, placement, _ = options
     a_rounded = a.astype(compute)
     gathered = placement.gather(b.astype(compute)) if placement.sharded_dims else b
@@ -123,9 +125,10 @@ def gather_weight(
 ) -> jax.Array:
     """Gather a weight in the compute dtype or in float8; reduce-scatter its gradient.
 
-    `product` gathers its weight itself. This function is for a weight that is used
-    several times. The result has the dtype of the local shard, so that gradients are
-    summed in that dtype. Rounding the result a second time changes nothing.
+    `product` gathers its weight itself. This function is for a weight that several
+    products use. The result has the dtype of the local shard, so that the products'
+    gradients are summed in this dtype. The values are already rounded, so a product
+    that rounds them again does not change them.
     """
     if float8 is None:
         return placement.gather(shard.astype(compute)).astype(shard.dtype)
@@ -171,9 +174,9 @@ class Linear(nnx.Module):
     ):
         """Draw the weight from N(0, std²). The bias starts at zero.
 
-        `name` is the scope in traced programs, and `spec` the einsum of `product`.
-        `shape` and `axes` are the weight's shape, without padding, and logical axes.
-        `padding` zeros are appended to the last dim.
+        `name` is the scope in traced programs, and `spec` is the einsum of `product`.
+        `shape` is the weight's shape without padding, and `axes` are its logical axes.
+        `padding` is the number of zeros that are appended along the last dim.
         """
         operands, result = spec.split("->")
         num_inputs = sum(letter not in result for letter in operands.split(",")[1])

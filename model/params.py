@@ -1,8 +1,8 @@
 """Metadata of parameters, and the tree of parameters.
 
 After the model is built, parameters are nested dicts of arrays. The parameters of
-layers are stacked along a leading `layers` dim, whatever loop runs over them, so that
-checkpoints have one layout.
+layers are always stacked along a leading `layers` dim. Checkpoints therefore have the
+same layout for every unrolling of layers and every pipeline.
 """
 
 import math
@@ -20,7 +20,7 @@ STACKED = ("dense_layers", "layers_between", "layers")
 
 
 def is_of_layers(name: str) -> bool:
-    """Return whether an array of the state is stacked over layers."""
+    """Return whether the array of the state with this dotted name stacks layers."""
     return any(part in STACKED for part in name.split("."))
 
 
@@ -39,7 +39,8 @@ class Kind(StrEnum):
 class ParamInfo(NamedTuple):
     """Metadata of a parameter.
 
-    inputs: the number of contracted dims of a matrix. They follow the stack dims.
+    axes: the logical axis of each dim.
+    inputs: the number of contracted dims of a matrix. These dims follow the stack dims.
     padding: the number of padding entries at the end of the `vocab` dim.
     """
 
@@ -61,7 +62,7 @@ class ParamInfo(NamedTuple):
 
     @property
     def output_start(self) -> int:
-        """The index of a matrix's first output dim, or of the columns of a table."""
+        """The index of a matrix's first output dim, or of a table's column dim."""
         return self.stack_dims + max(1, self.inputs)
 
     def size(self, shape: tuple[int, ...]) -> int:

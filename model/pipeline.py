@@ -3,16 +3,16 @@
 The devices along one mesh axis, over which the `layers` dim of parameters is sharded,
 are the stages. Microbatches enter the first stage one after another, and each stage
 sends its output to the next one. S stages have run M microbatches after M + S - 1
-iterations of one loop, in S - 1 of which a stage is idle (the bubble). With R repeats,
-a stage has R groups of layers, interleaved with the groups of the other stages, and
-microbatches pass through all stages R times. This takes R M + S - 1 iterations, each
-with 1/R of a stage's layers.
+iterations of one loop. Each stage is idle in S - 1 of these iterations (the bubble).
+With R repeats, a stage has R groups of layers, interleaved with the groups of the other
+stages, and microbatches pass through all stages R times. This takes R M + S - 1
+iterations, each of which runs 1/R of a stage's layers.
 
 A device starts with its local rows of the batch, which are M/S microbatches. In each
-iteration, each device sends one microbatch to the previous stage, and the last stage
-stores its output in the slot that becomes free. In the end, each device has the
-features of its local rows. In the bubble a stage computes on zeros, which add zeros to
-every gradient, and the stage's output is not read.
+iteration, each device sends one of its microbatches to the previous stage, so that all
+microbatches reach the first stage. The last stage stores its output in the slot that
+becomes free. In the end, each device has the features of its local rows. In the bubble
+a stage computes on zeros, which add zeros to every gradient. The result is not read.
 
 Source: GPipe, arXiv:1811.06965; circular stages: arXiv:2104.04473, section 2.2.
 
@@ -86,7 +86,7 @@ def run_pipeline(
 
     def iterate(carry, t: jax.Array):
         stream, from_previous, waiting = carry
-        pass_index = t - stage  # Each repeat has M passes.
+        pass_index = t - stage  # One pass for each repeat and microbatch.
         is_busy = (pass_index >= 0) & (pass_index < R * M)
         entering = outgoing = _read(stream, t % num_local)
         if R > 1:
@@ -111,7 +111,7 @@ def run_pipeline(
     with jax.named_scope("stages"):
         iterations = jnp.arange(R * M + S - 1)
         (stream, _, _), outputs = jax.lax.scan(iterate, carry, iterations)
-    # The last stage began S - 1 iterations late, which shifted its outputs.
+    # The last stage began S - 1 iterations late, which shifts its outputs by S - 1.
     x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
     routing, figures = outputs
     place_layers = partial(_place_local_layers, stage=stage, sizes=(R, S, M))
@@ -143,9 +143,9 @@ def _make_stage(
     def run_stage(
         params: Any, x: jax.Array, microbatch: _Microbatch, repeat: jax.Array
     ):
-        # Slice the layers even if there is only one group. Otherwise jax would compute
+        # Slice the layers even if there is only one group. Otherwise JAX would compute
         # values that do not depend on the iteration, such as gathered weights, before
-        # the loop, and keep them.
+        # the loop, and they would stay in memory.
         group_params = jax.tree.map(lambda w: _slice_group(w, repeat, repeats), params)
         positions_BT, segment_ids_BT, key_data_BT = microbatch
         keys_BT = None if key_data_BT is None else jax.random.wrap_key_data(key_data_BT)
@@ -168,7 +168,7 @@ def _reduce_stages(
     taps: Taps | None,
     axis: str,
 ) -> Routing | None:
-    """Record the figures of all layers. Return the routing as `run_pipeline` does."""
+    """Record the statistics of all layers, and return `run_pipeline`'s routing."""
     if taps is not None and figures is not None:
         figures = figures.reduce(
             lambda values: jax.lax.pmax(place_layers(values, jnp.max), axis),
@@ -188,7 +188,7 @@ def _place_local_layers(
     stage: jax.Array,
     sizes: tuple[int, int, int],
 ) -> jax.Array:
-    """Convert [iterations, L/(R S), ...] to [L, ...]; zero for layers of other stages.
+    """Convert [iterations, L/(R S), ...] to [L, ...]; layers of other stages get 0.
 
     `reduce` reduces over microbatches, and `sizes` are R, S and M.
     """
@@ -202,10 +202,10 @@ def _place_local_layers(
 def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
     """Exchange parameters between stages, so that each stage has every S-th group.
 
-    The state always holds consecutive layers on a device, so that checkpoints have one
-    layout for any number of repeats. The step converts W[L/S, ...] to the order in
-    which layers run, and the gradient back. In each of R permutes, every device sends
-    one group and receives one.
+    In the training state, a device always has consecutive layers, so that checkpoints
+    have the same layout for any number of repeats. The training step converts the local
+    W[L/S, ...] to the order in which layers run. Its derivative converts the gradient
+    back. In each of R permutes, every device sends one group and receives one.
     """
     S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)

@@ -1,4 +1,4 @@
-"""The placement of a program's arrays on the mesh, from the model's view.
+"""The placement of a program's arrays on the mesh, as the model sees it.
 
 The mesh axes that shard the batch are manual: the program runs on each device's part of
 the batch (train/rows.py), and states each gather and each reduction over these axes.
@@ -144,7 +144,8 @@ class Placement:
         """
         return jax.shard_map(
             function,
-            # Inside the per-device program, JAX only accepts the mesh of that program.
+            # Inside the per-device program, JAX only accepts that program's mesh. None
+            # stands for this mesh.
             mesh=None if self.batch_axes else self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,

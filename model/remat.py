@@ -1,7 +1,7 @@
 """Rematerialisation: which results of a layer the backward pass saves or recomputes.
 
-Saved results stay in the device's memory or, by name, in host memory. Recomputation
-changes memory and time; it changes losses and gradients only by rounding.
+Saved results stay in the device's memory, or in host memory if the config names them.
+Recomputation changes memory and time. Losses and gradients change only by rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,24 +40,25 @@ def rematerialized(
     "none" saves all results, "dots" saves products with a weight, "full" saves nothing.
     A tuple saves the results with these names. Results named in `offload` are
     saved in host memory under any policy. `in_loop` says whether a loop of several
-    iterations runs the layer, and `branches` whether the layer has branches.
-    If there are branches, "none" uses `jax.checkpoint` too, because the branches would
+    iterations runs the layer, and `branches` whether the layer has a `lax.cond`.
+    With branches, "none" uses `jax.checkpoint` too, because the branches would
     otherwise save copies of their arguments, weights included.
     """
-    # train/cli/rules.py refuses `offload` with this policy.
+    # train/cli/rules.py refuses `offload` with the policy "none".
     if policy == "none" and not branches:
         return layer
     save_policy = _save_policy(policy)
     if offload:
         save_policy = _offload_policy(offload, save_policy)
-    # A loop prevents XLA from undoing the recomputation; otherwise prevent_cse does.
+    # XLA might merge the recomputation with the forward pass. A loop prevents this, and
+    # without a loop `prevent_cse` does.
     return jax.checkpoint(layer, policy=save_policy, prevent_cse=not in_loop)
 
 
 def rematerialized_stage(stage: Callable, policy: Policy) -> Callable:
     """Return a pipeline's stage that saves what its layers save, but no weights.
 
-    The policy "none" saves everything except slices of the parameters.
+    With the policy "none", the stage saves everything but slices of the parameters.
     """
     inputs = jax.checkpoint_policies.save_only_these_names(_INPUT)
     save_policy = _save_all_but_slices if policy == "none" else _save_policy(policy)

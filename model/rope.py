@@ -1,8 +1,8 @@
 """Rotary positions, and the formulas that stretch them to longer rows.
 
-At position p, pair i is rotated by p f, with the frequency f = theta^(-2i/R). A model
-that is trained further, on longer rows, keeps the fast pairs, which tell near positions
-apart, and slows down the others.
+At position p, pair i is rotated by the angle p f, with the frequency f = theta^(-2i/R).
+To train a model further on longer rows, the frequencies are lowered (`RopeScaling`).
+llama3 and yarn keep the frequencies of fast pairs, which distinguish near positions.
 
 Shapes: B batch, T time, N heads, H head dim, P rotated pairs, R = 2P.
 """
@@ -26,7 +26,7 @@ class Rotation(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """The rotation of global layers, and that of local layers if it differs."""
+    """The rotation of global layers, and the rotation of local layers if different."""
 
     global_layers: Rotation
     local_layers: Rotation | None
@@ -66,8 +66,9 @@ def _rotation(
 def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]:
     """Return the frequencies of R/2 pairs of dims, slowed down as `scaling` says.
 
-    Sources: arXiv:2306.15595 (linear), the code of Llama 3.1 (llama3), YaRN,
-    arXiv:2309.00071, section 3.2. With `truncate`, the bounds of YaRN are integers.
+    Sources: arXiv:2306.15595 (linear), the code of Llama 3.1 (llama3), and
+    arXiv:2309.00071, section 3.2 (yarn). `truncate` rounds the bounds between fast and
+    slow pairs in yarn to integers.
     """
     num_pairs = R // 2
     unscaled = theta ** (-jnp.arange(num_pairs, dtype=jnp.float32) / num_pairs)
@@ -82,7 +83,8 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
             turns = unscaled * (length / (2 * math.pi))
             unscaled_share = jnp.clip((turns - slow) / (fast - slow), 0, 1)
         case Scaling.yarn:
-            # The indices of the pairs that turn this often in a row of the old length.
+            # The indices of the pairs that turn `fast` and `slow` times in a row of the
+            # original length.
             low, high = (
                 R * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
                 for turns in (fast, slow)
@@ -100,7 +102,7 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
 def rotate(
     x_BTNH: Float[Array, "B T N H"], rotation: Rotation
 ) -> Float[Array, "B T N H"]:
-    """Rotate the first 2P head dims, in pairs (i, i + P); keep the others."""
+    """Rotate the first 2P head dims, in pairs (i, i + P). Do not change the others."""
     cos, sin = rotation
     num_pairs, x = cos.shape[-1], x_BTNH.astype(jnp.float32)
     first, second = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs]

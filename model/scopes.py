@@ -1,7 +1,8 @@
 """Named scopes, by which a plan or a profile recognises the parts of a program.
 
-A scope such as `part.mlp.up` is in the name of each operation inside of it, and of the
-operations of its gradient. Compilers keep these names. The innermost scope counts.
+The name of each operation, and of the operations of its gradient, lists all enclosing
+scopes. Compilers keep these names. A plan joins nested parts, such as `part.mlp` and
+`part.up`, to `mlp.up`. Of nested `expected` or `computed` scopes, the innermost counts.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ def part_scope(name: str) -> AbstractContextManager:
 
 
 def expected_scope(rows: int, total: int) -> AbstractContextManager:
-    """Return a scope for arrays of `total` rows; `rows` are in use on average."""
+    """Return a scope for arrays that use `rows` of `total` rows on average."""
     return jax.named_scope(f"expected.{rows}.{total}")
 
 
@@ -27,7 +28,10 @@ def computed_scope(blocks: int, total: int) -> AbstractContextManager:
 
 
 def in_branch(run: Callable[..., Any], times: int, total: int) -> Callable[..., Any]:
-    """Return a branch that runs `run`, in a scope that says how often it is taken."""
+    """Return a branch of `lax.cond` that calls `run` in a scope for plans.
+
+    A plan reads from the scope that the branch is taken `times` of `total` times.
+    """
 
     def branch(*arguments: Any) -> Any:
         with jax.named_scope(f"taken.{times}.{total}"):

@@ -27,8 +27,9 @@ from model.taps import LayerFigures, Taps
 class LayerKinds(NamedTuple):
     """The kinds of the layers of one loop, in the order in which layers run.
 
-    A local layer sees only the window. A high-precision layer does not quantize. In a
-    pipeline, `high_precision_flags` lists the layers of all stages.
+    A query of a local layer sees only the window. A high-precision layer does not
+    quantize. In a pipeline, `local_flags` lists the layers of one stage, and
+    `high_precision_flags` lists the layers of all stages.
     """
 
     local_flags: Sequence[bool]
@@ -38,7 +39,8 @@ class LayerKinds(NamedTuple):
 class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
-    `number` is folded into random keys. A flag is None if it is static.
+    `number` is folded into random keys. A flag is None if it is the same for all layers
+    in the slot, because it is then static.
     """
 
     number: jax.Array | None
@@ -92,10 +94,10 @@ def run_stacks(
 ) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
     """Run stacked layers by one scan over groups of layers.
 
-    Each group has layers of all stacks. If a position in the group (a slot) always has
-    the same kind, that kind is static. `unroll` is the number of layers in each
-    iteration, rounded to whole groups; -1 means all of them, without a loop. `caches`
-    has one cache for each slot of a group. Layers are numbered from `first_layer`.
+    Each group has layers of all stacks. A slot is a position in the group. If all
+    layers in a slot have the same kind, their kind is static. `unroll` is the number of
+    layers in each iteration, rounded to whole groups; -1 means all layers, without a
+    loop. `caches` has one cache for each slot. Layers are numbered from `first_layer`.
 
     Returns:
         x_BTD after all layers, the updated caches or None, the last stack's routing.
@@ -113,7 +115,7 @@ def run_stacks(
         execution=execution,
         call=call,
         kinds=kinds,
-        # Only a loop over single layers keeps XLA from undoing the recomputation.
+        # Only a loop over single layers prevents XLA from undoing the recomputation.
         in_loop=unroll < num_groups and size == 1,
     )
     layer_numbers = [first_layer + jnp.arange(i, depth, size) for i in range(size)]
@@ -148,8 +150,8 @@ def run_stacks(
 class _Group:
     """The body of the scan, which runs one layer in each slot of a group.
 
-    `blocks` are the layers without parameters, and `sizes` the numbers of layers that
-    each stack has in a group. `in_loop` says if a loop runs one layer at a time.
+    `blocks` are the layers without parameters, and `sizes` are the numbers of layers
+    that each stack has in a group. `in_loop`: a loop runs groups of a single layer.
     """
 
     blocks: Sequence[Any]
@@ -211,9 +213,9 @@ class _Group:
 def _flags_by_slot(
     flags: Sequence[bool], size: int, num_groups: int, start: jax.Array | int
 ) -> list[Any]:
-    """Return the flags [groups] of the layers in each slot, or None if all are equal.
+    """Return each slot's flags [groups], or None for a slot whose flags are all equal.
 
-    In a pipeline, the groups of this stage begin at `start`.
+    In a pipeline, `flags` may list all stages. This stage's groups begin at `start`.
     """
     by_slot = [flags[slot::size] for slot in range(size)]
     arrays = [jnp.asarray(f) if len({*f}) > 1 else None for f in by_slot]

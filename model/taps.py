@@ -1,9 +1,9 @@
-"""Taps record figures of the layers' intermediate results, for watched steps.
+"""Taps record statistics of the layers' intermediate results, for watched steps.
 
-A layer passes results by name to `call.taps`. If a step is not watched there are no
-taps, and the traced program does not contain them. Recorded figures have no gradient,
-and a scan over layers returns them: watching a step does not change its values. The
-figures are local to a device: the caller reduces them over devices and microbatches.
+A layer passes results by name to `call.taps`. A step that is not watched has no taps,
+and its program does not compute the statistics. Statistics have no gradient, and a scan
+over layers returns them, so watching a step does not change its other results. The
+statistics are local to a device: the caller reduces them over devices and microbatches.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ Reduce = Callable[[jax.Array], jax.Array]
 
 
 class LayerFigures(NamedTuple):
-    """The float32 figures of a layer, or of L layers, by name; `Taps` collects them.
+    """The float32 statistics of a layer, or of L layers, by name.
 
-    largest: the largest absolute value; infinite if a value is not finite.
-    shares: the fraction of values with a property.
+    largest: the largest absolute value of a result; infinite if a value is not finite.
+    shares: the fractions of rounded values that were flushed to zero or saturated.
     """
 
     largest: ValuesByName
     shares: ValuesByName
 
     def reduce(self, reduce_largest: Reduce, reduce_share: Reduce) -> "LayerFigures":
-        """Apply a reduction to each figure, by its kind."""
+        """Apply `reduce_largest` to `largest`, and `reduce_share` to `shares`."""
         return LayerFigures(
             {name: reduce_largest(values) for name, values in self.largest.items()},
             {name: reduce_share(values) for name, values in self.shares.items()},
@@ -42,7 +42,7 @@ def count_rounding(
 ) -> Float[Array, "3"]:
     """Return three counts of an operand's values: flushed to zero, saturated, and all.
 
-    `used` says whether each value takes part in a product. None means that all do.
+    `used` says whether a product uses each value. None means that all are used.
     """
     x, values = jax.lax.stop_gradient((x, rounded.values))
     flushed = (values == 0) & (x != 0)
@@ -53,14 +53,15 @@ def count_rounding(
 
 
 class Taps:
-    """Collects figures during tracing: of one layer in a scan, or of whole stacks.
+    """Collects statistics during tracing, of one layer in a scan or of whole stacks.
 
-    In a layer, results are noted, and `layer_figures` returns their figures. The scan
-    stacks these, `add_stack` takes them, and `all_figures` joins the stacks.
+    In a layer, `note` records a result, and `layer_figures` returns the statistics. The
+    scan stacks them over layers. Outside of the scan, `add_stack` appends the
+    statistics of each stack, and `all_figures` concatenates them.
     """
 
     def __init__(self, exact: bool = False) -> None:
-        """Start empty. An `exact` layer quantizes nothing, but other layers do."""
+        """Start empty. An `exact` layer does not quantize, so its shares are zero."""
         self._largest: ValuesByName = {}
         self._counts = jnp.array([0.0, 0.0, 1.0]) if exact else None
         self._stacks: list[LayerFigures] = []
@@ -68,7 +69,7 @@ class Taps:
     def note(self, name: str, x: Float[Array, "..."]) -> None:
         """Record the largest absolute value of a result of the layer."""
         x = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-        # An all-reduce maximum of NaN and a number may be the NaN or the number.
+        # Replace NaN: an all-reduce maximum of NaN and a number may be either of them.
         self._largest[name] = jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))
 
     def note_rounding(self, counts: Float[Array, "3"]) -> None:
@@ -76,7 +77,7 @@ class Taps:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def layer_figures(self) -> LayerFigures:
-        """Return the figures of the layer as scalars."""
+        """Return the statistics of the layer as scalars."""
         if self._counts is None:
             return LayerFigures(self._largest, {})
         flushed, saturated, size = self._counts
@@ -84,9 +85,9 @@ class Taps:
         return LayerFigures(self._largest, shares)
 
     def add_stack(self, stack: LayerFigures) -> None:
-        """Append the figures [L] of a stack of layers."""
+        """Append the statistics [L] of a stack of layers."""
         self._stacks.append(stack)
 
     def all_figures(self) -> LayerFigures:
-        """Return the figures of all layers, concatenated over stacks."""
+        """Return the statistics of all layers, concatenated over stacks."""
         return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *self._stacks)

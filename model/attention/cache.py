@@ -17,9 +17,9 @@ from model.attention.masks import LocalFlag
 
 
 class KeysValues(NamedTuple):
-    """The keys and values of earlier positions: the first `length` of S are filled.
+    """The keys and values of the first `length` positions, in arrays of S positions.
 
-    Each row begins at position first_B, or at 0 if first_B is None.
+    Row b begins at position first_B[b], or at 0 if first_B is None.
     """
 
     keys: Float[Array, "*L B S K H"]
@@ -53,9 +53,9 @@ def cached_attention(
 ) -> Float[Array, "B T N H"]:
     """Attend causally from the newest T positions of a cache.
 
-    The cache already holds the keys and values of these T positions. A query sees at
-    most `trained_length` keys, the length of rows in training. The arguments from
-    `window` on have the same meaning as in `attention`.
+    The cache already includes the keys and values of these T positions. A query sees at
+    most `trained_length` keys, which is the length of rows in training.
+    `attention` (model/attention/kernel.py) explains the arguments from `window` on.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
     positions_T = cache.length - T + jnp.arange(T)

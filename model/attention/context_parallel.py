@@ -2,8 +2,8 @@
 
 - `ring` sends keys and values from device to device (model/attention/ring.py). Layers
   with a window send only the keys in the window (model/attention/window.py).
-- `ulysses` exchanges positions for heads by all-to-alls. Each device then attends to
-  whole rows for a part of the heads.
+- `ulysses` exchanges positions for heads by all-to-alls. Each device then attends over
+  whole rows for some of the heads.
 - `all_gather` gathers all keys and values on each device. The mask then depends on the
   device, which only the `xla` kernel supports.
 

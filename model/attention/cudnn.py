@@ -19,8 +19,8 @@ def attend(
 ) -> Float[Array, "B T N H"]:
     """Run NVIDIA's kernel on local rows and heads.
 
-    The kernel's causal mask assumes as many queries as keys. Missing queries are
-    prepended as zeros, and their outputs are dropped.
+    The kernel's causal mask assumes as many queries as keys. If there are fewer
+    queries, zeros are prepended to them, and the outputs of the zeros are removed.
     """
     assert (inputs.sinks_N, soft_cap) == (None, None), "choose_kernel refuses these"
     q_BTNH, k_BSKH, v_BSKH, ids_BS, _ = inputs
@@ -35,7 +35,7 @@ def attend(
         k_BSKH,
         v_BSKH,
         mask=mask,
-        is_causal=True,  # A window alone also includes later keys (jax#39576).
+        is_causal=True,  # Otherwise, a window also includes later keys (jax#39576).
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )

@@ -1,10 +1,10 @@
 """Attention over packed documents by NVIDIA's kernel, given the documents' offsets.
 
 No [B, 1, T, T] mask is built, and the kernel skips pairs of positions in different
-documents. One call of the kernel takes two documents of each row, and a loop calls the
-kernel until all documents are done. More documents per call would take more memory:
+documents. One call of the kernel handles two documents of each row, and a loop calls
+the kernel until all documents are done. More documents per call would need more memory:
 XLA does not tell cuDNN the total number of positions, so the workspace of the backward
-pass holds one float32 array of the queries' size for each document of a call.
+pass has one float32 array of the queries' size for each document of a call.
 
 The kernel needs Hopper or later. A document is a contiguous run of one id: if the id
 returns later in the row, another document begins.
@@ -71,9 +71,10 @@ class Documents(NamedTuple):
     def operands(self, T: int, sizes: tuple[int, int]) -> tuple[Array, ...]:
         """Return cuDNN's operands: lengths of queries and keys, and their offsets.
 
-        Offsets count elements over all rows: the D starts, and then the end of the last
-        row. Their shape is [B, C + 1], from which jax reads the number of documents.
-        `sizes` holds the elements of one position in the queries and in the keys.
+        Offsets count elements over all rows. First come the starts of the D documents,
+        and then B times the end of the last row, because jax reads the number of
+        documents from the shape [B, C + 1]. `sizes` has the number of elements of one
+        position in the queries and in the keys.
         """
         B, C = self.starts_BC.shape
         starts = (self.starts_BC + T * jnp.arange(B, dtype=jnp.int32)[:, None]).ravel()
@@ -98,7 +99,7 @@ class Documents(NamedTuple):
         return jnp.take_along_axis(x_BNCT, source_BT[:, None], axis=2)
 
     def to_documents(self, x_BNT: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
-        """Move values to positions in documents; values past an end are arbitrary."""
+        """Move values to positions in documents; after each end, they are arbitrary."""
         T = x_BNT.shape[2]
         source_BCT = self.starts_BC[..., None] + jnp.arange(T)[None, None]
         source_BCT = jnp.minimum(source_BCT, T - 1)
@@ -111,7 +112,7 @@ class Documents(NamedTuple):
 
 
 def documents_of_call(indices_BT: Int[Array, "B T"], call: Array | int) -> Documents:
-    """Return the documents that the kernel takes in a call; `call` counts from 0.
+    """Return the documents that a call of the kernel handles; `call` counts from 0.
 
     indices_BT is the index of each position's document within its row.
     """
@@ -176,6 +177,6 @@ def _num_calls(indices_BT: Int[Array, "B T"]) -> Int[Array, ""]:
 
 
 def _make_call(inputs: Inputs, packed: Documents, window: int | None) -> PackedCall:
-    """Return a call of the kernel, whose results in other documents are arbitrary."""
+    """Return a call whose results are arbitrary except in the documents `packed`."""
     (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
     return PackedCall(inputs, packed.operands(T, (N * H, K * H)), window)

@@ -1,8 +1,8 @@
 """The products and the softmax of attention, with a custom backward pass.
 
 As in flash kernels, the softmax gradient sums over the head dim of the output instead
-of over all keys. On XLA's CPU backend, this with products of four dims is five times as
-fast as JAX's own softmax gradient with products of five dims (docs/log).
+of over all keys, and products have four dims. On XLA's CPU backend, this is five times
+as fast as JAX's own softmax gradient with products of five dims (docs/log).
 
 Shapes: B batch, S key time, K key/value heads, H head dim, M queries of all heads that
 share keys.
@@ -24,10 +24,10 @@ _MASKED = -1e30
 
 
 class Operands(NamedTuple):
-    """Scaled queries, keys and values.
+    """Queries (scaled by 1/sqrt(H)), keys and values.
 
     mask_BMS: true where a query sees a key. `gradients` does not need a mask.
-    factors_BKMS: factors of the weights, such as dropout's. They get no gradient.
+    factors_BKMS: factors of the weights, such as those of dropout, without gradient.
     """
 
     q_BKMH: Float[Array, "B K M H"]
@@ -133,8 +133,8 @@ def gradients(
     dscores_BKMS = _scale(dscores_BKMS, x.factors_BKMS) - dot_BKM[..., None]
     dscores_BKMS = _scale(weights_BKMS.astype(jnp.float32) * dscores_BKMS, slope_BKMS)
     dq_BKMH = product("bkms,bskh->bkmh", dscores_BKMS, x.k_BSKH)
-    # The narrow operand is transposed, because XLA's CPU backend passes products of
-    # this form to its matrix library.
+    # Transpose the small operand (q or do), because XLA's CPU backend passes products
+    # of this form to its matrix library.
     dk_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(x.q_BKMH, 2, 3), dscores_BKMS)
     factored_BKMS = _scale(weights_BKMS, x.factors_BKMS)
     dv_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(do_BKMH, 2, 3), factored_BKMS)

@@ -24,9 +24,10 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The operands of one step of a ring, with heads before positions.
+    """The operands of one step of a ring (model/attention/ring.py).
 
-    Queries are scaled. `documents` holds the segment ids of queries and of keys.
+    Heads come before positions. Queries are already scaled by 1/sqrt(H). `documents`
+    has the segment ids of queries and of keys.
     """
 
     q_BNTH: Float[Array, "B N T H"]

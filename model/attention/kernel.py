@@ -1,10 +1,10 @@
 """Causal attention within documents: one function over four kernels.
 
-- `xla` runs on every platform and holds [B, N, T, S] scores in memory.
+- `xla` runs on every platform and stores the [B, N, T, S] scores in memory.
 - `cudnn` is NVIDIA's fused kernel. With documents it also needs a [B, 1, T, S] mask.
 - `cudnn_packed` is the same kernel, given the documents' offsets instead of a mask.
-- `splash` is jax's Pallas kernel for TPU. It never holds scores, and it skips blocks
-  above the diagonal.
+- `splash` is jax's Pallas kernel for TPU. It never stores all scores, and it skips
+  blocks above the diagonal.
 
 No kernel falls back to another: a feature that a kernel lacks is an error.
 
@@ -99,12 +99,12 @@ def attention(
     """Attend from each position to itself and to earlier positions of its document.
 
     S equals T, and the result has the dtype of the queries. `implementation` and
-    `context` are not `auto`. Each device runs the kernel on its own shard.
+    `context` must not be `auto`. Each device runs the kernel on its local shard.
 
     A query sees at most `window` keys, its own included. `local_flag` decides at run
     time whether the window applies to this layer. A soft cap c turns scores into
-    c tanh(score / c). `drop` applies dropout to the weights: only `xla` takes it, and
-    only if no two devices share a row. `Inputs` explains segment ids and sinks.
+    c tanh(score / c). `drop` applies dropout to the weights: only `xla` supports it,
+    and only if no two devices share a row. `Inputs` explains segment ids and sinks.
     None disables each of these features.
     """
     T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
@@ -121,8 +121,9 @@ def attention(
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
     kv_axis = "kv_heads"
     if placement.spec("heads") != placement.spec("kv_heads"):
-        # A device does not hold the key heads that its query heads need. Repeat each
-        # key head for every query head that shares it, and shard k and v like q.
+        # Key heads are not sharded like query heads, so a device may lack the key heads
+        # of its query heads. Repeat each key head for every query head that shares it,
+        # and shard k and v like q.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
     make_attend = partial(
@@ -156,7 +157,7 @@ def _make_attend_on_shards(
     context: ContextAttention,
     kv_axis: str,
 ) -> Callable[[Inputs], Array]:
-    """Return a function that attends on each shard: XLA cannot partition a kernel.
+    """Return a function that runs the kernel per shard: XLA cannot partition kernels.
 
     `kv_axis` is the logical axis of the heads of keys and values.
     """

@@ -23,7 +23,7 @@ class LocalFlag(NamedTuple):
 def layer_window(
     window: int | None, local_flag: LocalFlag | None, length: int
 ) -> Int[Array, ""] | int | None:
-    """Return the window of this layer in keys; None means that a query sees all."""
+    """Return this layer's window in keys; None if a query sees all earlier keys."""
     if window is None or local_flag is None:
         return window
     return jnp.where(local_flag.value, window, length)

@@ -1,8 +1,8 @@
 """Ring attention: devices share a row; queries stay, keys and values travel.
 
-A row is divided into 2c chunks. Device i of c holds chunks i and 2c-1-i ("zig-zag").
+A row is divided into 2c chunks. Device i of c has chunks i and 2c-1-i ("zig-zag").
 Every device then has the same amount of work in each step, and only one step needs a
-mask:
+causal mask:
 
     step 0: causal attention within the device's chunks, which are in ascending order.
     step n, with the keys of device j = i-n mod c: the second chunk of queries sees the
@@ -11,8 +11,8 @@ mask:
 
 The results of the steps are merged by their log-sum-exps. The backward pass goes around
 the ring again: each step is the kernel's own backward pass, with the merged result and
-log-sum-exp. The gradients of keys and values travel with the keys and values until all
-are back on their device. While the kernel runs, the next keys and values are sent.
+log-sum-exp. The gradients of keys and values travel with the keys and values until they
+return to their device. While the kernel runs, the next keys and values are sent.
 
 Source: Ring Attention, arXiv:2310.01889; the order of chunks: Llama 3,
 arXiv:2407.21783, section 3.3.2.
@@ -38,7 +38,7 @@ Start = Array | int  # The first local position of one of a device's two chunks.
 class Kernel(NamedTuple):
     """The forward and backward passes of a kernel, with explicit log-sum-exps.
 
-    Queries are scaled, and heads come before positions: this is the kernels' layout,
+    Arguments are `Chunks`. Heads come before positions, as in the kernels' own layout,
     so that no step has to transpose. A query whose keys are all masked gets a
     log-sum-exp so low that its result has no weight.
 
@@ -65,7 +65,10 @@ def _take_half_result(result: Result, start: Start) -> Result:
 
 
 def _merge(result: Result, other: Result, start: Start) -> Result:
-    """Merge `other`, one half's result over other keys, into that half of `result`."""
+    """Merge `other` into the half of `result` from position `start` on.
+
+    `other` is the result of the same queries over other keys.
+    """
     old = _take_half_result(result, start)
     lse_BNT = jnp.logaddexp(old.lse_BNT, other.lse_BNT)
     o_BNTH = _weigh(old, lse_BNT) + _weigh(other, lse_BNT)
@@ -76,7 +79,7 @@ def _merge(result: Result, other: Result, start: Start) -> Result:
 
 
 def _weigh(result: Result, lse_BNT: Array) -> Array:
-    """Return a result's part of the merged result with log-sum-exp `lse_BNT`."""
+    """Return a result's share of the merged result, whose log-sum-exp is `lse_BNT`."""
     share_BNT = jnp.exp(result.lse_BNT - lse_BNT)
     return result.o_BNTH.astype(jnp.float32) * share_BNT[..., None]
 
@@ -173,7 +176,7 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
 
 
 def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
-    """Return the gradient of sinks, which only take weight from the other keys."""
+    """Return the gradient of sinks. A sink only reduces the weights of the keys."""
     o_BNTH, do_BNTH = (x.astype(jnp.float32) for x in (result.o_BNTH, do_BNTH))
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
     lost_BNT = weight_BNT * jnp.sum(do_BNTH * o_BNTH, axis=-1)
@@ -225,9 +228,9 @@ def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
 def in_ring_order(
     x_BT: Shaped[Array, "B T *rest"], axes: tuple[str, ...]
 ) -> Shaped[Array, "B T *rest"]:
-    """Return chunks i and 2c-1-i of the rows, which device i of the ring holds.
+    """Return chunks i and 2c-1-i of the rows, for device i of the ring.
 
-    x_BT holds chunks 2i and 2i+1. All layers but attention treat each position
+    x_BT has chunks 2i and 2i+1. All layers except attention treat each position
     independently, so that the positions of a row may be in any order.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)

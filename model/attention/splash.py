@@ -29,9 +29,10 @@ def attend(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Run the Pallas kernel on local rows and heads. `interpret` is for tests.
+    """Run the Pallas kernel on local rows and heads.
 
-    With a window, the kernel also skips blocks before the window.
+    With a window, the kernel also skips blocks before the window. `interpret` runs the
+    kernel without a TPU, in tests.
     """
     splash, masks = compat.splash_library()
     q_BTNH, k_BSKH, v_BSKH, ids_BS, sinks_N = inputs
@@ -63,9 +64,9 @@ def attend(
 
 @jax.custom_vjp
 def _with_gradient_dtype(sinks_N: Array) -> Array:
-    """Return the sinks unchanged, and convert their gradient to their dtype.
+    """Return the sinks unchanged, and convert their gradient to the dtype of the sinks.
 
-    The kernel returns that gradient in the dtype of its queries (see
+    The kernel returns this gradient in the dtype of the queries (see
     `_splash_attention_bwd`, which is the same in jax 0.10.2 and 0.12.0).
     """
     return sinks_N
@@ -139,7 +140,7 @@ def _make_kernel(mask: Any, num_heads: int, **options: Any) -> Any:
 
 
 def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
-    """Return a scope that records how many blocks the last T of S queries use."""
+    """Return a scope with the number of blocks computed for the last T of S queries."""
     block = _block_size(math.gcd(T, S))
     starts = range(S - T, S, block)
     blocks = sum(
@@ -149,7 +150,7 @@ def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
 
 
 def _block_size(T: int) -> int:
-    # Wide blocks amortise the grid; narrow blocks skip more above the diagonal. With
+    # Wide blocks need fewer steps; narrow blocks skip more above the diagonal. With
     # head dims up to 256, blocks of 1024 positions fit the vector memory of v5e, v5p
     # and v6e; 2048 do not fit v5e and v5p. These sizes were compiled, but not timed.
     return next(size for size in (512, 384, 256, 128) if T % size == 0)

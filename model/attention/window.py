@@ -1,12 +1,12 @@
 """Attention in a window, for rows that devices share in the order of a ring.
 
-A device holds two chunks of each row (model/attention/ring.py). Its queries see their
-own chunk and earlier keys, which other devices hold. If the window is at most a chunk
-long, a query sees into the previous chunk only, and the end of that chunk is sent to
-the device that needs it: two permutes for each array. For a longer window, the keys and
-values of all devices are gathered, and each device takes the keys before its chunks.
-All devices do the same amount of work. Kernels get their usual inputs, in which the
-queries are the last of the keys' positions.
+A device has two chunks of each row (model/attention/ring.py). Its queries see their own
+chunk and earlier keys, most of which are on other devices. If the window is at most a
+chunk long, a query sees its own chunk and the end of the previous chunk. Two permutes
+of each array send the ends of chunks to the devices that need them. For a longer
+window, each device gathers the keys and values of all devices, and selects those before
+its chunks. All devices do the same amount of work. As in all inputs of kernels
+(`Inputs`), the queries are the last of the keys' positions.
 
 Shapes: B batch, T local positions, C = T/2 positions of a chunk, F positions fetched
 for a chunk, N query heads, K key/value heads, H head dim.
@@ -30,9 +30,9 @@ def attend_in_window(
 ) -> Float[Array, "B T N H"]:
     """Attend from a device's two chunks to the keys in the window.
 
-    `attend` is the kernel. The numbers of positions that it takes must be divisible by
-    `multiple`, which divides a chunk. The window is shorter than a row. Devices share
-    rows over the manual mesh axes `axes`. Segment ids are at least 0.
+    `attend` is the kernel. It needs numbers of positions that are divisible by
+    `multiple`, which divides the length of a chunk. The window is shorter than a row.
+    Devices share rows over the manual mesh axes `axes`. Segment ids are at least 0.
     """
     q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N = inputs
     B, T = q_BTNH.shape[:2]
@@ -46,7 +46,8 @@ def attend_in_window(
         keys = jnp.concatenate([fetch(chunks, size, axes), chunks], axis=2)
         return keys.reshape(2 * B, *keys.shape[2:])
 
-    # Positions before the start of a row are zeros, so no document may have id 0.
+    # Positions before the start of a row get segment id 0. Adding 1 to the ids of
+    # documents separates them from these positions.
     output = attend(
         Inputs(
             q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
@@ -62,7 +63,7 @@ def attend_in_window(
 def _fetch_size(num_keys: int, chunk: int, multiple: int) -> int:
     """Return how many keys before a chunk to fetch: a divisor or multiple of the chunk.
 
-    The greatest common divisor of both sizes limits a kernel's blocks.
+    Such a number allows large blocks, because a kernel's block must divide both sizes.
     """
     if num_keys > chunk:
         return -(-num_keys // chunk) * chunk

@@ -1,6 +1,6 @@
 """Attention as two products and a softmax, on every platform.
 
-The queries of the heads that share keys are rows of one product
+One product handles the queries of all heads that share keys, as rows
 (model/attention/dense.py). Causal attention is computed in blocks of queries, and each
 block leaves out the keys after the block (docs/log).
 
@@ -46,9 +46,9 @@ def attend_masked(
 ) -> Float[Array, "B T N H"]:
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
-    Segment ids are not read. `drop` applies dropout to the weights. `causal` states
-    that the mask comes from `causal_mask`: each block of queries then leaves out the
-    keys after the block.
+    Only the mask separates documents: segment ids are not read. `drop` applies dropout
+    to the weights. `causal` states that the mask comes from `causal_mask`: each block
+    of queries then leaves out the keys after the block.
     """
     B, T, N, H = inputs.q_BTNH.shape
     S, K = inputs.k_BSKH.shape[1:3]
@@ -93,7 +93,7 @@ def _num_blocks(T: int) -> int:
 
 
 def forward(chunks: Chunks, causal: bool, soft_cap: float | None = None) -> Result:
-    """Compute one step of a ring (model/attention/ring.py) in float32."""
+    """Compute one step of a ring (model/attention/ring.py); the result is float32."""
     x, shape = _operands(chunks, causal), chunks.q_BNTH.shape
     scores_BKMS = dense.scores(x, chunks.q_BNTH.dtype, soft_cap)
     weights_BKMS, lse_BKM = dense.softmax(dense.apply_mask(scores_BKMS, x))
@@ -129,7 +129,7 @@ def backward(
 
 
 def _operands(chunks: Chunks, causal: bool) -> Operands:
-    """Return a ring step's operands, with query heads that share keys as rows."""
+    """Return a ring step's operands. Query heads that share keys become rows."""
     (B, N, T, H), (K, S) = chunks.q_BNTH.shape, chunks.k_BKSH.shape[1:3]
     mask_BTS = chunks.same_document_BTS
     if mask_BTS is None:

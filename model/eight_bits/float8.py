@@ -1,16 +1,15 @@
 """Products in float8, forward and both gradients, for NVIDIA GPUs from Hopper on.
 
 Operands are e4m3, except the cotangent, which is e5m2. A product multiplies the float8
-arrays themselves, and its result is scaled. XLA multiplies float8 only in this
-form: if an operand is scaled first, XLA silently multiplies in bfloat16 (docs/log).
+values, and then its result is scaled. XLA multiplies float8 only in this form: if an
+operand is scaled first, XLA silently multiplies in bfloat16 (docs/log).
 
 An array has one scale, a power of two. Scaling is then exact, and values in range are
-rounded in the same way on every mesh. The scale of a weight is that of the whole
-weight, however it is sharded. Activations and cotangents have one scale per device,
-for its local rows.
+rounded in the same way on every mesh. All shards of a weight share one scale.
+Activations and cotangents have one scale per device, for its local rows.
 
-Weights are gathered in float8. The backward pass rounds again, which is cheap and gives
-arrays the layout that the product needs.
+Weights are gathered in float8. The backward pass rounds its operands again, except a
+saved weight. This is cheap and gives operands the layout that the product needs.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433.
 """
@@ -38,8 +37,8 @@ def float8_scale(
 ) -> jax.Array:
     """Return the smallest power of two s such that x / s is in the range of a dtype.
 
-    The scale is 1 if all values are zero or any value is not finite. x may be sharded
-    over the manual mesh axes `axes`.
+    The scale is 1 if all values are zero or any value is not finite. `axes` are the
+    manual mesh axes over which x is sharded.
     """
     ratio = max_abs(x, None, axes) / float(jnp.finfo(dtype).max)
     mantissa, exponent = jnp.frexp(ratio)

@@ -1,12 +1,12 @@
 """Products in int8 for TPUs: the forward product and the gradient of the input.
 
 Each row of the left operand and each column of the right operand has a scale. The
-cotangent is rounded stochastically: the nearer of two values is the more likely, so
+cotangent is rounded stochastically: the nearer of two integers is the more likely, so
 that rounding adds no bias. The random numbers depend on seed, step, position, layer and
 weight, not on the mesh. The weight's gradient is a product in the compute dtype.
 
-Weights are gathered in int8 once in each pass, because the two products need different
-scales.
+The forward and the backward pass each round a weight and gather it in int8, because
+their products contract different dims and need different scales.
 
 Sources: AQT's recipe as in MaxText; stochastic rounding: Gupta et al.,
 arXiv:1502.02551.
@@ -41,9 +41,9 @@ def to_int8(
 ) -> Quantized:
     """Round x / scale to -127 .. 127, and gather the values and the scale.
 
-    Each scale is shared along `dims`, which the product contracts. If x is a weight,
-    `placement` is its sharding. Values are rounded to the nearest integer, or, for
-    x[B, T, ...], stochastically with a key for each position.
+    Values along `dims`, which the product contracts, share a scale. If x is a weight,
+    `placement` is its sharding. Values are rounded to the nearest integer. With
+    `keys_BT`, values of x[B, T, ...] are rounded stochastically instead.
     """
     contracted_axes = tuple(
         axis for dim, axes in placement.sharded_dims if dim in dims for axis in axes

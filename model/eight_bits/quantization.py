@@ -2,9 +2,9 @@
 
 An array x is rounded to eight-bit values times a scale: one scale for the whole array
 (float8.py), or one for each row (int8.py). Products multiply the eight-bit values, and
-their results are scaled. A scale comes from the largest value of its array, so that
-training carries no scales. The scale of finite values is finite and not zero;
-non-finite values give non-finite results.
+their results are scaled. A scale is computed from the largest current value, so no
+scale is carried from step to step. The scale of finite values is finite and not zero.
+Non-finite values give non-finite results.
 """
 
 from typing import NamedTuple

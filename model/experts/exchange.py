@@ -3,13 +3,13 @@
 If a mesh axis (`expert`) shards the experts, devices exchange tokens
 (`mesh.expert_exchange`):
 
-all_gather: devices gather the tokens of all devices, compute only the rows of their
-    local experts, and sum over devices by a reduce-scatter. Buffers must hold the
-    worst case, in which all tokens choose one device's experts. Therefore tokens are
-    processed in chunks, each with at most as many rows as the local tokens have.
+all_gather: each device gathers the tokens of all devices, and computes only the rows of
+    its local experts. A reduce-scatter sums the results over devices. Buffers must be
+    large enough for the worst case, in which all tokens choose one device's experts.
+    Therefore tokens are processed in chunks, whose worst case is at most n k rows.
 ragged: a ragged all-to-all sends rows to their experts' devices, and another one
-    returns them. If a device would receive more than `_CAPACITY_FACTOR` times its equal
-    share, all devices gather as above instead, so that no token is dropped.
+    returns the results. If a device would receive more than `_CAPACITY_FACTOR` times
+    its equal share, all devices use all_gather instead, so that no token is dropped.
 
 Shapes: B batch, T time, n tokens, k experts per token, R rows, D embed, F an expert's
 hidden dim, E experts per device, S devices.
@@ -85,7 +85,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     rows_SE = jax.lax.all_gather(rows_E[None], axes, tiled=True)
     worst_case = S * n * min(k, E)
     capacity = min(int(_CAPACITY_FACTOR * n * k), worst_case)
-    emulated = execution.grouped is Grouped.scan  # the CPU kernel
+    emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
 
     def send(tokens: Tokens) -> Output:
         route = Route.to_experts(rows_SE, axes)
@@ -111,7 +111,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     if capacity == worst_case:
         return send(tokens)
     max_received = jnp.max(jnp.sum(rows_SE.reshape(S, S, E), axis=(0, 2)))
-    # All devices must take the same branch.
+    # All devices must take the same branch, because both branches communicate.
     max_received = jax.lax.pmax(max_received, execution.placement.layer_batch_axes)
     send_branch = in_branch(send, times=1, total=1)
     gather_branch = in_branch(gather, times=0, total=1)

@@ -1,7 +1,7 @@
 """A mixture-of-experts MLP: each token passes through a few of many experts.
 
-A router scores the experts for each token. The outputs of the k best experts are summed
-with the router's weights. No token is dropped, and nothing is padded to a capacity:
+A router scores the experts for each token. The outputs of the k best experts, weighted
+by the router, are summed. No token is dropped, and no expert is padded to a capacity:
 rows are sorted by expert and multiplied by `model.experts.grouped.grouped_product`.
 
 Shapes: B batch, T time, k experts of each token, D embed, F an expert's hidden dim, E
@@ -65,7 +65,7 @@ class Experts(nnx.Module):
         execution: Execution,
         call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing]:
-        """Return outputs, and balance statistics without padding (segment 0)."""
+        """Return outputs, and balance statistics that exclude padding (segment 0)."""
         with part_scope("router"):
             choice, routing = self.router(x_BTD, segment_ids_BT, execution)
         y_BTD = self._run_routed(x_BTD, choice, execution, call)
@@ -83,8 +83,9 @@ class Experts(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Sum the outputs of a token's experts, weighted by the router.
 
-        Matrices are gathered once for all chunks, except over the experts' dim. If
-        matrices or experts are sharded, the backward pass recomputes the whole layer.
+        Matrices are gathered once for all chunks of tokens (model/experts/exchange.py),
+        except along the dim of experts. If matrices or experts are sharded, the
+        backward pass gathers and computes everything again.
         """
         matrix_params = [p for p in (self.up, self.gate, self.down) if p is not None]
         bias_params = [self.up_bias, self.gate_bias, self.down_bias]

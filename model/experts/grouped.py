@@ -10,7 +10,7 @@ triton: NVIDIA; a Pallas kernel that Triton compiles (model/experts/grouped_trit
 ragged: XLA's `ragged_dot`, which plans trace and which tests use as the reference.
 
 Operands and cotangents are rounded as `model.linear.product` rounds them. In float8,
-operands and cotangents are e4m3, because Triton multiplies operands of one type.
+cotangents are e4m3 like operands, because Triton only multiplies equal dtypes.
 
 Shapes: M rows, D inputs, F outputs, E experts.
 """
@@ -50,7 +50,8 @@ def grouped_product(
     Rows are sorted by expert. sizes_E holds the int32 number of rows of each expert;
     their sum is at most M. Operands are rounded to the dtype `compute`, or to float8
     with one scale for all experts. Sums are float32. The result has x's dtype, and each
-    gradient has its operand's. Unused rows at the end have zero results and gradients.
+    gradient has its operand's dtype. Rows after the last expert's rows are unused:
+    their results and gradients are zero.
     """
     options = _Options(compute, kernel, float8)
     return _product(options, x_MD, w_EDF, sizes_E)  # pyright: ignore[reportReturnType]
@@ -78,7 +79,7 @@ def _product(options: _Options, x, w, sizes):
 
 
 def _forward(options: _Options, x, w, sizes):
-    # The rounded x is saved, as in `product`; w stays in memory anyway.
+    # Save the rounded x, as in `product`, but w itself, which is in memory anyway.
     rounded = x.astype(options.compute)
     (a, scale_a), (b, scale_b) = options.round(rounded, w)
     dtype, kernel = x.dtype, options.kernel
@@ -103,7 +104,7 @@ def _scale(y: jax.Array, a: jax.Array | None, b: jax.Array | None) -> jax.Array:
 _product.defvjp(_forward, _backward)
 
 
-# `jit` names the kernels, so that a plan finds them in a compiled program.
+# `jit` puts the function's name into the compiled program, where a plan looks for it.
 @partial(jax.jit, static_argnames=("transposed", "dtype", "kernel"))
 def grouped_rows(
     x: jax.Array,
@@ -114,7 +115,7 @@ def grouped_rows(
     dtype: DTypeLike,
     kernel: Grouped,
 ) -> jax.Array:
-    """Multiply rows [M, D] by w[e], or rows [M, F] by w[e] transposed."""
+    """Multiply rows [M, D] by w[e] of their expert e, or rows [M, F] by w[e]^T."""
     match kernel:
         case Grouped.ragged:
             dim_numbers = (((1,), (2 if transposed else 1,)), ((), ()))
@@ -129,7 +130,7 @@ def grouped_rows(
             tiling = _tiling(x.shape[0])
             padded = _pad_rows(x, tiling[0])
             y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
-            # The kernel leaves tiles without rows of an expert uninitialized.
+            # The kernel does not initialise tiles that have no rows of any expert.
             return _zero_unused(y[: x.shape[0]], sizes)
         case _:
             assert_never(kernel)

@@ -1,8 +1,9 @@
 """Grouped products by loops over experts and blocks of their rows, on any platform.
 
-Made for XLA:CPU: a block is a plain product of a slice of rows, and the number of
-blocks follows from the sizes. An expert's rows run in large blocks first and in small
-blocks last, so that most blocks are fast and few rows are wasted (docs/log).
+The loops are made for XLA:CPU. Each block is a plain product of a slice of rows, and
+the number of blocks depends on the sizes at run time. An expert's rows run in large
+blocks first and in small blocks last, so that most blocks are fast and few rows are
+wasted (docs/log).
 
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
@@ -76,7 +77,8 @@ def _run_blocks(
         return start + size, run_block(block_start, size, mask[:, None], carry)
 
     state = expert_start, carry
-    # In one loop over all sizes, a `switch` would make XLA:CPU copy the carry.
+    # Each size has its own loop. In one loop over blocks of all sizes, the `switch`
+    # between sizes would make XLA:CPU copy the carry.
     *large_sizes, smallest = [size for size in _BLOCK_SIZES if size <= M] or [M]
     for size in large_sizes:
         has_block = partial(lambda size, state: end - state[0] >= size, size)

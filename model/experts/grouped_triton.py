@@ -2,8 +2,9 @@
 
 `triton_by_rows` has a program for each block of rows of one expert and each tile of
 columns. `triton_by_experts` has a program for each expert and each tile of its matrix.
-Rows and columns beyond the end are masked. Surplus blocks do nothing, and blocks after
-the last expert's rows store zeros.
+Rows and columns beyond the end are masked. Blocks of unused rows, which follow the last
+expert's rows, store zeros. The grid has the largest possible number of blocks. Blocks
+that the sizes do not need do nothing.
 
 Shapes: M rows, K contracted, N columns, D inputs, F outputs, E experts.
 """
@@ -39,7 +40,7 @@ def triton_by_rows(
     block_ends, ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
     block = jnp.arange(M // _ROWS + E + 1)
     expert = jnp.sum(block[:, None] >= block_ends[None], axis=1)
-    group = jnp.minimum(expert, E)  # Group E holds the unused rows.
+    group = jnp.minimum(expert, E)  # Group E is the unused rows.
     start = jnp.where(
         expert > E,
         M,

@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output, and the counts of `count_rounding` if the step is monitored."""
+    """The output, and the counts of `count_rounding` if a watched step quantizes."""
 
     y: jax.Array
     counts: jax.Array | None
@@ -45,7 +45,7 @@ class LocalExperts(NamedTuple):
     """A device's local experts.
 
     matrices: the up, gate (if there is one) and down matrices of the local experts.
-    biases: the biases of the experts of all devices in the same order, or empty.
+    biases: in the same order, the biases of the experts of all devices; or empty.
     expert_axes: mesh axes over which both tokens and experts are sharded.
     hidden_axes: mesh axes over which the hidden dim of each expert is sharded.
     """
@@ -72,7 +72,7 @@ class LocalExperts(NamedTuple):
         return [jax.lax.dynamic_slice_in_dim(b, device * E, E) for b in self.biases]
 
     def reduce(self, output: Output) -> Output:
-        """Sum the output over `hidden_axes`, and counts over `expert_axes` too."""
+        """Sum the output over `hidden_axes`, and the counts also over `expert_axes`."""
         y, counts = output
         y = jax.lax.psum(y, self.hidden_axes) if self.hidden_axes else y
         axes = *self.expert_axes, *self.hidden_axes
@@ -82,7 +82,7 @@ class LocalExperts(NamedTuple):
 def sort_rows(
     experts_nk: jax.Array, num_experts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort tokens' choices by expert; the number `num_experts` means no expert.
+    """Sort tokens' choices by expert. The choice `num_experts` stands for no expert.
 
     Returns:
         The row of each choice [n, k], the choice of each row [n k], and the
@@ -96,9 +96,10 @@ def sort_rows(
 
 
 def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
-    """Sum the outputs of the local experts, numbered 0 to E - 1, for each token.
+    """Return, for each token, the sum of its local experts' weighted outputs.
 
-    The caller adds the last biases after it has summed over `hidden_axes`.
+    Local experts are numbered 0 to E - 1. The caller adds the biases of `down` after it
+    has summed over `hidden_axes`.
     """
     (n, k), E = tokens.experts.shape, experts.num_local
     is_local = (tokens.experts >= 0) & (tokens.experts < E)
@@ -119,7 +120,7 @@ def run_mlps(
     expected_rows: int,
     experts: LocalExperts,
 ) -> Output:
-    """Return the weighted output of each row's expert, without the last bias.
+    """Return the weighted output of each row's expert, without the bias of `down`.
 
     Args:
         x_RD: rows, sorted by expert.
@@ -153,7 +154,8 @@ def run_mlps(
         sums = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, sums, strict=True)]
     h_RF = activate(experts.config, inner[0], inner[1] if gate else None)
-    # Weights are applied here, so that their gradient needs no result of `down`.
+    # Apply the router's weights before `down`, so that their gradient does not need the
+    # result of `down`.
     y_RD = multiply("down", (h_RF * weights_R1).astype(x_RD.dtype), down)
     return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if is_monitored else None)
 
@@ -161,7 +163,10 @@ def run_mlps(
 def add_bias(
     y_nD: jax.Array, tokens: Tokens, biases: Sequence[jax.Array], execution: Execution
 ) -> jax.Array:
-    """Add each token's weighted last biases, of experts 0 to E - 1, if given."""
+    """Add the weighted `down` biases of each token's experts, if there are biases.
+
+    Only the experts 0 to E - 1 count.
+    """
     if not biases:
         return y_nD
     (bias_ED,) = biases
@@ -172,9 +177,9 @@ def add_bias(
 
 
 def _sum_biases(shares: jax.Array, bias: jax.Array, execution: Execution) -> jax.Array:
-    """Sum experts' biases [E, F] by shares [M, E].
+    """Sum experts' biases [E, F], weighted by shares [M, E].
 
-    This is a product, because the gradient of a gather would be a scatter.
+    The sum is a product, because the gradient of a gather would be a scatter.
     """
     with part_scope("bias"):
         return product("me,ef->mf", shares, bias, execution.numerics.compute_dtype)

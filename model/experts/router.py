@@ -62,12 +62,12 @@ class Router(nnx.Module):
     ) -> tuple[Choice, Routing]:
         """Return the chosen experts and balance statistics, computed in float32.
 
-        Padding, the positions of segment 0, chooses experts too, but neither the load
-        nor the loss counts it. Without segments every position counts.
+        Padding (segment 0) is sent to experts too, but the load and the loss do not
+        count it. Without segments every position counts.
 
         Sources: Switch Transformer, arXiv:2101.03961, section 2.2, for the load
         loss; ST-MoE, arXiv:2202.08906, section 2.2, for the logits' z-loss;
-        DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores and the bias.
+        DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores and `balance`.
         """
         config, E = self.config, self.config.num_experts
         x_BTD = x_BTD.astype(jnp.float32)
@@ -95,7 +95,7 @@ class Router(nnx.Module):
             ranked_BTE = ranked_BTE + bias_E[None, None]
         _, experts_BTk = jax.lax.top_k(ranked_BTE, config.experts_per_token)
         chosen_BTkE = experts_BTk[..., None] == jnp.arange(E)[None, None, None]
-        # A masked sum instead of a gather, whose gradient would be a scatter.
+        # Use a masked sum, because the gradient of a gather would be a scatter.
         weights_BTk = jnp.sum(
             jnp.where(chosen_BTkE, scores_BTE[:, :, None], 0), axis=-1
         )

@@ -1,8 +1,9 @@
 """Move tokens to experts' rows and back, on one device and between devices.
 
-Each token has k rows, sorted by expert. `to_rows` copies tokens to rows, `from_rows`
-adds rows up, and `travel` sends rows to their experts' devices or back. The gradient of
-each is another of these operations, so that no gradient is a scatter.
+Each token has k rows, one for each of its experts, and all rows are sorted by expert.
+`to_rows` copies tokens to rows, `from_rows` adds up each token's rows, and `travel`
+sends rows to their experts' devices or back. The gradient of each operation is one of
+these operations, so that no gradient is a scatter.
 
 Shapes: n tokens, k rows of each, R rows, D embed, E experts of all devices, P = E
 pieces of rows that a device sends (one for each expert), S devices.
@@ -24,14 +25,14 @@ def to_rows(x_nD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Array
     Args:
         x_nD: tokens.
         token_R: the token of each row.
-        row_nk: the rows of each token; rows from R on do not exist.
+        row_nk: the rows of each token. Indices from R on stand for no row.
     """
     return x_nD[token_R]
 
 
 @jax.custom_vjp
 def from_rows(y_RD: jax.Array, token_R: jax.Array, row_nk: jax.Array) -> jax.Array:
-    """Add up each token's rows: the transpose of `to_rows` if unused rows are 0."""
+    """Add up each token's rows. Transposes `to_rows` if y is 0 in unused rows."""
     y_nkD = y_RD.at[row_nk].get(mode="fill", fill_value=0)
     return jnp.sum(y_nkD, axis=1, dtype=jnp.float32).astype(y_RD.dtype)
 
@@ -82,11 +83,11 @@ class Route(NamedTuple):
     def to_experts(cls, rows_SE: Int[Array, "S E"], axes: tuple[str, ...]) -> "Route":
         """Return the route of rows to the devices of their experts.
 
-        A device sends rows sorted by expert. It receives rows sorted by expert and,
-        for one expert, by sender.
+        A device sends rows sorted by expert. The rows that a device receives are sorted
+        by expert, and rows of the same expert by sender.
 
         Args:
-            rows_SE: the number of rows of each device for each expert; replicated.
+            rows_SE: the number of rows of each device for each expert, replicated.
             axes: mesh axes that shard the experts, in order.
         """
         S, E = rows_SE.shape
@@ -119,7 +120,7 @@ def travel(
     axes: tuple[str, ...],
     emulated: bool,
 ) -> jax.Array:
-    """Return the rows that a device receives, and zeros in the rest of its capacity.
+    """Return the rows that a device receives, followed by zeros up to its capacity.
 
     The gradient travels along the reverse route.
 
@@ -128,7 +129,7 @@ def travel(
         route: the pieces to send.
         capacities: the capacity in rows of the sender and of the receiver.
         axes: mesh axes along which devices exchange rows.
-        emulated: gather all rows instead, because XLA:CPU has no ragged all-to-all.
+        emulated: gather all rows and select, because XLA:CPU has no ragged all-to-all.
     """
     out, capacity = route.out, capacities[1]
     if not emulated:
