@@ -76,9 +76,9 @@ def _fetch_from_neighbours(
 ) -> Shaped[Array, "B 2 F *rest"]:
     """Fetch the end of the chunk before each of this device's chunks.
 
-    Device i of c holds chunks i and 2c-1-i. The chunk before its first chunk is the
-    first of device i-1. The chunk before its second chunk is the second of device i+1;
-    on the last device it is the device's own first chunk.
+    Device i of c has chunks i and 2c-1-i. Chunk i-1, before the first of these, is the
+    first chunk of device i-1. Chunk 2c-2-i, before the second of these, is the second
+    chunk of device i+1, or the device's own first chunk if it is the last device.
     """
     c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     ends = chunks[:, :, chunks.shape[2] - size :]

@@ -80,7 +80,7 @@ def attend_masked(
     if inputs.sinks_N is None:
         return o_BTNH
     sinks_N = inputs.sinks_N.astype(jnp.float32)
-    # The sink takes the rest of the weight.
+    # The sink has the remaining weight, and its value is zero.
     share_BNT = jax.nn.sigmoid(lse_BNT - sinks_N[None, :, None])
     return o_BTNH * jnp.swapaxes(share_BNT, 1, 2)[..., None].astype(o_BTNH.dtype)
 
