@@ -12,7 +12,7 @@ class Batch(NamedTuple):
 
     inputs: token ids.
     targets: the token that follows each input, or -1 if there is nothing to predict.
-    segment_ids: 1, 2, ... by document within the row; 0 is padding.
+    segment_ids: the document's number within the row, from 1; 0 is padding.
     positions: count from 0 at each document's first token within the row.
     """
 
@@ -43,9 +43,10 @@ class Piece(NamedTuple):
 
 
 def expand_groups(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group index of each member, and the member's index within the group.
+    """Return each member's group number and index within the group: int64 [members].
 
-    Sizes of 2, 0 and 3 give groups 0 0 2 2 2 and indices 0 1 0 1 2.
+    Group g has sizes[g] members. Sizes of 2, 0 and 3 give groups 0 0 2 2 2 and indices
+    0 1 0 1 2.
     """
     group = np.repeat(np.arange(len(sizes)), sizes)
     return group, np.arange(len(group)) - (np.cumsum(sizes) - sizes)[group]

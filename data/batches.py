@@ -2,15 +2,16 @@
 
 The mixture says from which source each row of the run comes (data/mixture.py). Grain
 shuffles the row numbers of each source, in a different order each epoch. Batch s is the
-rows [s B, s B + B) of the mixture. Therefore any batch is looked up in constant time, a
-process reads only its local rows, any division of the rows over processes gives equal
-batches, and a checkpoint saves no data position.
+rows [s B, s B + B) of the mixture, where B is the batch size. Therefore any batch can
+be looked up in constant time, and a checkpoint need not save a data position. Each
+process reads only its local rows, and the batches do not depend on the number of
+processes.
 
-Step s trains on batch s, or on a later batch if `data.skip_batches` is set.
-Skipped batches keep their numbers and rows, so all other batches stay the same.
+Step s trains on batch s, or on a later batch if `data.skip_batches` is set. A skipped
+batch keeps its number and its rows, so the contents of all other batches do not change.
 
-Threads read up to `prefetch` batches ahead. The threads end with the iterator and never
-keep the process alive.
+Threads read up to `data.prefetch` batches ahead. They end when their iterator is
+deleted, and they do not keep the process from exiting.
 """
 
 import functools
@@ -34,9 +35,9 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# One thread reads small batches of a local split faster than two that share the GIL.
-# Large batches spend their time copying and remote batches waiting; both release the
-# GIL (docs/log/data.md).
+# For small batches of a local split, one thread is faster than two that share the GIL.
+# Reading a large batch is mostly copying, and reading a remote batch is mostly waiting.
+# Both release the GIL. The measurements are in docs/log/data.md.
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
 _LARGE_BATCH_TOKENS = 2**20
 
@@ -48,8 +49,8 @@ class Excerpt(NamedTuple):
     source: the name of the document's source.
     document: the document's id.
     document_number: the document's number in the split.
-    first_token: the index in the document of the part's first token.
-    text: the decoded inputs.
+    first_token: the index of the part's first token within the document.
+    text: the text to which the part's inputs decode.
     """
 
     row: int
@@ -65,7 +66,10 @@ class Order:
     """The order of training rows: which rows of which sources are in which batch."""
 
     def __init__(self, sources: Sources, config: DataConfig, seed: int):
-        """Open the rows of all sources; raise DataError if a batch needs more rows."""
+        """Open the rows of all sources.
+
+        Raises DataError if their rows do not fill a batch, or a source has no row.
+        """
         self._config, self._sources = config, sources
         self.rows, self._is_local = _open_split(sources, config, "train")
         num_rows = {name: len(rows) for name, rows in self.rows.items()}
@@ -83,7 +87,10 @@ class Order:
         self._seeds = [seed_of(seed, None if is_single else n) for n in self.rows]
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return the number of epochs of each source that the first steps use."""
+        """Return how many epochs of each source the first `num_steps` steps use.
+
+        The rows of skipped batches count as used.
+        """
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
         rows_used = self._mixture.counts(num_batches * self._config.batch_size).tolist()
         return {
@@ -107,10 +114,11 @@ class Order:
         return batch_number(step, self._config.skip_batches)
 
     def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Look up where rows, int64 [n], of a step's batch come from.
+        """Look up the sources of some rows of a step's batch.
 
-        Returns int64 [n], the index of each row's source, and int64 [n], the row's
-        number in it. Raises DataError if a source exceeds its limit of epochs.
+        `rows` are int64 [n], indices in the batch. Returns int64 [n], the index of each
+        row's source, and int64 [n], the row's number in that source. Raises DataError
+        if a source exceeds its limit of epochs.
         """
         first_row = self.batch_number(step) * self._config.batch_size
         source_of_row, rank = self._mixture.rows(first_row + rows)
@@ -127,7 +135,7 @@ class Order:
         return source_of_row, numbers
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
-        """Read rows of a step's batch. Errors name the step, source and rows."""
+        """Read rows of a step's batch. A DataError names the step, source and rows."""
         source_of_row, numbers = self.find(step, _row_indices(self._config, rows))
         try:
             return read_rows(self.rows, source_of_row, numbers)
@@ -137,10 +145,11 @@ class Order:
     def batches(
         self, start_step: int = 0, rows: RowSlices = None, stop_step: int = sys.maxsize
     ) -> Iterator[Batch]:
-        """Return an iterator over batches that reads ahead.
+        """Return an iterator over the steps' batches that reads ahead.
 
-        `rows` selects rows of each batch, in their order; None selects all. Raises
-        DataError if a chunk is damaged or a source is used up.
+        `rows` is one or several slices of each batch, which are concatenated; None
+        selects all rows. The iterator raises DataError if a chunk is damaged, or a
+        source exceeds its limit of epochs.
         """
         steps = range(start_step, stop_step)
         read = functools.partial(self.read, rows=rows)
@@ -191,7 +200,7 @@ def validation_batches(
     Each pair of an input and a target occurs exactly once. Rows of several sources
     alternate in proportion to the sources' row counts. The last batch ends with
     padding, so that all batches have the same shape. The iterator ends after
-    `num_batches` (-1 means all). `rows` is as in `Order.batches`.
+    `num_batches` batches (-1 means all). `rows` is as in `Order.batches`.
     """
     readers, is_local = _open_split(sources, config, sources.held_out, pad=True)
     num_rows = np.array([len(reader) for reader in readers.values()])
@@ -214,7 +223,7 @@ def validation_batches(
 def _open_split(
     sources: Sources, config: DataConfig, split: Split, pad: bool = False
 ) -> tuple[dict[str, Rows], bool]:
-    """Return a split's rows by source, and whether all of them are local."""
+    """Return a split's rows by source, and whether all are in memory or local files."""
     rows = {
         name: open_rows(store, config, split, sources.cache, pad)
         for name, store in sources.stores.items()

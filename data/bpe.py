@@ -2,8 +2,8 @@
 
 Hugging Face's `tokenizers` learns the vocabulary, and tiktoken encodes with it. Both
 split text by the same pattern, so their ids agree. The file depends on the texts and
-the vocabulary size, but not on the order of the texts. It holds no special tokens. The
-name of a special token in a text is treated as plain text.
+the vocabulary size, but not on the order of the texts. The file holds no special
+tokens. The name of a special token in a text is treated as plain text.
 """
 
 import base64
@@ -18,7 +18,7 @@ from data.tokenizer import RANK_FILE_PATTERN
 from data.tokenizer_json import byte_names, convert_for_oniguruma
 
 NUM_BYTES = 256
-PIECE_LENGTH = 2**14  # in characters; `tokenizers` takes 140 bytes for each
+PIECE_LENGTH = 2**14  # in characters, each of which costs `tokenizers` 140 bytes
 HELD_OUT_EVERY = 20
 
 
@@ -85,9 +85,9 @@ def pieces_of(texts: Iterable[str]) -> Iterator[str]:
 
 
 def hold_out(texts: Iterable[str], held_out_pieces: list[str]) -> Iterator[str]:
-    """Yield pieces of texts, but append every twentieth to `held_out_pieces`."""
+    """Yield pieces of texts; append every twentieth to `held_out_pieces` instead."""
     for index, piece in enumerate(pieces_of(texts)):
-        if index % HELD_OUT_EVERY == 1:  # not 0: a tiny text's only piece is learned
+        if index % HELD_OUT_EVERY == 1:  # 0 would hold out a tiny text's only piece
             held_out_pieces.append(piece)
         else:
             yield piece
@@ -98,9 +98,9 @@ def texts_of(
 ) -> Iterator[str]:
     """Yield texts of at most `max_bytes` in all from an input, and skip bad records.
 
-    From a larger input, units are read that are spread evenly over it. Their choice
-    depends on the files' names and sizes alone. Raises DataError if the input
-    does not exist, or a file cannot be read.
+    If the input is larger, the units that are read are spread evenly over it. The
+    choice of units depends only on the files' names and sizes, and on `max_bytes`.
+    Raises DataError if the input does not exist, or a file cannot be read.
     """
     files = find_files([input], pattern)
     units = [unit for file in files for unit in units_of(file)]

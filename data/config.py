@@ -29,13 +29,13 @@ Tokenizer = Annotated[
 RankFileHash = Annotated[
     str | None, Doc("The SHA-256 hash of a rank file. A rank file requires it.")
 ]
-Mistakes = list[tuple[str, object, str]]  # (field, value, rule and remedy)
+Mistakes = list[tuple[str, object, str]]  # (field, value, broken rule and remedy)
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # downloaded by tiktoken
 
 
 def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
-    """List what is wrong with a tokenizer's name, or with a rank file's hash."""
+    """List what is wrong with a tokenizer's name, or a missing hash of a rank file."""
     known_names, path = ("bytes", *PUBLISHED), Path(name)
     if name in known_names or sha256 is not None or path.expanduser().is_dir():
         return []
@@ -55,7 +55,7 @@ class Source(StrEnum):
     `python`: the source code of Python's standard library, which every machine that
     runs this program has. `text`: the file or folder of files at `data.path`, encoded
     on first use. `tokens`: the store at `data.path` that `python -m data.prepare` made.
-    `mixture`: several such stores, `data.sources`.
+    `mixture`: several stores of this kind, which `data.sources` lists.
     """
 
     python = "python"
@@ -80,7 +80,7 @@ class Packing(StrEnum):
 class OnError(StrEnum):
     """What happens to a record or a file that cannot be used.
 
-    `fail`: the command ends. `skip`: it is left out.
+    `fail`: the command ends with an error. `skip`: the record or file is left out.
     """
 
     fail = "fail"
@@ -229,7 +229,7 @@ class DataConfig:
             return "must be at least 0 and finite"
         if not any(weights.values()):
             return "need one above 0" if self.sources else None
-        from data.mixture import digits_mistake  # imports NumPy: slow
+        from data.mixture import digits_mistake  # slow: imports NumPy
 
         return digits_mistake(list(weights.values()))
 

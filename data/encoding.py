@@ -1,9 +1,9 @@
-"""Bytes to token ids and back, losslessly, with tiktoken.
+"""Convert bytes to token ids and back, without loss, with tiktoken.
 
-Any bytes round-trip through `encode` and `decode_bytes` with any vocabulary that
-holds the 256 single bytes, even bytes that are not UTF-8. Only a `FolderEncoding` may
-normalize text first; decoding then returns the normalized text. The name of a special
-token in a text is encoded as ordinary text.
+With any vocabulary that holds the 256 single bytes, `decode_bytes` restores the bytes
+given to `encode`, even if they are not UTF-8. The exception is a `FolderEncoding` that
+normalizes text: decoding then returns the normalized text. The name of a special token
+in a text is encoded as ordinary text.
 """
 
 import functools
@@ -23,9 +23,10 @@ from data.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 BYTES = "bytes"
 
-# Longer text is encoded in pieces, which end before white space if possible, because
-# tiktoken needs dozens of bytes of memory for each byte of a run without a break.
-# Source: Meta's llama3, tokenizer.py, TIKTOKEN_MAX_ENCODE_CHARS, has the same limit.
+# Text longer than this is encoded in pieces, which end before white space if possible.
+# Within text that the pattern does not split, tiktoken needs dozens of bytes of memory
+# for each byte. Source of the limit: Meta's llama3, tokenizer.py,
+# TIKTOKEN_MAX_ENCODE_CHARS.
 _PIECE_CHARS = 400_000
 # The characters to which "surrogateescape" decodes invalid bytes.
 _INVALID_BYTE = re.compile("([\udc80-\udcff])")
@@ -34,10 +35,10 @@ Form = Literal["NFC", "NFD", "NFKC", "NFKD"]  # normalization forms of Unicode
 
 
 class FolderEncoding(tiktoken.Encoding):
-    """A folder's tokenizer, with rules for normalizing and splitting text.
+    """The tokenizer of a folder, with rules for normalizing and splitting text.
 
-    form: The Unicode form to which text is normalized; None leaves it as it is.
-    words: Added tokens, outside of the BPE vocabulary, that text may contain.
+    form: The Unicode form to which text is normalized; None leaves text unchanged.
+    words: Added tokens outside of the BPE vocabulary that are recognized in text.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class FolderEncoding(tiktoken.Encoding):
         self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments of `__init__`, which unpickling passes to it."""
+        """Return the arguments with which unpickling calls `__init__`."""
         return {
             "name": self.name,
             "pat_str": self._pat_str,
@@ -71,7 +72,7 @@ class FolderEncoding(tiktoken.Encoding):
         return form | ({"words": self.words} if self.words else {})
 
     def split_words(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of `words` in a text, and the normalized text between them."""
+        """Yield the ids of `words` in a text, and the normalized text between words."""
         for index, span in enumerate(self._word.split(text) if self.words else [text]):
             if index % 2:  # one of `words`
                 yield self._special_tokens[span]
@@ -80,10 +81,11 @@ class FolderEncoding(tiktoken.Encoding):
 
     @functools.cached_property
     def gapless_encoding(self) -> tiktoken.Encoding:
-        """The same tokenizer with a pattern that also matches text between matches.
+        """The same tokenizer with a pattern that matches all text without gaps.
 
-        `tokenizers` encodes unmatched text, but tiktoken drops it. Raises ValueError if
-        the pattern cannot be repeated within another one.
+        `tokenizers` encodes text that the pattern does not match, but tiktoken drops
+        it. Raises ValueError if the pattern refers to its own groups, because the new
+        pattern contains it twice.
         """
         pattern = self._pat_str
         if re.search(r"\\([1-9]|k)", pattern):
@@ -97,7 +99,7 @@ class FolderEncoding(tiktoken.Encoding):
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Return a hash of everything that decides the ids, without the name."""
+    """Return a hash of everything that determines the ids, but not of the name."""
     digest = hashlib.sha256()
     # Source: tiktoken's README, "Extending tiktoken", documents these attributes.
     for token, rank in sorted(encoding._mergeable_ranks.items()):
@@ -111,12 +113,12 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 def padded_vocab_size(encoding: tiktoken.Encoding) -> int:
-    """Round the number of ids up to a multiple of 128, which any mesh can shard."""
+    """Return the number of ids, rounded up to a multiple of 128 for sharding."""
     return -(-encoding.n_vocab // 128) * 128
 
 
 def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
-    """Encode bytes, valid UTF-8 or not, as ids: uint8 for "bytes", otherwise uint32.
+    """Encode bytes, valid UTF-8 or not. Ids are uint8 for "bytes", otherwise uint32.
 
     The ids never contain the end-of-text token. Raises DataError if decoding them would
     not restore the text, or tiktoken fails.
@@ -146,7 +148,7 @@ def encode(encoding: tiktoken.Encoding, text: bytes) -> np.ndarray:
 
 
 def encode_piece(encoding: tiktoken.Encoding, text: str) -> npt.NDArray[np.uint32]:
-    """Encode normalized text at once, and check that decoding restores it.
+    """Encode normalized text in one call, and check that decoding restores it.
 
     Raises ValueError if decoding does not restore the text, or tiktoken fails.
     """

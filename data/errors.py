@@ -4,5 +4,5 @@
 class DataError(Exception):
     """Data is missing or damaged. A command that raises this error exits with 65.
 
-    The message names the path, the rule that it breaks and the remedy.
+    The message names the path, what is wrong there, and the remedy.
     """

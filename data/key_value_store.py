@@ -1,7 +1,8 @@
-"""A folder as keys and bytes, on a local disk or under a URL, with conditional writes.
+"""A local or remote folder as a key-value store with conditional writes.
 
 epath and fsspec cannot make a write conditional on an unchanged file, and TensorStore
-opens arrays by specs. This module provides both; data/storage.py does everything else.
+opens arrays by specs, not paths. This module provides conditional writes and specs;
+data/storage.py provides all other access to files.
 """
 
 import os
@@ -19,17 +20,17 @@ _SCHEMES = ("gs", "s3", "http", "https", "memory")
 
 
 class KeyValueStore:
-    """A folder as keys and bytes, with conditional writes, on TensorStore.
+    """A folder as a store of bytes by key, implemented with TensorStore.
 
-    Every method raises StorageError if the folder cannot be read or written, or does
-    not answer within `timeout_s`.
+    Methods that read, write or list raise StorageError if this fails, or if the store
+    does not answer within `timeout_s` (None sets no limit).
     """
 
     def __init__(self, location: str | Path, context: ts.Context | None = None):
-        """Name the folder, or raise DataError if TensorStore knows no such scheme."""
+        """Set the location; raise DataError if its URL scheme is not supported."""
         self.path = None  # stays None for a remote folder
         if not is_remote(location):
-            # A relative path would change its meaning with the working directory.
+            # The meaning of a relative path would change with the working directory.
             location = self.path = Path(location).expanduser().absolute()
         elif urlsplit(str(location)).scheme not in _SCHEMES:
             schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
@@ -61,8 +62,8 @@ class KeyValueStore:
             region = os.environ.get("AWS_REGION", "us-east-1")
             spec |= {"endpoint": endpoint, "aws_region": region}
         if "AWS_ACCESS_KEY_ID" in os.environ:
-            # TensorStore tries the environment first in any case. Naming it avoids log
-            # messages about every other place without credentials.
+            # TensorStore tries the environment first in any case. Naming it here avoids
+            # log messages about the other places, which hold no credentials.
             spec["aws_credentials"] = {"type": "environment"}
         return spec
 
@@ -76,24 +77,25 @@ class KeyValueStore:
     def read_version(
         self, name: str, timeout_s: float | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Return the value and version of a key; the value of a missing key is None."""
+        """Return the value and version of a key; a missing key has the value None."""
         entry = self._call("read", name, lambda store: store.read(name), timeout_s)
         value = bytes(entry.value) if entry.state == "value" else None
         return value, entry.stamp.generation
 
     def write(self, name: str, value: bytes | None) -> None:
-        """Write a key atomically; None removes it, if it exists."""
+        """Write a key atomically; the value None removes the key if it exists."""
         action = "removed" if value is None else "written"
         self._call(action, name, lambda store: store.write(name, value))
 
     def replace(
         self, name: str, value: bytes | None, version: bytes, timeout_s: float
     ) -> bytes | None:
-        """Write or remove a key if it still has the version that was read.
+        """Write or remove a key if it still has the `version` that was read.
 
-        A retried request may be refused because its first attempt succeeded, and a
-        failed request may have been carried out. Read the key again to find out.
-        Returns the new version, or None if the key has another version and stays so.
+        Returns the new version, or None if the key has another version and is left
+        unchanged. None does not prove that another process wrote: if TensorStore sends
+        a request twice, the second may be refused because the first succeeded. A
+        request that raises may also have succeeded. Read the key again to find out.
         """
 
         def write(store: ts.KvStore) -> ts.Future:
@@ -116,7 +118,7 @@ class KeyValueStore:
         request: Callable[[ts.KvStore], ts.Future],
         timeout_s: float | None = None,
     ) -> Any:
-        """Send a request, open the store first if necessary, and return the answer."""
+        """Open the store if necessary, send a request, and return the answer."""
         try:
             if self._store is None:  # opening may request credentials and the region
                 opening = ts.KvStore.open(self.spec(), context=self._context)
@@ -127,9 +129,9 @@ class KeyValueStore:
 
 
 def check_answers(folder: str) -> None:
-    """Check that a remote folder answers; fsspec alone would wait for minutes.
+    """Check that a remote folder answers, because fsspec would wait for minutes.
 
-    Raises StorageError if the store refuses, or does not answer within `ANSWER_S`.
+    Raises StorageError if access is refused, or no answer comes within `ANSWER_S`.
     """
     if is_remote(folder):
         KeyValueStore(folder).read_version("lease.json", ANSWER_S)

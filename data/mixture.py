@@ -1,11 +1,11 @@
 """The order of a mixture: which source each row comes from, and which row of it.
 
 A phase is a span of rows with constant weights. After any number of rows of a phase,
-the number of rows from each source differs from its share by less than one row. A
-difference at the end of a phase is not made up for in the next phase. A change of
-weights moves no earlier row. The order depends on the weights alone, without
-random numbers or floats, and looking up row 10**9 takes as long as row 0. A source of
-weight 0 gives no row.
+the number of rows from each source differs from the source's share by less than one
+row. A difference at the end of a phase is not made up for in the next phase. A change
+of weights does not change the order of earlier rows. The order depends on the names and
+weights alone; it uses neither random numbers nor floats. Looking up row 10**9 takes as
+long as row 0. A source of weight 0 contributes no rows.
 
 Source: Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980): with
 k sources, no source ever needs to differ from its share by more than 1 - 1/(2k-2) rows.
@@ -18,7 +18,7 @@ from fractions import Fraction
 
 import numpy as np
 
-MAX_PERIOD = 2**20  # in rows
+MAX_PERIOD = 2**20  # an order must repeat after at most this number of rows
 
 
 class Mixture:
@@ -27,13 +27,13 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], phases: Sequence[tuple[int, Mapping[str, float]]]
     ):
-        """Compute one period of each phase's order.
+        """Compute one period of each phase's order, after which the order repeats.
 
         Args:
-            names: the sources. Their order decides only their indices.
+            names: the sources. Their order decides only the sources' indices.
             phases: (first row, weights) of each phase. The first phase begins at row 0
                 and the last has no end. Weights are decimals and are taken exactly as
-                written. They need not sum to 1, and a missing one is 0.
+                written. They need not sum to 1; a source without a weight has 0.
                 `DataConfig.mistakes` checks the weights and their number of digits.
         """
         self._phase_starts = np.array([first for first, _ in phases], np.int64)
@@ -53,8 +53,8 @@ class Mixture:
         self._source_table = np.concatenate(orders)
         self._rank_table = np.concatenate(ranks)
         self._periods = np.array(periods, np.int64)
-        # For each phase: the start of its period in the two tables above, each source's
-        # number of rows in a period, and each source's number of rows before the phase.
+        # For each phase: the index of its first entry in the two tables above, each
+        # source's number of rows in a period, and its number of rows before the phase.
         self._table_starts = np.cumsum([0, *map(len, orders[:-1])], dtype=np.int64)
         self._period_rows = np.array(period_rows)
         self._rows_before = np.zeros_like(self._period_rows)
@@ -81,7 +81,7 @@ class Mixture:
         return self._counts_in_phase(phase, num_rows - int(self._phase_starts[phase]))
 
     def _counts_in_phase(self, phase: int, num_rows: int) -> np.ndarray:
-        """Count the rows of each source before row `num_rows` of a phase."""
+        """Count each source's rows before a phase and in its first `num_rows` rows."""
         cycles, remainder = divmod(num_rows, int(self._periods[phase]))
         entry = self._table_starts[phase]
         partial_cycle = np.bincount(
@@ -93,15 +93,17 @@ class Mixture:
 
 
 def _source_sequence(shares: list[Fraction], period: int, num_rows: int) -> list[int]:
-    """Return the source of each of a phase's first rows.
+    """Return the source of each of the first `num_rows` rows of a phase.
 
-    A source's deficit is its share of the rows so far minus the rows that it gave. The
-    source may give the next row if its deficit is above 0, should if it is at least
-    1/(2k-2), and must before it exceeds 1 - 1/(2k-2). Among the sources that should,
-    the one with the earliest deadline is chosen. By the theorem, no source is late.
-    After a period each source has given exactly its share, and the order repeats.
+    A source's deficit is its share of the rows so far minus the number of rows that it
+    gave. The source may give the next row if its deficit is above 0, and should do so
+    if the deficit is at least 1/(2k-2). Its deadline is the last row before the deficit
+    exceeds 1 - 1/(2k-2). Among the sources that should give a row, or else among those
+    that may, the one with the earliest deadline is chosen. By Tijdeman's theorem, no
+    source misses its deadline. After a period, each source has given exactly its share,
+    and the order repeats.
     """
-    # Count in units that make shares and margins integers.
+    # Count in fractions of a row that make shares and margins integers.
     margins_per_row = max(1, 2 * len(shares) - 2)
     row_units = math.lcm(margins_per_row, period)
     margin = row_units // margins_per_row
@@ -126,13 +128,13 @@ def _source_sequence(shares: list[Fraction], period: int, num_rows: int) -> list
 
 
 def shares_of(weights: Sequence[float]) -> list[Fraction]:
-    """Return each source's exact share of the rows; some weight must be above 0."""
+    """Return each source's exact share of the rows; one weight must be above 0."""
     exact = [Fraction(str(weight)) for weight in weights]
     return [weight / sum(exact) for weight in exact]
 
 
 def digits_mistake(weights: Sequence[float]) -> str | None:
-    """Return the rule that the weights break if their period exceeds `MAX_PERIOD`."""
+    """Return the broken rule if the period exceeds `MAX_PERIOD`, otherwise None."""
     period = math.lcm(*(share.denominator for share in shares_of(weights)))
     if period <= MAX_PERIOD:
         return None

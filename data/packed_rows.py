@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
-    """The pieces of each row: row r holds row_offsets[r] to row_offsets[r+1] - 1.
+    """The pieces by row. Row r holds pieces row_offsets[r] to row_offsets[r+1] - 1.
 
-    starts: int64 [pieces], the index of each piece's first token.
+    starts: int64 [pieces], the index in the split of each piece's first token.
     lengths: int32 [pieces], the number of each piece's inputs.
     row_offsets: int64 [rows + 1].
     """
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 class Packed:
-    """Rows of `length` positions that hold pieces as a plan says."""
+    """Rows of `length` positions that hold the pieces which a plan assigns to them."""
 
     def __init__(self, tokens: TokenArray, length: int, plan: Plan):
         """Make rows of the pieces of `tokens` that the plan lists."""
@@ -70,7 +70,7 @@ class Packed:
 
 
 def make_plan(offsets: np.ndarray, length: int, kind: Packing) -> Plan:
-    """Assign documents that start at `offsets` to rows."""
+    """Assign documents to rows; `offsets` are as in `packing.cut_documents`."""
     starts, lengths = packing.cut_documents(offsets, length)
     if kind is Packing.none:
         return Plan(starts, lengths, np.arange(len(starts) + 1))
@@ -88,7 +88,7 @@ def open_plan(tokens: TokenArray, length: int, kind: Packing, file: Path) -> Pla
         try:
             with np.load(file) as arrays:
                 return Plan(**arrays)
-        except Exception as error:  # zipfile may raise anything
+        except Exception as error:  # zipfile may raise any exception
             message = "%s: this plan of rows is damaged (%s) and is computed again"
             log.warning(message, file, error)
     start_s = time.monotonic()

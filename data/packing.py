@@ -2,12 +2,12 @@
 
 A document of n tokens has n - 1 pairs of an input and a target. If it has more than T
 pairs, it is cut into pieces, and neighbouring pieces share a token, so that each pair
-is trained on exactly once. The rows depend on the lengths alone. Their order,
-and the order of pieces within a row, has no meaning: shuffle the rows.
+is trained on exactly once. The rows depend on the documents' lengths alone. Their
+order is not random, so callers must shuffle the rows for training.
 
-Rows with the same lengths are handled as one group, after Krell et al., Efficient
-Sequence Packing without Cross-contamination, arXiv:2107.02027. The work grows with the
-number of different lengths; single pieces are only sorted and assigned.
+Rows that hold pieces of the same lengths are handled as one group, after Krell et al.,
+Efficient Sequence Packing without Cross-contamination, arXiv:2107.02027. The search for
+free rows takes time that grows with the number of different lengths, not of pieces.
 """
 
 from bisect import bisect_left, insort
@@ -21,10 +21,10 @@ _Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 
 
 def cut_documents(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most T pairs; only the last may have fewer.
+    """Cut each document into pieces of T pairs; its last piece may have fewer.
 
     `offsets` are int64 [documents + 1], the start of each document, and then the end
-    of the text. A document of fewer than two tokens gives no piece.
+    of the text. A document of fewer than two tokens has no pair and no piece.
 
     Returns:
         int64 [pieces], the start of each piece, in the order of the text.
@@ -41,8 +41,8 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign pieces to rows of at most T positions by best fit, longest piece first.
 
     Each piece is in exactly one row. The number of rows is the same as if each piece
-    in turn went into the fullest row that has room for it. At most MAX_PIECES pieces
-    are packed at a time. `lengths` are integers [pieces], from 1 to T.
+    in turn went into the fullest row that has room for it. More than MAX_PIECES pieces
+    are packed in several parts. `lengths` are integers [pieces], from 1 to T.
 
     Returns:
         int64 [pieces], the numbers of the pieces, row after row.
@@ -52,7 +52,7 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for chunk_start in range(0, len(lengths), MAX_PIECES):
         chunk = lengths[chunk_start : chunk_start + MAX_PIECES]
-        # NumPy sorts 16-bit integers by radix, several times as fast as wider ones.
+        # NumPy uses radix sort for 16-bit integers, which is several times as fast.
         by_length = np.argsort(chunk.astype(np.min_scalar_type(T)), kind="stable")
         histogram = np.bincount(chunk)
         starts = np.cumsum(histogram) - histogram
@@ -72,8 +72,8 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
-    """Pack `histogram[n]` pieces of length n; return each group's contents and size."""
-    groups: dict[int, list[tuple[_Contents, int]]] = {}  # keyed by free positions
+    """Pack histogram[n] pieces of each length n; return (contents, rows) by group."""
+    groups: dict[int, list[tuple[_Contents, int]]] = {}  # by free positions of a row
     rooms: list[int] = []  # the keys of `groups`, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
         remaining = int(histogram[length])
@@ -86,7 +86,7 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
                 num_rows = -(-remaining // (T // length))
                 empty: list[tuple[_Contents, int]] = [((), num_rows)]
                 room, row_groups = T, empty
-            # Best fit: a row that just got a piece has the least room. Fill it first.
+            # Best fit: fill up one row before the next; it then has the least room.
             max_pieces = room // length
             while remaining and row_groups:
                 contents, num_rows = row_groups.pop()

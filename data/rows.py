@@ -22,7 +22,10 @@ _PLAN_VERSION = 3
 
 
 class Concatenated:
-    """Row r covers tokens r T to r T + T inclusive; row r + 1 begins with the last."""
+    """Rows that join all tokens: row r covers tokens r T to r T + T, both included.
+
+    The last token of a row is only a target; it is also the next row's first input.
+    """
 
     def __init__(
         self, tokens: TokenArray, length: int, count: int, document_mask: bool
@@ -105,7 +108,7 @@ def open_rows(
 ) -> Rows:
     """Open the rows of a split, packed as the config says.
 
-    `cache` is the folder of plans. With `pad`, `concat` packing also gives the last,
+    `cache` is the folder of plans. With `pad`, `concat` packing also has the last,
     incomplete row. Raises DataError if the store is damaged or no plan can be written.
     """
     tokens, length = store.split(split), config.sequence_length

@@ -1,4 +1,4 @@
-"""The stores that a run reads: one, or a mixture of several by name."""
+"""The stores that a run reads: a single store, or the named stores of a mixture."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +20,11 @@ from data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Sources:
-    """Open stores with one tokenizer, by name. A single store is named `data.name`."""
+    """Opened stores of one tokenizer, by name. A single store is named `data.name`."""
 
     stores: Mapping[str, Store]
-    cache: Path  # the folder of cached results about these stores
-    sets: Mapping[str, Store] = field(default_factory=dict)  # validation sets
+    cache: Path  # the folder of cached packing plans
+    sets: Mapping[str, Store] = field(default_factory=dict)  # named validation sets
 
     @property
     def encoding(self) -> tiktoken.Encoding:
@@ -59,7 +59,7 @@ class Sources:
     def validation_sets(self, by_source: bool) -> dict[str, "Sources"]:
         """Return the validation sets that are scored separately, by name.
 
-        With `by_source`, each source of a mixture that has validation text is one more.
+        With `by_source`, each source of a mixture that has validation text is a set.
         """
         stores = self.stores if by_source and len(self.stores) > 1 else {}
         by_name = {n: s for n, s in stores.items() if s.num_tokens("validation") > 1}
@@ -89,9 +89,9 @@ def open_sources(
 ) -> Sources:
     """Open the stores that a config names; text is encoded into a store on first use.
 
-    `beat` is called for each encoded piece of text. `to_evaluate`: validation text is
-    required. Raises DataError if text or a store is missing or damaged, or tokenizers
-    differ.
+    `beat` is called for each encoded piece of text, to report progress. `to_evaluate`
+    says that validation text is required. Raises DataError if text or a store is
+    missing or damaged, tokenizers differ, or required validation text is missing.
     """
     if config.source is Source.python:
         stores = {config.name: cached_store(config, beat)}
@@ -128,7 +128,7 @@ def open_sets(
 
     Each path is a token store or, if the config reads text, a text file or a folder of
     text files. `beat` is as in `open_sources`. `table` is the config key of `paths`.
-    Raises DataError if a set is missing, damaged, too short or of another tokenizer.
+    Raises DataError if a set is missing, damaged, too short or has another tokenizer.
     """
     sets = {}
     manifest = next(iter(sources.stores.values())).manifest

@@ -1,13 +1,13 @@
 """Access files on a local disk, under gs:// and under s3://.
 
-Paths are `epath.Path`: opening, reading, listing and globbing are the same everywhere.
+Paths are `epath.Path`, which opens, reads, lists and globs all of them in the same way.
 This module adds what epath lacks: atomic writes, appending, moves, listings of whole
 trees in few requests, and errors that say whether trying again helps. Writes that
 require an unchanged file are in data/key_value_store.py.
 
-An object store has no folders, no rename and no append. An object appears whole or not
-at all. Credentials and the region come from where Amazon's and Google's own tools look
-for them; AWS_ENDPOINT_URL names another server that speaks S3.
+An object store has no folders, no rename and no append. A written object appears
+complete or not at all. Credentials and the region are looked up as Amazon's and
+Google's own tools do it; AWS_ENDPOINT_URL names another server with the S3 protocol.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class StorageError(DataError):
     """A file or folder cannot be read or written.
 
     Attributes:
-        reason: what the system, the store or its client says.
+        reason: the message of the operating system, the store or its client.
         is_permanent: whether another attempt would fail as well, because the location
             is missing or refuses access. Otherwise the store did not answer.
     """
@@ -64,20 +64,20 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def storage_path(location: str) -> epath.Path:
-    """Return the path of a location; a local one is absolute and has no `~`.
+    """Return the path of a location. A local path becomes absolute, without `~`.
 
     Raises ValueError if the scheme is unknown, or the client of its store is not
-    installed. The message states the rule that the location breaks.
+    installed. The message states the rule, or the command that installs the client.
     """
     scheme, remote, _ = location.partition("://")
     if not remote:
         return epath.Path(Path(location).expanduser().absolute())
     if scheme not in _EXTRAS:
         raise ValueError("must be a local folder, or one under s3:// or gs://")
-    # Other processes and TensorStore write to the same folders, so that listings that
-    # fsspec has cached would be stale.
+    # Other processes and TensorStore write to the same folders, so a listing that
+    # fsspec caches may be out of date.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
-    # Keep trying for about a minute; the default gives up after about seven seconds.
+    # Make the S3 client retry for about a minute. Its default is about seven seconds.
     os.environ.setdefault("AWS_RETRY_MODE", "standard")
     os.environ.setdefault("AWS_MAX_ATTEMPTS", "15")
     try:
@@ -93,10 +93,11 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
     """Yield a temporary local path; the file or folder made there becomes `path`.
 
     `path` appears complete or not at all; for a file, this holds after a power failure
-    too. An older file is replaced. A folder that another process created first is kept,
-    and the new folder is dropped. The parent must exist. By default the temporary name
-    is random, so that several processes may create `path` at once. Raises OSError if
-    `path` cannot be written. The temporary path is always removed.
+    too. An older file is replaced. If another process has already created a folder at
+    `path`, that folder stays and the new one is deleted. The parent folder must exist.
+    By default the temporary name is random, so that several processes may create `path`
+    at the same time. Raises OSError if `path` cannot be written. The temporary path is
+    always removed.
     """
     partial = temporary or path.with_name(
         f"{path.name}.building-{secrets.token_hex(4)}"
@@ -105,7 +106,7 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
         yield partial
         if partial.is_file():
             with partial.open("rb") as file:
-                os.fsync(file.fileno())  # a power failure would leave an empty file
+                os.fsync(file.fileno())  # or a power failure might leave it empty
             partial.replace(path)
             return
         try:
@@ -124,11 +125,11 @@ def write_atomically(
     content: str | bytes | Iterable[bytes],
     temporary: epath.Path | None = None,
 ) -> None:
-    """Write a file that appears whole or not at all, also after a power failure.
+    """Write a file that appears complete or not at all, even after a power failure.
 
-    The folder of a local file is made if missing. Text is encoded as UTF-8. A local
+    The folder of a local file is created if missing. Text is encoded as UTF-8. A local
     file is first written to `temporary`, by default a fixed hidden name in the same
-    folder, so only one process may write at a time. Raises OSError if this fails.
+    folder, so only one process may write at a time. Raises OSError if writing fails.
     """
     content = content.encode() if isinstance(content, str) else content
     chunks = [content] if isinstance(content, bytes) else content
@@ -148,7 +149,7 @@ class AppendedFile:
     """A local file to which each chunk is appended completely or not at all."""
 
     def __init__(self, path: Path):
-        """Open the file, which is made if missing; its folder must exist."""
+        """Open the file, and create it if it is missing; its folder must exist."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o666)
         self._synced_bytes = os.fstat(self._fd).st_size
@@ -166,8 +167,8 @@ class AppendedFile:
     def sync(self) -> None:
         """Make all chunks survive a power failure.
 
-        If fsync fails, all chunks since the last successful `sync` are removed before
-        OSError is raised: they may be lost even if a second fsync succeeds.
+        If fsync fails, this method removes all chunks since the last successful `sync`
+        and raises OSError, because a second fsync might succeed although they are lost.
         """
         try:
             os.fsync(self._fd)
@@ -196,8 +197,8 @@ def list_files(folder: epath.Path) -> list[str]:
 def move_folder(folder: epath.Path, target: epath.Path) -> None:
     """Move a folder.
 
-    An object store copies all objects and then deletes them. If the process is killed
-    in between, all objects are still in `folder`.
+    In an object store, all objects are copied and then deleted. If the process is
+    killed before the first deletion, all objects are still in `folder`.
     """
     if not is_remote(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,10 @@ def upload_folder(folder: Path, target: epath.Path) -> None:
 
 
 def modified_at(folder: epath.Path) -> float:
-    """Return the Unix time at which a folder, or a file in it, was last changed."""
+    """Return the Unix time of a folder's last change.
+
+    For a remote folder, this is the time at which its first file was written.
+    """
     if not is_remote(folder):
         return folder.stat().mtime
     client, _ = fsspec.url_to_fs(os.fspath(folder))
@@ -227,13 +231,13 @@ def modified_at(folder: epath.Path) -> float:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason of a failure: for a local file, the system's message."""
+    """Return the reason of a failure as one line, if possible the system's message."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if code := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
         return os.strerror(int(code[1]))
     if system_message := getattr(error, "strerror", None):
         return system_message
-    # TensorStore separates keys by zero bytes, some of them escaped.
+    # In TensorStore's messages, zero bytes separate keys; some of them are escaped.
     message = str(error).replace("\0", "/").replace("\\x00", "/")
     return message.partition("\n")[0]

@@ -16,7 +16,7 @@ from data.errors import DataError
 from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
 from data.tokenizer_folder import MALFORMED, load_folder
 
-# A rank file holds no pattern; this is cl100k_base's, which Llama 3's file expects too.
+# Rank files hold no pattern. This is the pattern of cl100k_base and of Llama 3's file.
 # Source: tiktoken 0.14, tiktoken_ext/openai_public.py.
 RANK_FILE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
@@ -29,9 +29,9 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
 
     `name` is "bytes" (ids 0..255 are the bytes, 256 is <|endoftext|>), one of
     `PUBLISHED` (downloaded on first use), a folder with tokenizer.json, or the path of
-    a tiktoken rank file (<|endoftext|> follows its last rank), whose SHA-256 in
-    hexadecimal is required. Raises DataError if the vocabulary is missing, damaged, or
-    cannot be downloaded.
+    a tiktoken rank file. A rank file requires its SHA-256 in hexadecimal, and
+    <|endoftext|> gets the id after its last rank. Raises DataError if the vocabulary is
+    missing, damaged, or cannot be downloaded.
     """
     if name == BYTES:
         return tiktoken.Encoding(
@@ -75,7 +75,10 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
 
 
 def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
-    """Return a tokenizer from `dump_ranks`'s result, or raise DataError."""
+    """Return the tokenizer of a rank file's content, or of the JSON of `dump_ranks`.
+
+    Raises DataError if the content is malformed.
+    """
     digest = hashlib.sha256(content).hexdigest()
     try:
         if content.startswith(b"{"):
@@ -106,7 +109,8 @@ def _token(text: str | bytes) -> bytes:
 def dump_ranks(name: str) -> bytes | None:
     """Return the content of the file from which a store rebuilds a tokenizer.
 
-    For a folder, the content is JSON. If the name suffices, the result is None.
+    For a folder, the content is JSON. The result is None if the name alone is enough
+    to load the tokenizer.
     """
     if name == BYTES or name in PUBLISHED:
         return None

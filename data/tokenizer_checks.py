@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from data.encoding import FolderEncoding, encode_piece
 from data.tokenizer_json import SAMPLE
 
-MAX_ID = 2**24 - 1  # a model's table has a row for each id
-MAX_TOKEN_BYTES = 1024  # finding a token's merges takes quadratic time
+MAX_ID = 2**24 - 1  # a model's embedding has a row for each id
+MAX_TOKEN_BYTES = 1024  # the time to find a token's merges grows as its square
 _REPEATS = 3000
 _RUNS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "猫", "é", "aA", "a ", "a1", " \n")
 

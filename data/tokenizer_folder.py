@@ -1,14 +1,15 @@
-"""Load the tokenizer.json of a folder that transformers wrote into tiktoken.
+"""Load a folder's tokenizer.json, written by transformers, as a tiktoken encoding.
 
-A tokenizer is accepted if tiktoken is sure to give the same ids as `tokenizers` for any
-text that does not spell a special token. The tokenizer must be byte-level BPE with
-merges in the order of ids, and split text by one pattern, after at most a Unicode
-normalization. Text between two matches of the pattern is also encoded. Any other
-tokenizer is refused with the reason, and so is a pattern that loses text or backtracks
-without end. Tokens that a post-processor would add around a text are left out.
+A tokenizer is accepted only if tiktoken gives the same ids as `tokenizers` for every
+text that does not contain the name of a special token. The tokenizer must be byte-level
+BPE whose merges are in the order of their ids. It must split text by one pattern, and
+may only normalize Unicode before that. Text between two matches of the pattern is also
+encoded. Any other tokenizer is refused with the reason, and so is a pattern that loses
+text or backtracks without end. Tokens that a post-processor would add around a text are
+left out.
 
 Python's unicodedata normalizes text. For characters that Unicode added recently, the
-result may differ from that of `tokenizers` (docs/log).
+result may differ from that of `tokenizers` (docs/log/weights.md).
 """
 
 import functools
@@ -38,10 +39,10 @@ _BYTE_OF = {character: byte for byte, character in enumerate(byte_names())}
 
 
 def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
-    """Load a folder's tokenizer; its eos_token becomes <|endoftext|> if none exists.
+    """Load a folder's tokenizer. If it has no <|endoftext|>, eos_token gets that name.
 
-    Raises DataError if there is no tokenizer, `sha256` is not its hash, or tiktoken
-    would give other ids.
+    Raises DataError if there is no tokenizer.json, `sha256` is not the file's hash, or
+    tiktoken would give other ids.
     """
     folder = Path(name).expanduser()
     try:
@@ -63,7 +64,7 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
 
 
 def digest_of(name: str) -> str | None:
-    """Return the SHA-256 of a folder's tokenizer, or None if there is none."""
+    """Return the SHA-256 of a folder's tokenizer.json, or None if it does not exist."""
     file = Path(name).expanduser() / FILE
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
 
@@ -124,10 +125,10 @@ def _token(name: str) -> bytes:
 
 
 def _check_merges(model: Mapping[str, Any], ranks: dict[bytes, int]) -> None:
-    """Check that merging in the order of ids equals merging in the order of the list.
+    """Check that merging in the order of ids equals merging in the order of the file.
 
-    Several pairs may make the same token, but only one pair can occur in text after all
-    earlier merges: the pair to which these merges reduce the token's bytes.
+    The file may list several pairs for a token. After all earlier merges, only one of
+    them can occur in text: the pair to which these merges reduce the token's bytes.
     """
     pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
     listed_merges = [(_token(a), _token(b)) for a, b in pairs]

@@ -15,7 +15,7 @@ from data.encoding import BYTES, END_OF_TEXT, FolderEncoding, encode, short_piec
 from data.errors import DataError
 
 POSSESSIVE_COUNT = r"\{\d+(,\d*)?\}\+"  # a possessive repetition such as {1,3}+
-# Text in many scripts, which an exported tokenizer must encode to the same ids.
+# Text in many scripts, for which an exported tokenizer must give the same ids as ours.
 SAMPLE = """The quick brown fox — it's 12,345.67 km away, isn't it?\tI'LL SAY\r\n\n\n
 Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξεσκεπάζω τὴν ψυχοφθόρα βδελυγμία
 נקודה, العربية ١٢٣٤٥, हिन्दी में १२३, ภาษาไทย ๑๒๓, தமிழ்
@@ -30,8 +30,8 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
 
-    # `tokenizers` numbers added tokens from the end of the vocabulary and ignores ids
-    # in the file. Special tokens with other ids must therefore be in the vocabulary.
+    # `tokenizers` numbers added tokens from the end of the vocabulary and ignores their
+    # ids in the file. Therefore, special tokens with other ids go into the vocabulary.
     pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
     special, max_rank = dict(pairs), max(ranks.values())
     added = [rank for rank in special.values() if rank > max_rank]
@@ -72,7 +72,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            # A piece that equals a token becomes that token, whatever the ranks are.
+            # A piece that equals a token becomes that token, as in tiktoken.
             "ignore_merges": True,
             "vocab": {name(token): rank for token, rank in ranks.items()} | in_vocab,
             "merges": [[name(a), name(b)] for a, b in merges_of(ranks)],
@@ -109,7 +109,7 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
     for token, rank in encoding._special_tokens.items():
         if (exported_id := exported.token_to_id(token)) not in (None, rank):
             raise export_error(f"{token} would be {exported_id} instead of {rank}")
-    # `encode` cuts long text, and ids may differ at the cuts: compare single pieces.
+    # Compare single pieces, because `encode` cuts long text and ids may differ at cuts.
     for piece in (piece for text in texts for piece in short_pieces(text)):
         our_ids = encode(encoding, piece.encode()).tolist()
         exported_ids = exported.encode(piece, add_special_tokens=False).ids
@@ -124,7 +124,7 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
 
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return the pair of lower-ranked tokens that makes each token, in rank order."""
+    """Return in rank order, for each token that merges make, the pair that makes it."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]
@@ -146,8 +146,8 @@ def convert_for_oniguruma(pattern: str) -> str:
     Oniguruma reads x{1,3}+ as (x{1,3})+, which would make one piece of any run of
     digits. tiktoken's engine reads + as possessive, which has no effect at the end of a
     branch, so the + is dropped. Oniguruma's $ matches at the end of any line, but after
-    \\s++ only the end of the text is left. Source: Oniguruma, doc/RE: "{n,m}+ [...] are
-    possessive op. in ONIG_SYNTAX_JAVA only".
+    \\s++ no line end is left, so $ matches only at the end of the text. Source:
+    Oniguruma, doc/RE: "{n,m}+ [...] are possessive op. in ONIG_SYNTAX_JAVA only".
     """
     return re.sub(POSSESSIVE_COUNT, lambda match: match[0][:-1], pattern)
 

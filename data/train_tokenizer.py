@@ -24,7 +24,7 @@ from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
 from train.errors import Mistake
 
-MAX_VOCAB_SIZE = 2**20  # four times the largest published one
+MAX_VOCAB_SIZE = 2**20  # four times the largest published vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def main(config: TrainTokenizerConfig) -> int:
     assert config.input is not None
     assert config.output is not None
     output = Path(config.output).expanduser().absolute()
-    # Check before the work, which may take an hour.
+    # Check the output before learning, which may take an hour.
     if not os.access(output.parent, os.W_OK):
         raise DataError(
             f"output={output}: {output.parent} is no folder that can be written to. "

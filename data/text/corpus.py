@@ -1,10 +1,10 @@
 """Find the files of an input and divide their documents into train and validation.
 
-If each of several files is one document, a hash of its id decides each file's split, so
-that added files leave the split of the others unchanged, and neither split is empty. A
-single text is divided by position: its end is the validation text. Records inside files
-are divided by a hash of each record's id (token_store/parts.py). No document is in both
-splits.
+If several files are one document each, a hash of each file's name decides its split.
+Added files therefore seldom change the split of the others, and neither split is empty
+(`held_out_ids`). A single text is divided by position: its end is the validation text.
+Records inside files are divided by a hash of each record's id (token_store/parts.py).
+No document is in both splits, except a single text.
 """
 
 import glob
@@ -81,9 +81,10 @@ class Corpus:
         return units
 
     def without_bad_files(self, beat: Callable[[], object]) -> "Corpus":
-        """Return the corpus without the files that are not text from end to end.
+        """Return the corpus without text files that are damaged or not valid UTF-8.
 
-        `beat` is called while files are read. Raises DataError if no file is left.
+        `beat` is called for each read from a file, to report progress. Raises DataError
+        if no file is left.
         """
         good_files, bad_files = [], []
         for file in self.files:
@@ -144,15 +145,16 @@ def find_corpus(config: DataConfig) -> Corpus:
 
 
 def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
-    """Find files, in the order of their names.
+    """Find the files of all inputs, in the order of their names.
 
     With several inputs, a file's name begins with the last component of its input's
     path, or with as many components as are necessary to make names unique.
 
     Args:
         inputs: files, folders and globs; local, or URLs that fsspec knows.
-        pattern: the files of a folder to take. Hidden files are skipped. If some files
-            hold records (.jsonl, .parquet, .arrow), all other files are skipped.
+        pattern: which files of a folder are taken. Hidden files are skipped. If some
+            files of an input hold records (.jsonl, .parquet, .arrow), its other files
+            are skipped.
 
     Raises DataError if an input is missing, holds nothing or cannot be reached.
     """
@@ -184,7 +186,7 @@ def find_files(inputs: Sequence[str], pattern: str) -> list[File]:
 
 
 def _folders_of(entry: str) -> list[str]:
-    """Return the folders that an input lies in, outermost first."""
+    """Return the names of the folders that contain an input, outermost first."""
     if is_remote(entry):
         return [*PurePosixPath(entry).parts[:-1]]
     # Resolve ".." but not symbolic links.
@@ -219,8 +221,8 @@ def _with_unique_names(files_by_folder: list[tuple[list[str], File]]) -> list[Fi
 def held_out_ids(ids: set[str], fraction: float) -> set[str]:
     """Choose the validation documents: those whose id's hash is below `fraction`.
 
-    The lowest hash is always held out and the highest never, so that neither split
-    is empty. `ids` holds at least two.
+    The id with the lowest hash is always held out and the one with the highest never,
+    so that neither split is empty. There must be at least two ids.
     """
     lowest, *others, _ = sorted(sorted(ids), key=hash_fraction)
     return {lowest} | {name for name in others if hash_fraction(name) < fraction}
@@ -247,7 +249,7 @@ def _find_files_of(entry: str, pattern: str) -> list[File]:
     for info in infos.values():
         name = info["name"][len(root) :].lstrip("/")
         is_hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
-        # fsspec gives a link the type "other", whatever its target is.
+        # fsspec reports the type "other" for a symbolic link, whatever its target is.
         is_file_link = info.get("islink") and filesystem.isfile(info["name"])
         if not is_hidden and (info["type"] == "file" or is_file_link):
             files.append(_file_of(filesystem, info, name))

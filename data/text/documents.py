@@ -21,9 +21,9 @@ def read_documents(
     settings: ReadSettings,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Records:
-    """Read the documents of a unit; `progress` gets the number of bytes of each read.
+    """Read the documents of a unit; call `progress` with the bytes of each read.
 
-    Raises DataError if the file cannot be opened, or a library is missing.
+    Raises DataError if the file cannot be read, or an optional package is missing.
     """
     readers = {Format.text: _read_text, Format.lines: _read_lines}
     reader = readers.get(unit.file.format, read_table)
@@ -32,7 +32,7 @@ def read_documents(
 
 
 def _read_text(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
-    """Yield a text document in pieces of about 4 MiB, cut at ends of lines."""
+    """Yield a unit of a text in pieces of about 4 MiB, cut at line ends if possible."""
 
     def bytes_to_line_end(offset: int) -> int:
         # Bytes from `high` on belong to another split.
@@ -43,7 +43,7 @@ def _read_text(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     if unit.start != unit.low:
         offset += stream.skip(bytes_to_line_end(offset))
     while True:
-        # Pieces end where units do, so that a compressed file gives the same pieces.
+        # Pieces end where a plain file's units do, so a compressed file has the same.
         num_units = (offset - unit.low) // files.UNIT_BYTES + 1
         piece_end = unit.low + num_units * files.UNIT_BYTES
         if unit.stop is not None:
@@ -74,7 +74,7 @@ def _read_text(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
 
 
 def _read_lines(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
-    """Yield the lines that start inside the unit."""
+    """Yield the records of the lines that start inside the unit."""
     lines, limit = stream.file, settings.max_record_bytes
 
     def skip_line() -> int:
@@ -86,7 +86,9 @@ def _read_lines(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
         return size
 
     offset = 0
-    if unit.start:  # start a byte early, to keep a line that begins at unit.start
+    if unit.start:
+        # Skip the rest of a line that began in the previous unit. If a line begins at
+        # unit.start, starting one byte early skips only the newline before it.
         offset = stream.seek(unit.start - 1) + skip_line()
     while unit.stop is None or offset < unit.stop:
         line = lines.readline(limit + 1)

@@ -2,8 +2,9 @@
 
 The suffix decides the format: lines of JSON (.jsonl, .ndjson, .json.gz, .json.zst),
 .parquet, .arrow (as Hugging Face's `save_to_disk` writes it); any other file is one
-document. Text and lines may be compressed (.gz, .zst). A plain file is cut into units
-of 4 MiB that are read independently; the cuts depend on the file alone.
+document. Text and lines of JSON may be compressed (.gz, .zst). If they are not, the
+file is cut into units of 4 MiB that are read independently. The cuts depend on the file
+alone, not on the number of processes.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 UNIT_BYTES = 2**22
 _COMPRESSION_SUFFIXES = (".gz", ".zst")
-# A plain .json file is one document, but corpora name compressed lines .json.gz.
+# A .json file is one document, but corpora name compressed lines of JSON .json.gz.
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
 _COMPRESSED_LINE_SUFFIXES = tuple(
     f"{s}{c}" for s in (*_LINE_SUFFIXES, ".json") for c in _COMPRESSION_SUFFIXES
@@ -37,7 +38,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class File:
-    """An input file. `version` changes when the content changes."""
+    """An input file. `version`, such as its mtime or ETag, changes with its content."""
 
     path: str  # in the form that fsspec accepts
     name: str  # relative to its input; the document ids begin with it
@@ -65,7 +66,8 @@ class Unit:
     """Bytes [start, stop) of a file, which one reader reads.
 
     `stop` is None for a file that is read as a whole. [low, high) is the range of bytes
-    that was cut into units; a cut inside this range moves to the end of a line.
+    that `cut_file` cut into this and other units. The reader moves a cut inside this
+    range forward to the end of a line.
     """
 
     file: File
@@ -73,8 +75,8 @@ class Unit:
     stop: int | None = None
     low: int = 0
     high: int | None = None
-    split: Split | None = None  # None: decided by the document's id
-    marks_end: bool = True  # whether the end-of-text token follows a text
+    split: Split | None = None  # None: a hash of the document's id decides
+    marks_end: bool = True  # whether an end-of-text token follows a document
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +99,7 @@ def units_of(file: File, split: Split | None = None) -> list[Unit]:
 def cut_file(
     file: File, low: int, high: int, split: Split | None = None, marks_end: bool = True
 ) -> list[Unit]:
-    """Cut bytes [low, high) of a plain file into units."""
+    """Cut bytes [low, high) of an uncompressed file into units."""
     unit = Unit(file, low, high, low, high, split, marks_end)
     starts = range(low, max(high, low + 1), UNIT_BYTES)
     return [replace(unit, start=s, stop=min(s + UNIT_BYTES, high)) for s in starts]

@@ -13,12 +13,12 @@ class ReadSettings:
 
     text_field: str = "text"
     id_field: str | None = None
-    keep_invalid_utf8: bool = False  # invalid bytes of text are encoded one by one
+    keep_invalid_utf8: bool = False  # encode invalid bytes of text files one by one
     max_record_bytes: int = 2**26
 
 
 class Record(NamedTuple):
-    """A document or a piece of one; `ends` is true for its last piece."""
+    """A document or a piece of one; `ends` is true for the last piece of a document."""
 
     id: str
     text: bytes

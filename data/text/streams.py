@@ -1,7 +1,7 @@
 """Read input files, decompressed, in bounded memory.
 
 A damaged or truncated compressed file is read up to the damage, and `Stream.damage`
-names the reason. A failure of the storage is a DataError, not damage.
+names the reason. A failure of the storage raises DataError and is not damage.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import fsspec
 
 from data.text.files import File, missing_package_error, unreadable_error
 
-# The number of bytes that a cut may move to reach the end of a line; less than a unit.
+# The most bytes that a cut moves forward to the end of a line; less than UNIT_BYTES.
 CUT_WINDOW = 2**16
 
 
@@ -24,7 +24,7 @@ CUT_WINDOW = 2**16
 def open_stream(
     file: File, progress: Callable[[int], object] = lambda _: None
 ) -> Iterator["Stream"]:
-    """Open a file; `progress` gets the number of bytes of each read.
+    """Open a file; `progress` is called with the number of bytes of each read.
 
     Raises DataError if the file cannot be opened or read.
     """
@@ -82,7 +82,7 @@ class _ReportingFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._file.read(len(buffer))
-        except Exception as error:  # each kind of storage raises its own
+        except Exception as error:  # each storage client has its own exceptions
             raise unreadable_error(self._path, error) from error
         buffer[: len(data)] = data
         self._progress(len(data))
@@ -108,8 +108,8 @@ class _Decompressor(io.RawIOBase):
         return count
 
     def _decompress(self, file: BinaryIO, compression: str) -> Iterator[bytes]:
-        # The readers of zlib and zstandard lose the bytes just before damage, and
-        # zstandard's reads a truncated file without an error.
+        # The file readers of gzip and zstandard lose the bytes just before damage, and
+        # the reader of zstandard accepts a truncated file without an error.
         if compression == ".gz":
             new_frame = functools.partial(zlib.decompressobj, 31)
             damage_error = zlib.error
@@ -134,7 +134,7 @@ class _Decompressor(io.RawIOBase):
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
-                # Tapes and some tools add zeros after a frame of gzip.
+                # Some tools, such as those for tapes, add zeros after a gzip frame.
                 padding = b"\0" if compression == ".gz" else b""
         if frame is not None:
             self.damage = "the compressed file ends in the middle"
@@ -152,11 +152,11 @@ class Stream:
 
     @property
     def damage(self) -> str | None:
-        """The reason of the damage, or None before reading has reached it."""
+        """What is damaged, or None if reading has not reached any damage."""
         return self._decompressor.damage if self._decompressor else None
 
     def seek(self, offset: int) -> int:
-        """Go to an offset and return it; only forward in a compressed file."""
+        """Go to an offset and return it; in a compressed file, only before any read."""
         return self.skip(offset) if self._decompressor else self.file.seek(offset)
 
     def skip(self, count: int) -> int:

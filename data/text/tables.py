@@ -1,4 +1,4 @@
-"""Read rows of parquet and arrow files, a few at a time."""
+"""Read rows of parquet and arrow files, one record batch at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def _open_parquet(file: Any, columns: list[str]) -> tuple[list[str], Iterator[An
     import pyarrow.parquet as pq
 
     table = pq.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
-    # Few rows at a time: each may be as long as max_record_bytes.
+    # Read few rows at a time, because each may be as long as max_record_bytes.
     batches = table.iter_batches(batch_size=32, columns=columns)
     return table.schema_arrow.names, batches
 
@@ -73,7 +73,7 @@ def _read_rows(
 
 
 def _column(batch: Any, name: str) -> Any:
-    """Return a column with text as bytes, after checking its offsets."""
+    """Return a column, with text as bytes; raise pyarrow's error if it is malformed."""
     import pyarrow as pa
 
     column = batch.column(batch.schema.get_all_field_indices(name)[0])

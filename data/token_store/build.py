@@ -41,12 +41,13 @@ _log = logging.getLogger(__name__)
 def prepare_store(config: PrepareConfig) -> Store:
     """Open the store that a config names; build it first if it does not exist.
 
-    Encoded parts are kept in a work folder until the store is complete, so the same
+    Encoded parts stay in a work folder until the store is complete, so repeating the
     command continues a killed preparation. The store's bytes depend on the input and
     the config alone.
 
-    Raises DataError if the input cannot be read or is bad, or the output cannot be
-    written, belongs to something else, or is being prepared by another process.
+    Raises DataError if the input cannot be read or has bad records. Also raises it if
+    the output cannot be written, is no store of this input and config, or is being
+    prepared by another process.
     """
     assert config.output, "checked by the command"
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
@@ -94,10 +95,10 @@ def build_store(
 ) -> None:
     """Encode a corpus into an empty folder; the manifest, written last, commits it.
 
-    Encoded parts are kept in `part_folder`, and parts of an earlier attempt are used.
-    By default there is one worker for each core. `beat` is called repeatedly while
-    parts are encoded, and for each part that is added to the store. Raises DataError if
-    text or storage fail, or a split would be empty.
+    Encoded parts are written to `part_folder`; those of an earlier attempt are reused.
+    By default there is one worker process for each core. `beat` is called repeatedly
+    while parts are encoded, and for each part that is added to the store. Raises
+    DataError if text cannot be read, the store cannot be written, or a split is empty.
     """
     tasks = make_tasks(corpus.units())
     with Meter(sum(task.size for task in tasks)) as meter:
@@ -153,13 +154,13 @@ def encoding_settings(
 def _read_segments(
     paths: list[Path], corpus: Corpus, skip_bad: bool, beat: Callable[[], object]
 ) -> Iterator[Segment]:
-    """Yield all segments; at the end, raise DataError if a split is empty."""
+    """Yield all segments; raise DataError at a bad record, or if a split is empty."""
     num_documents, num_bad = collections.Counter(), 0
     for path in paths:
         beat()
         for segment in read_part(path):
             bad = segment.notes["bad"]
-            if bad and not skip_bad:  # skipped by an earlier attempt
+            if bad and not skip_bad:  # an earlier attempt skipped bad records
                 file, location, reason = bad[0]
                 raise DataError(
                     f"{file}, {location}: {reason}. Repair it, or set on_error=skip"
@@ -190,7 +191,7 @@ def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
 def _locked(folder: Path) -> Iterator[Path]:
     """Lock a folder for this process; at the end, remove the folder if no part is left.
 
-    The lock ends with the process that holds the lock.
+    The system releases the lock when the process ends, even if it is killed.
     """
     make_folder(folder, folder.parent, "work_dir")
     with (folder / "lock").open("w") as file:

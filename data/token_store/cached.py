@@ -32,11 +32,12 @@ def cached_store(
 ) -> Store:
     """Open the store of a config, and build it first if it does not exist.
 
-    The folder's name contains a hash of the inputs, so changed inputs make another
-    store. The store is built in a temporary folder, which is then renamed: any number
-    of processes may build it at once, and a process that dies leaves no store. `beat`
-    is called for each encoded piece of text. Raises DataError if the text or the
-    tokenizer is missing, or the store is damaged.
+    The name of the store's folder contains a hash of the text files, tokenizer and
+    settings, so a change of any of them makes another store. The store is built in a
+    temporary folder, which is then renamed. Therefore any number of processes may build
+    it at once, and a process that dies leaves no incomplete store. `beat` is called for
+    each encoded piece of text. Raises DataError if the text or the tokenizer is
+    missing, or the store is damaged.
     """
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
@@ -88,7 +89,7 @@ def data_cache_folder(config: DataConfig) -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary folders of processes that died while building `path`."""
+    """Remove day-old temporary folders of processes that died while building `path`."""
     for partial in path.parent.glob(f"{glob.escape(path.name)}.building-*"):
         with contextlib.suppress(OSError):
             if time.time() - partial.stat().st_mtime > _ABANDONED_AFTER_S:

@@ -1,7 +1,8 @@
 """Encode the units of an input into parts, in any number of processes.
 
 A part depends on its task and the settings alone, and appears complete or not at all.
-Therefore tasks may run in any order and be killed, and existing parts are kept.
+Therefore tasks may run in any order, and after an attempt is killed, the next one
+reuses the parts that exist.
 """
 
 import hashlib
@@ -30,22 +31,23 @@ from data.token_store.parts import EncodingSettings, SegmentBuilder
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # version of the parts, and of the way in which text becomes tokens
-# The minimum size of a task, and roughly the maximum number of tasks: enough to keep
-# all workers busy to the end, and few enough files for one folder.
+FORMAT = 1  # the version of parts and of encoding; older parts are not reused
+# The minimum size of a task, and roughly the maximum number of tasks. Tasks are small
+# enough to keep all workers busy to the end, and few enough for their parts to be files
+# of one folder.
 _TASK_BYTES, _MAX_TASKS = 2**22, 2**16
 _SEGMENT_BYTES = 2**24
 
 
 class Task(NamedTuple):
-    """Units that become one part."""
+    """Units that are encoded into one part."""
 
     units: tuple[Unit, ...]
     size: int  # in bytes of files
 
 
 def make_tasks(units: list[Unit]) -> list[Task]:
-    """Group neighbouring units into tasks that are large enough for one process."""
+    """Group neighbouring units into tasks of at least `_TASK_BYTES` or 4096 units."""
     min_size = max(_TASK_BYTES, sum(unit.num_bytes for unit in units) // _MAX_TASKS)
     tasks, group, size = [], [], 0
     for unit in units:
@@ -60,7 +62,8 @@ def make_tasks(units: list[Unit]) -> list[Task]:
 def encoded_part_path(folder: Path, task: Task, settings: EncodingSettings) -> Path:
     """Return the path of a task's part, named by a hash of all that determines it.
 
-    `skip_bad` is not hashed: `build_store` refuses a part with skipped records itself.
+    `skip_bad` is left out of the hash, so that parts are reused after it changes. If it
+    is false, `build_store` raises DataError for a part with skipped records.
     """
     settings = replace(settings, skip_bad=False)
     identity = [FORMAT, asdict(settings), [asdict(unit) for unit in task.units]]
@@ -78,10 +81,11 @@ def encode_tasks(
 ) -> None:
     """Encode every task whose part is not in `folder` yet.
 
-    With one worker or at most one remaining task, this process encodes. `report`
-    regularly gets the bytes done, including those of earlier attempts, and the tokens
-    encoded by this call. Raises DataError if a file cannot be read, or, unless
-    bad records are skipped, for the first bad record, naming its file and line.
+    With one worker or at most one remaining task, the calling process encodes. `report`
+    is regularly called with the number of bytes done, including those of earlier
+    attempts, and the number of tokens encoded by this call. Raises DataError if a file
+    cannot be read. If bad records may not be skipped, the first one raises a DataError
+    that names its file and line.
     """
     pending_tasks, earlier_bytes = [], 0
     for task in tasks:
@@ -113,7 +117,7 @@ def encode_tasks(
             report(earlier_bytes + counters[0].value, counters[1].value)
     except BaseException as error:
         for worker in {*multiprocessing.active_children()} - other_children:
-            worker.kill()  # a large file would keep the worker busy
+            worker.kill()  # otherwise `shutdown` waits for its task
         if not isinstance(error, BrokenProcessPool):
             raise
         raise DataError(
@@ -125,7 +129,7 @@ def encode_tasks(
 
 
 class _Encoder:
-    """Encodes tasks; `counters` hold the bytes and tokens of all processes."""
+    """Encodes tasks; `counters` count the bytes and tokens done by all processes."""
 
     def __init__(
         self,
@@ -156,7 +160,8 @@ class _Encoder:
         """Add a unit's records to a segment, which is written whenever it is full."""
         is_text = unit.file.format is Format.text
         is_first = not is_text or unit.start == unit.low
-        # A unit's last record may end in the next unit; the sum over the file is exact.
+        # The reader may read more or fewer bytes than the unit has, because the last
+        # record may end in the next unit. The final call reports the difference.
         remaining_bytes = unit.num_bytes
 
         def progress(num_bytes: int) -> None:
@@ -180,7 +185,7 @@ def _add_to(counter: Synchronized, increment: int) -> None:
         counter.value += increment
 
 
-_encoder: _Encoder | None = None  # the encoder of this worker process
+_encoder: _Encoder | None = None  # set in worker processes only
 
 
 def _start_worker(
@@ -196,7 +201,7 @@ def _start_worker(
 
     def end_with_parent() -> None:
         parent.join()
-        os._exit(1)  # no process is left to read the result
+        os._exit(1)  # no process is left to use the result
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     _encoder = _Encoder(folder, settings, encoding, counters)
@@ -208,7 +213,7 @@ def _encode_in_worker(task: Task) -> None:
 
 
 def _bad_record_error(bad: BadRecord) -> DataError:
-    """Return the error for a record that may not be skipped, with file and line."""
+    """Return the error for a bad record, with its file and line."""
     unit, _, number = bad.location.partition(" ")
     location, field_hint = bad.location, ", or read another field (text_field=...)"
     if unit == "byte":

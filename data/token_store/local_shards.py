@@ -1,13 +1,13 @@
-"""An array's shards on a local disk, read at random without TensorStore.
+"""Read an array's shards on a local disk at random, without TensorStore.
 
-TensorStore takes about 30 us to read a stretch of a chunk, whatever its length. Values
-are stored uncompressed (token_store/writer.py), so here a stretch is one `pread`. The
-first read of a chunk reads all of it and checks its checksum; later reads take only the
-requested stretch.
+A stretch is a range of values within one chunk. TensorStore takes about 30 us to read a
+stretch of any length. Values are stored uncompressed (token_store/writer.py), so this
+module reads a stretch with one `pread`. The first read of a chunk reads all of it and
+checks its checksum; later reads of that chunk read only the requested stretch.
 
-The files are not mapped into memory. `pread` of a bad sector, or of a file that was cut
-off, raises an error, whereas access to a mapping ends the process by SIGBUS. Cached
-pages of a mapping would also count as memory of this process.
+The files are not mapped into memory. `pread` of a bad sector, or of a truncated file,
+raises an error, whereas access to a mapping ends the process by SIGBUS. Cached pages of
+a mapping would also count as memory of this process.
 
 Source: zarr v3, codecs sharding-indexed and crc32c, version 1.0.
 """
@@ -23,10 +23,10 @@ import numpy as np
 
 from data.token_store.writer import CHUNK_LENGTH, SHARD_LENGTH
 
-_MAX_OPEN = 256  # shards of all arrays; processes are often limited to 1,024 files
+_MAX_OPEN = 256  # open shards of all arrays; many systems allow only 1,024 open files
 _CHECKSUM_BYTES = 4
 _CRC_OF_CHECKED = 0x48674BC7  # the CRC-32C of any bytes followed by their own CRC-32C
-_SPANS_AT_ONCE = 64  # spans that are read together; each may keep a file open
+_SPANS_AT_ONCE = 64  # spans that are read together; their shards stay open
 _Stretch = tuple[int, int, int]  # chunk, start and stop within the chunk
 
 
@@ -36,7 +36,7 @@ class LocalShards:
     def __init__(
         self, folder: Path, dtype: np.dtype, length: int, checksums: np.ndarray | None
     ):
-        """Open no file yet; `checksums` are the CRC-32C of all chunks, if known."""
+        """Open no file yet. `checksums` are the CRC-32C of all chunks, if known."""
         self.folder, self._dtype, self._checksums = folder, dtype, checksums
         self._chunk_bytes = CHUNK_LENGTH * dtype.itemsize + _CHECKSUM_BYTES
         self._checked = bytearray(-(-length // CHUNK_LENGTH))
@@ -44,7 +44,7 @@ class LocalShards:
     def read(self, spans: list[tuple[int, int]]) -> list[np.ndarray]:
         """Return the values of spans [start, stop), with many disk reads in flight.
 
-        Raises OSError if a file cannot be read, ValueError if it is damaged.
+        Raises OSError if a file cannot be read, and ValueError if it is damaged.
         """
         values = []
         for start in range(0, len(spans), _SPANS_AT_ONCE):
@@ -65,7 +65,11 @@ class LocalShards:
     def _locate(
         self, chunk: int, start: int, stop: int
     ) -> tuple["_Shard", int, int, _Stretch | None]:
-        """Return shard, offset, size and, for an unchecked chunk, the stretch."""
+        """Return the shard, and the offset and size in bytes of what to read from it.
+
+        For an unchecked chunk, these are of the whole chunk, and the last result is the
+        stretch to return from it. For a checked chunk, the last result is None.
+        """
         shard_number, slot = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
         shard, itemsize = _open_shard(self, shard_number), self._dtype.itemsize
         offset, size = shard.index[2 * slot], shard.index[2 * slot + 1]
@@ -86,12 +90,12 @@ class LocalShards:
         if self._checksums is not None and checksum != self._checksums[chunk]:
             raise ValueError(f"{shard.path}: chunk {chunk} is one of another store")
         self._checked[chunk] = True
-        # A copy, so that the next chunk can be read into the same memory.
+        # Copy the stretch, so that the memory of the whole chunk is freed.
         return np.frombuffer(content, self._dtype, CHUNK_LENGTH)[start:stop].copy()
 
 
 def _stretches(start: int, stop: int) -> list[_Stretch]:
-    """Return the stretch of each chunk that a span covers."""
+    """Return the stretches that make up a span [start, stop), one for each chunk."""
     return [
         (
             chunk,
@@ -103,14 +107,14 @@ def _stretches(start: int, stop: int) -> list[_Stretch]:
 
 
 class _Shard:
-    """An open file of chunks, which is closed with the last reference to it."""
+    """An open file of chunks, which is closed when its last reference is dropped."""
 
     def __init__(self, path: Path):
         self.path, self.file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
         size = 16 * (SHARD_LENGTH // CHUNK_LENGTH) + _CHECKSUM_BYTES
         content = self.read_checked(os.fstat(self.file).st_size - size, size)
-        # Offset and size of each chunk; both are 2**64 - 1 if it is missing.
+        # Offset and size of each chunk; both are 2**64 - 1 if the chunk is missing.
         self.index = memoryview(content[:-_CHECKSUM_BYTES]).cast("Q")
 
     def read(self, offset: int, size: int) -> bytes:

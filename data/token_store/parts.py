@@ -21,7 +21,7 @@ from data.text.records import BadRecord, ReadSettings, Record
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """All settings that determine the tokens of a text. A store's hash holds them."""
+    """All settings that determine a text's tokens; `build.input_hash` includes them."""
 
     tokenizer: str
     tokenizer_sha256: str | None
@@ -34,8 +34,8 @@ class SegmentSplit(NamedTuple):
     """The tokens and documents of one split in a segment."""
 
     tokens: np.ndarray  # in the store's dtype
-    ends: np.ndarray  # int64: the index after each document's last token
-    ids: np.ndarray  # uint8: the documents' ids in UTF-8, end to end
+    ends: np.ndarray  # int64: the end of each document in `tokens`
+    ids: np.ndarray  # uint8: the documents' ids in UTF-8, concatenated
     id_ends: np.ndarray  # int64: the end of each id in `ids`
 
 
@@ -89,7 +89,7 @@ class SegmentBuilder:
         return len(tokens)
 
     def write(self, file: BinaryIO) -> None:
-        """Append the segment to a part, and begin an empty one."""
+        """Append the segment to a part file, and begin an empty segment."""
         for split in SPLITS:
             ids = self._ids[split]
             np.save(file, np.concatenate(self._tokens[split]))
@@ -113,7 +113,7 @@ def read_part(path: Path) -> Iterator[Segment]:
 
 
 def split_of(document: str, validation: float) -> Split:
-    """Return a document's split, which a hash of its id decides."""
+    """Return the split of a document, which depends on a hash of its id."""
     return "validation" if hash_fraction(document) < validation else "train"
 
 

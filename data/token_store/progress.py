@@ -20,7 +20,7 @@ class Meter(Progress):
     def __init__(self, total: int):
         """Begin to count up to `total` bytes."""
         columns = "encoding", BarColumn(), TextColumn("{task.description}")
-        # Results go to stdout.
+        # The bar goes to stderr, because commands print their results to stdout.
         super().__init__(*columns, console=Console(stderr=True), redirect_stdout=False)
         self.disable = not self.console.is_terminal
         self._total, self._start_s = total, time.monotonic()
@@ -34,7 +34,7 @@ class Meter(Progress):
         """Show the bytes done in all attempts, and the tokens encoded in this one."""
         task, now_s = self._task, time.monotonic()
         seconds = now_s - self._start_s
-        # The first update reports earlier work, so it does not count towards the speed.
+        # The first update includes earlier attempts; rich leaves it out of the speed.
         self.update(task.id, completed=size)
         if seconds < _QUIET_S:
             return

@@ -2,10 +2,11 @@
 
 TensorStore reads the arrays, but random stretches of a store on a local disk are read
 directly from its files, several times as fast (token_store/local_shards.py). If such a
-read fails, TensorStore reads the stretch again, and succeeds or names the damage. A
-chunk is compared with its checksum in the manifest, and an array that is read whole
-with its hash. A missing chunk is an error and is not read as zeros. An open split takes
-an int64, a checksum and a byte of memory for each chunk.
+read fails, TensorStore reads the stretch again, and succeeds or names the damage. Every
+chunk that is read is compared with its checksum. An array that is read into memory is
+also compared with its hash in the manifest. A missing chunk is an error and is not read
+as zeros. For each chunk of tokens that is not in memory, an open split has 13 bytes in
+memory: an int64 of the index, a CRC-32C and a flag.
 """
 
 import functools
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class TokenArray:
-    """One split of a store: a flat array of tokens, and where its documents start.
+    """One split of a store: a flat array of tokens, and the starts of its documents.
 
     Methods that read raise DataError if a chunk is missing or damaged.
     """
@@ -55,9 +56,10 @@ class TokenArray:
         checksums: Mapping[str, np.ndarray] = MappingProxyType({}),
         keep: bool = True,
     ):
-        """Open a split of a store with the counts, SHA-256 and CRC-32C of its manifest.
+        """Open a split of a store.
 
-        `keep`: whether to read small arrays into memory and keep them there.
+        `digests` are SHA-256 by array, `checksums` the CRC-32C of chunks by array. With
+        `keep`, small arrays are read into memory and stay there.
         """
         self._storage, self._split = storage, split
         self._digests, self._checksums = digests, checksums
@@ -100,7 +102,7 @@ class TokenArray:
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
-        """All documents' starts, then the end: int64 [documents + 1]."""
+        """All documents' starts, then the split's end: int64 [documents + 1]."""
         return self.array("offsets")
 
     @functools.cached_property
@@ -129,16 +131,16 @@ class TokenArray:
                 raise
 
     def gather(self, starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-        """Read `lengths` tokens from each of `starts` on, in the store's dtype."""
+        """Read lengths[i] tokens from starts[i] on for each i, in the store's dtype."""
         spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
         return self._read_spans("tokens", list(spans))
 
     def starts_within(
         self, lows: np.ndarray, highs: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the document starts in each range (low, high]; the split's end is one.
+        """Find document starts in ranges (low, high]; the split's end counts as one.
 
-        Returns int64 [starts], the range of each start, and int64 [starts], the starts.
+        Returns int64 [n], each start's range as an index, and int64 [n], the starts.
         """
         if self._offsets_in_memory:
             first = np.searchsorted(self.offsets, lows, "right")
@@ -158,7 +160,7 @@ class TokenArray:
         return np.concatenate(ranges), np.concatenate(starts)
 
     def document_at(self, token: int) -> tuple[int, int, int]:
-        """Return number, start and end of the document that a token belongs to."""
+        """Return the number, start and end of the document that contains a token."""
         chunk = token // CHUNK_LENGTH
         first = max(0, int(self._index[chunk]) - 1)
         offsets = self.array("offsets", first, int(self._index[chunk + 1]) + 1)
@@ -214,7 +216,7 @@ class TokenArray:
         return values
 
     def _check_chunks(self, name: str, first: int, chunks: np.ndarray) -> None:
-        """Compare chunks from number `first` on with the checksums of the manifest."""
+        """Compare chunks from number `first` on with the checksums in the store."""
         if name not in self._checksums:
             return
         actual = chunk_checksums(chunks)
@@ -226,7 +228,7 @@ class TokenArray:
         spec = {
             "driver": "zarr3",
             "kvstore": self._storage.spec(f"{self._split}/{name}"),
-            # A store holds every chunk, so that a missing one is not read as zeros.
+            # A store has every chunk, so a missing one is damage and not zeros.
             "fill_missing_data_reads": False,
             # Stores do not change, so cached data need not be validated again.
             "recheck_cached_data": False,

@@ -39,7 +39,7 @@ class Store:
     storage: KeyValueStore
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
-    # The chunks' checksums by file name. Older stores have no checksums.
+    # The chunks' checksums by file name; empty for stores without checksum files.
     checksums: Mapping[str, np.ndarray]
     _splits: dict[str, TokenArray] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """The hash of all tokens and offsets: equal in stores of equal content."""
+        """A hash of all tokens and offsets, equal for stores of equal content."""
         return self.manifest["fingerprint"]
 
     def num_tokens(self, split: Split) -> int:
@@ -117,10 +117,10 @@ class Store:
 
 
 def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> Store:
-    """Open the store at a path or URL; by default with the tokenizer in the store.
+    """Open the store at a path or URL; without `encoding`, load the store's own.
 
     Raises DataError if there is no complete store, one of its small files is damaged,
-    or it was made with another tokenizer.
+    or the store was made with another tokenizer.
     """
     storage = KeyValueStore(path)
     file = f"{storage}/{MANIFEST}"

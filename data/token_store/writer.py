@@ -3,18 +3,18 @@
     <store>/<split>/tokens      uint16 or uint32, one flat array
     <store>/<split>/offsets     int64, the start of each document, then the end
     <store>/<split>/index       int64, the number of document starts before each chunk
-    <store>/<split>/ids         uint8, the documents' ids in UTF-8, end to end
+    <store>/<split>/ids         uint8, the documents' ids in UTF-8, concatenated
     <store>/<split>/id_offsets  int64, the start of each id, then the end
     <store>/<split>/<array>.crc32c  uint32, the checksum of each chunk of an array
     <store>/tokenizer.tiktoken  the rank file, if the tokenizer has one
-    <store>/skipped.jsonl       skipped records: file, position, reason
+    <store>/skipped.jsonl       skipped records: file, place, reason
     <store>/manifest.json       written last: a folder without one is no store
 
-The arrays are sharded zarr v3, and each chunk has its CRC-32C. The manifest holds the
-SHA-256 of the values of every array and of every small file; the manifest's own SHA-256
-is in manifest.json.sha256. The checksums of chunks are small files too, so a shard of
-another store is noticed when one of its chunks is read. The same segments give the same
-bytes. Writing takes the memory of a few shards.
+The arrays are sharded zarr v3, and each chunk ends with its CRC-32C. The manifest holds
+the SHA-256 of every array's values and of every small file, such as the .crc32c files.
+A shard that belongs to another store is therefore noticed when one of its chunks is
+read. The manifest's own SHA-256 is in manifest.json.sha256. Writing the same segments
+again gives the same bytes. Writing takes the memory of a few shards.
 """
 
 import collections
@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 RANKS = "tokenizer.tiktoken"  # the rank file, if the tokenizer has one
 MANIFEST_DIGEST = "manifest.json.sha256"
 SKIPPED = "skipped.jsonl"
-# A chunk is the smallest unit that is read and checked; a shard is one file.
+# A chunk is the smallest unit that is checked; a shard is one file. Both in values.
 CHUNK_LENGTH = 2**14
 SHARD_LENGTH = 2**25
 ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
@@ -51,8 +51,8 @@ def write_store(
 ) -> None:
     """Write a store of `segments`, in their order, into an empty folder.
 
-    `entries` are added to the manifest: tokenizer and source. `ranks` is the
-    content of the tokenizer's rank file, which is stored with the tokens.
+    `entries`, such as the tokenizer and the source, are added to the manifest. `ranks`
+    is the content of the tokenizer's rank file, which is stored with the tokens.
 
     Raises DataError if the storage cannot be written.
     """
@@ -125,7 +125,8 @@ class _SplitWriter:
             for name, dtype in zip(ARRAYS, dtypes, strict=True)
         }
         self._num_documents = self._num_tokens = self._num_id_bytes = 0
-        self._next_start = self._next_chunk = 0  # of a document; of the index
+        # The start of the next document, and the first chunk that the index lacks.
+        self._next_start = self._next_chunk = 0
         for name in ("offsets", "id_offsets"):
             self.arrays[name].append(np.zeros(1))
 
@@ -171,7 +172,7 @@ class _ArrayWriter:
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         }
         spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
-        # Chunks of zeros are stored too, so that a missing chunk is damage.
+        # Chunks of zeros are stored too, so that a missing chunk always means damage.
         spec["store_data_equal_to_fill_value"] = True
         self._array = ts.open(spec, create=True).result()
         self.digest = hashlib.sha256()
