@@ -1,9 +1,10 @@
-"""What checkpoints cost: `python -m benchmarks.checkpoint`.
+"""Measure the cost of checkpoints: `python -m benchmarks.checkpoint`.
 
-For a model of 100 M parameters (`gpt2_124m`): how long a save blocks the loop, beside
-the time of a step; how long writing and hashing take in the background; whether what is
-restored is what was saved; and the restore, with its check, beside `dd` of the same
-bytes from the same disk. Caches of the disk are dropped where that is permitted.
+The model is gpt2_124m. The program prints how long a save blocks the training loop,
+relative to a step, and how long it takes until the files are written and hashed. Then
+it restores the last checkpoint, checks that the state is equal to the saved one, and
+compares the time with `dd`, which reads the same files. The page cache is dropped
+before `dd` and before the restore if the system permits it (usually only to root).
 """
 
 import argparse

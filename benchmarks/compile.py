@@ -1,8 +1,9 @@
-"""Time how compilation grows with depth: python -m benchmarks.compile.
+"""Measure how compile time grows with depth: python -m benchmarks.compile.
 
-Layers run in one `lax.scan`, so 48 should take hardly longer than 6. Medians of three,
-gradients of a narrow model, nothing cached; turn and turn about, so that load from
-elsewhere hits both alike.
+All layers run in one `lax.scan`, so compiling 48 layers should take hardly longer than
+compiling 6. The program compiles the gradient of a narrow model without a cache. The
+two depths alternate, so that other load on the machine affects both equally. The
+results are medians of three.
 """
 
 import statistics
@@ -39,7 +40,7 @@ def seconds(num_layers: int) -> float:
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
-    seconds(2)  # whatever only the first compilation pays
+    seconds(2)  # Pays the costs that only a first compilation has.
     times = [[seconds(depth) for depth in DEPTHS] for _ in range(REPEATS)]
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
     for depth, median in zip(DEPTHS, medians, strict=True):

@@ -1,4 +1,4 @@
-"""Contenders of `benchmarks.step` and `benchmarks.gpu`: processes, and their table."""
+"""The worker processes that `benchmarks.step` and `benchmarks.gpu` compare."""
 
 import contextlib
 import datetime
@@ -20,23 +20,23 @@ from data.machine import usable_cores
 from train.run.versions import versions
 
 _LIBRARIES = ("torch", "jax", "jaxlib", "flax", "numpy")
-CHECK_STEPS = 5 * NUM_BATCHES  # first and last loss are of one batch
+CHECK_STEPS = 5 * NUM_BATCHES  # a multiple: first and last loss use the same batch
 
 
 class EndedEarly(SystemExit):
-    """A worker is gone: out of memory, say."""
+    """A worker process ended early, for example because it ran out of memory."""
 
 
 class Contender:
-    """A worker process, seen from the harness."""
+    """A worker process (benchmarks/step_worker.py) and its measurements."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.name = spec, spec.name
-        self.blocks: list[float] = []  # seconds of a step, one per block
+        self.blocks: list[float] = []  # the seconds per step of each block of steps
         self.memory = 0
         environment = {
             "OMP_NUM_THREADS": str(spec.threads),
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the GPU is shared
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # Contenders share the GPU.
             **spec.environment,
         }
         self.process = subprocess.Popen(
@@ -49,7 +49,11 @@ class Contender:
         )
 
     def ask(self, command: str) -> dict[str, Any]:
-        """Send a command and wait for its answer."""
+        """Send a command to the worker process, and return its answer.
+
+        Raises:
+            EndedEarly: if the process has ended.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         line = ""
@@ -62,7 +66,7 @@ class Contender:
         return json.loads(line)
 
     def run(self, num_steps: int) -> None:
-        """Time one block."""
+        """Time one block of steps, and record the seconds per step and the memory."""
         answer = self.ask(f"run {num_steps}")
         self.blocks.append(answer["seconds"] / num_steps)
         self.memory = answer["bytes"]
@@ -70,17 +74,22 @@ class Contender:
     def quit(self) -> None:
         """End the process."""
         if self.process.stdin:
-            with contextlib.suppress(BrokenPipeError):  # it is gone already
-                self.process.stdin.close()  # ends its loop over lines
+            with contextlib.suppress(BrokenPipeError):  # The process has ended.
+                self.process.stdin.close()  # Ends the worker's loop over commands.
         self.process.wait()
 
 
 def check(contenders: list[Contender]) -> list[Contender]:
-    """Warm every contender and compare losses on the same batch, 40 steps apart.
+    """Compile each contender, and check its losses before and after 40 steps.
+
+    The loss must fall and must agree with the first contender's. A PyTorch variant
+    that fails is ended; on a CPU without bfloat16 some do.
 
     Returns:
-        The contenders without those of PyTorch that compute something else than the
-        first, which are ended: on a CPU without bfloat16 some do.
+        The contenders that pass.
+
+    Raises:
+        SystemExit: if Longhaul or the first contender fails.
     """
     reference: list[float] = []
     same = []
@@ -95,7 +104,8 @@ def check(contenders: list[Contender]) -> list[Contender]:
             flush=True,
         )
         reference = reference or losses
-        # 40 steps in bfloat16 part by a percent; Longhaul's weights are its own, too.
+        # After 40 steps, losses in bfloat16 and float32 differ by about a percent.
+        # Longhaul also starts from other random weights than the PyTorch variants.
         tolerance = 0.02 if contender.name != "longhaul" else 0.05
         if not losses[1] < 0.95 * losses[0]:
             wrong = "the loss does not fall"
@@ -112,7 +122,10 @@ def check(contenders: list[Contender]) -> list[Contender]:
 
 
 def alternate(contenders: list[Contender], blocks: int, steps: int) -> None:
-    """Time blocks of steps, turn by turn; every other round runs backwards."""
+    """Time `blocks` blocks of each contender, one contender after the other.
+
+    Every second round has the reverse order, so that no contender is always first.
+    """
     for contender in contenders:
         contender.blocks.clear()
     for round_ in range(blocks):
@@ -121,7 +134,7 @@ def alternate(contenders: list[Contender], blocks: int, steps: int) -> None:
 
 
 def hardware(device: str) -> str:
-    """Name the processor, and the GPU where that is what is timed."""
+    """Return the name of the processor, and of the GPU if `device` is not "cpu"."""
     model, info = platform.processor(), Path("/proc/cpuinfo")
     if info.exists():
         lines = [s for s in info.read_text().splitlines() if "model name" in s]
@@ -132,13 +145,13 @@ def hardware(device: str) -> str:
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         gpus = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):  # figures are worth more
+    except (OSError, subprocess.CalledProcessError):  # Do not lose the measurements.
         return f"a GPU that nvidia-smi does not name; {cpu}"
     return f"{gpus.stdout.splitlines()[0]}; {cpu}"
 
 
 def setting(spec: Spec) -> dict[str, Any]:
-    """Say when, where and with what a measurement was made."""
+    """Return the date, hardware, versions and shapes of a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware(spec.device),
@@ -152,9 +165,9 @@ def setting(spec: Spec) -> dict[str, Any]:
 
 
 def rows_of(contenders: Sequence[Contender], peak: float | None) -> list[dict]:
-    """Return a row for each contender, of the medians of its blocks.
+    """Return a table row for each contender, with the median over its blocks.
 
-    `peak` is the FLOPs a second that the hardware can do, if known.
+    `peak` is the peak FLOP/s of the hardware, or None if it is unknown.
     """
     rows = []
     for c in contenders:
@@ -181,7 +194,7 @@ def rows_of(contenders: Sequence[Contender], peak: float | None) -> list[dict]:
 
 
 def print_rows(rows: list[dict], device: str) -> None:
-    """Print the table."""
+    """Print the rows of `rows_of` as a Markdown table."""
     memory = "peak host memory" if device == "cpu" else "peak GPU memory"
     print(f"speed: PyTorch's best is 1; memory: {memory}; MFU: {MFU_CONVENTION}\n")
     print("| contender | rows | step ms (min..max) | tokens/s | speed | MiB | MFU |")

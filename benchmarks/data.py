@@ -1,7 +1,8 @@
-"""Time tokenizing, files in to a store on disk: python -m benchmarks.data.
+"""Time the preparation of a token store from a text file: python -m benchmarks.data.
 
-It is compared with tiktoken's and, where `tokenizers` is installed, Hugging Face's own
-batch encoders on the same text, in turn; medians are shown. Loading: benchmarks.loader.
+The baselines are the batch encoders of tiktoken and, if `tokenizers` is installed, of
+Hugging Face, which encode the same text in memory. All three alternate, and the results
+are medians. benchmarks/loader.py times the reading of stores.
 """
 
 import importlib
@@ -29,7 +30,7 @@ from data.tokenizer_json import tokenizer_json
 
 
 def library(num_bytes: int) -> list[str]:
-    """Return about num_bytes of Python source, the standard library over and over."""
+    """Return texts of about `num_bytes`: copies of the standard library's source."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))
     texts = [path.read_text(errors="replace") for path in paths]
@@ -44,7 +45,7 @@ def library(num_bytes: int) -> list[str]:
 
 
 def learn(folder: Path, texts: list[str]) -> tuple[str, str]:
-    """Learn a vocabulary of 32,000; return its rank file and the hash."""
+    """Learn a vocabulary of 32,000 tokens; return its rank file and SHA-256 hash."""
     (folder / "learn").mkdir()
     (folder / "learn/text.txt").write_text("\n".join(texts)[: 2**24])
     command = [sys.executable, "-m", "data.train_tokenizer", f"input={folder}/learn"]
@@ -55,7 +56,7 @@ def learn(folder: Path, texts: list[str]) -> tuple[str, str]:
 
 
 def tokenize(folder: Path) -> None:
-    """Compare MB/s with all cores."""
+    """Print the MB/s of each tokenizer on all cores."""
     texts = library(100_000_000)
     ranks, sha256 = learn(folder, texts)
     encoding = load_tokenizer(ranks, sha256)
@@ -95,7 +96,7 @@ def tokenize(folder: Path) -> None:
 
 
 def timed(work: Callable[[], object]) -> Callable[[], float]:
-    """Return what times a piece of work."""
+    """Return a function that does the work and returns its duration in seconds."""
 
     def run() -> float:
         began = time.perf_counter()
@@ -106,7 +107,10 @@ def timed(work: Callable[[], object]) -> Callable[[], float]:
 
 
 def alternate(work: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Return the median seconds of each, turn and turn about, after one warm-up."""
+    """Run the timers alternately; return the median seconds of each.
+
+    A first round warms up and is not counted. Every second round has the reverse order.
+    """
     times: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):
         for name in list(work)[:: -1 if turn % 2 else 1]:
@@ -117,7 +121,7 @@ def alternate(work: dict[str, Callable[[], float]], repeats: int) -> dict[str, f
 
 
 def main() -> None:
-    """Compare, and print a table."""
+    """Compare the tokenizers in a temporary folder, and print a table."""
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         tokenize(Path(folder))

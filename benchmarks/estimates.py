@@ -1,16 +1,21 @@
-"""Compare the estimate with the compilers: python -m benchmarks.estimates tpu (or gpu).
+"""Compare estimated with compiled plans: python -m benchmarks.estimates tpu (or gpu).
 
-Each case is estimated, then compiled; no accelerator is needed, but the compiler is
-(`pip install -e ".[plan]"`, or `".[plan-gpu]"` for gpu). Numbers behind choose cases.
-About a minute each on TPU targets, twenty seconds on GPU ones, on two idle cores.
+Each case is estimated and then compiled. This needs the compiler of the target but no
+accelerator (`pip install -e ".[plan]"`, or `".[plan-gpu]"` for gpu). Case numbers as
+further arguments select cases: `tpu 0 3`. On two idle cores, a case takes about a
+minute for a TPU target and twenty seconds for a GPU target.
 
-`arguments`: compiled over computed state and batch, which differ by what tiles pad.
-`temporaries`, `FLOPs`, `memory`, `speed`, `sent in layers`: estimated over compiled,
-the last of the bytes that a device sends for the layers.
+The program prints these ratios for each case:
 
-`tpu-remat` and `gpu-remat` take each of their cases with the ways to recompute a layer
-that a search weighs, and say whether the estimate puts those in the compiled plan's
-order wherever that sees more than 5 % between them.
+arguments       compiled over estimated bytes of the state and the batch, which differ
+                by the padding of a TPU's tiles
+temporaries, FLOPs, memory (bytes read and written), speed (tokens/s)
+                estimated over compiled
+sent in layers  estimated over compiled bytes that a device sends for the layers
+
+`tpu-remat` and `gpu-remat` run each of their cases with each rematerialisation policy
+of train/plan/recomputing.py. If the compiled speeds of two policies differ by more than
+5 %, the program prints whether the estimates have the same order.
 """
 
 import itertools
@@ -78,7 +83,10 @@ _APART = 0.05
 
 @dataclass(frozen=True)
 class Compared:
-    """Ratios by name, and predicted tokens/s, 0 where they cannot be compared."""
+    """Ratios by name, and the tokens/s that the estimated and compiled plans predict.
+
+    Both speeds are 0 if XLA cannot print the compiled program.
+    """
 
     ratios: dict[str, float]
     estimated: float
@@ -86,16 +94,19 @@ class Compared:
 
 
 def lay_out(case: str) -> Program:
-    """Lay a case out on its target."""
+    """Return the program of a case on stand-ins for the devices of its target."""
     target, *overrides = case.split()
     base = ["optimizer=adamw", "tracker=none"]
     config = compose([*base, *overrides], "plan", PlanConfig)
-    # A byte-level tokenizer's 256 tokens; these models bring their own vocabulary.
+    # 256, the size of a byte-level tokenizer, has no effect: these models set theirs.
     return make_program(settle(config, 256), fake_devices(parse_target(target)))
 
 
 def compare(case: str) -> Compared | None:
-    """Estimate and compile a case, and print both; None if it does not fit."""
+    """Estimate and compile a case; print both, and return the comparison.
+
+    Returns None if the compiled program does not fit into the devices' memory.
+    """
     program = lay_out(case)
     start = time.perf_counter()
     guess = estimate(program)
@@ -114,7 +125,7 @@ def compare(case: str) -> Compared | None:
         "temporaries": _show("temporaries", guess, truth, _temporaries),
     }
     if truth.text is None:
-        print("    its text cannot be had")  # jax 0.10 on some programs for v5p
+        print("    its text cannot be had")  # jax 0.10, for some programs on v5p
         return Compared(ratios, 0.0, 0.0)
     ratios |= {
         "FLOPs": guess.cost.flops.total / truth.cost.flops.total,
@@ -153,7 +164,7 @@ def _in_layers(plan: Plan) -> float:
 
 
 def compare_policies(case: str) -> list[Compared]:
-    """Compare a case with each policy of recomputation, and their order."""
+    """Compare a case under each rematerialisation policy, and their order in speed."""
     rows = {
         format_policy(way): compare(f"{case} train.remat={format_policy(way)}")
         for way in POLICIES
@@ -170,7 +181,7 @@ def compare_policies(case: str) -> list[Compared]:
 
 
 def main() -> None:
-    """Compare the cases of a platform, or those with the numbers that follow."""
+    """Compare the cases that the arguments select; print the errors of each ratio."""
     platform, *numbers = sys.argv[1:] or ["tpu"]
     jax.config.update("jax_platforms", "cpu")
     prepare()

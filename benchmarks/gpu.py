@@ -1,22 +1,24 @@
-"""What Longhaul does on one GPU: whether it is right, how fast, and what matters.
+"""Check that Longhaul trains correctly on one GPU, and measure its speed.
 
     python -m benchmarks.gpu --json gpu.json
     python -m benchmarks.gpu --json gpu.json --parts check run
-    python -m benchmarks.gpu --device cpu    # to try this program where there is none
+    python -m benchmarks.gpu --device cpu    # tries this program without a GPU
 
-check    losses of 40 steps are those of this machine's CPU, in float32 and in
-         bfloat16; cuDNN's attention is in the compiled step
-run      `python -m train`, killed and started again, ends with the same bits; its
-         loss is that of the CPU
-speed    of each preset against PyTorch: compiled, bfloat16, its own flash attention,
-         fused AdamW. Each at the batch with which it makes most tokens a second, in
-         turns, each turn a process of its own: both may want all of the memory
-levers   the first preset's step with one thing changed at a time
-profile  `python -m train` of that preset: its speed, and time by scope and kind
+check    compares the losses of 40 steps, in float32 and in bfloat16, with those of this
+         machine's CPU; checks that the compiled step contains cuDNN's attention
+run      kills `python -m train` and starts it again; checks that its loss is equal to
+         that of an uninterrupted run, and close to that of a run on the CPU
+speed    compares each preset with PyTorch (torch.compile, bfloat16, PyTorch's attention
+         kernel, fused AdamW). Each contender has the batch size of its highest speed
+levers   measures the step of the first preset with one setting changed at a time
+profile  runs `python -m train` on the first preset, and prints its time by scope and
+         kind
 
-What a part finds is in the file as soon as it is known, beside what the file holds
-from other parts; a part that fails is named at the end, exit code 1. Each process
-compiles anew: where time is short, take a part and a preset at a time.
+In `speed`, the contenders alternate, each time in a new process, because each may need
+all of the GPU's memory. The results of a part are written to the JSON file as soon as
+they are known; results of other parts stay in the file. The program names the parts
+that failed at the end, and exits with 1. Every process compiles its step again, so
+`--parts` and `--presets` divide a long benchmark into short ones.
 """
 
 import argparse
@@ -48,16 +50,16 @@ from benchmarks.step_worker import PRESETS, Spec
 from data.machine import usable_cores
 from data.storage import write_atomically
 
-Found = Iterator[dict[str, Any]]  # what a part finds, bit by bit
+Found = Iterator[dict[str, Any]]  # A part yields each result as soon as it is known.
 
 DEFAULT_PRESETS = {"cpu": ["nano"], "gpu": ["gpt2_124m", "gpt2_1558m"]}
 ALONE = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
 }
-AS_TYPED = ("model.layer_unroll=1",)  # as a model has it if nothing is typed
-CONTENDERS = "longhaul", "torch-compile-bf16"  # ours first: there may be no PyTorch
-LEVERS: dict[str, tuple[str, ...]] = {  # overrides, or flags of XLA
+AS_TYPED = ("model.layer_unroll=1",)  # the default; LonghaulWorker sets another value
+CONTENDERS = "longhaul", "torch-compile-bf16"  # PyTorch last: it may not be installed
+LEVERS: dict[str, tuple[str, ...]] = {  # config overrides, or XLA flags
     "layers unrolled": ("model.layer_unroll=-1",),
     "documents masked": ("data.document_mask=true",),
     "moments in bfloat16": ("optimizer.moment_dtype=bfloat16",),
@@ -73,17 +75,17 @@ LEVERS: dict[str, tuple[str, ...]] = {  # overrides, or flags of XLA
 
 
 def check(first: Spec, presets: Sequence[str]) -> Found:
-    """Compare losses with the CPU's; look for cuDNN's attention."""
+    """Compare the losses with the CPU's; check that the step has cuDNN's attention."""
     reference: list[float] = []
-    wrong: list[str] = []  # all of it is told, not the first alone
+    wrong: list[str] = []  # All failures are reported together.
     for device, float32, tolerance in (
         ("cpu", True, 0.0),
-        (first.device, True, 2e-3),  # its products round to TF32
+        (first.device, True, 2e-3),  # GPUs round the operands of products to TF32.
         (first.device, False, 2e-2),
     ):
         name = f"{device}, {'float32' if float32 else 'auto'}"
         spec = replace(first, preset="nano", device=device, float32=float32)
-        if float32:  # which cuDNN's attention does not take
+        if float32:  # cuDNN's attention does not support float32.
             spec = replace(spec, overrides=(*spec.overrides, "model.attention=xla"))
         with running(spec) as worker:
             losses = [worker.ask(f"run {n}")["loss"] for n in (1, CHECK_STEPS)]
@@ -105,7 +107,7 @@ def check(first: Spec, presets: Sequence[str]) -> Found:
 
 
 def run(first: Spec, presets: Sequence[str]) -> Found:
-    """Kill `python -m train` and start it again; the same on the CPU."""
+    """Compare the final losses of an uninterrupted, a killed and a CPU run."""
     typed = ["train.num_steps=60", "checkpoint.save_interval_steps=10"]
     typed += ["eval.final_num_batches=4", "runtime.deterministic=true"]
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +132,7 @@ def run(first: Spec, presets: Sequence[str]) -> Found:
 
 
 def speed(first: Spec, presets: Sequence[str]) -> Found:
-    """Compare each preset's step with PyTorch's."""
+    """Compare the speed of each preset's step with PyTorch's."""
     for preset in presets:
         tuned: dict[str, dict[int, float]] = {}
         best: list[Spec] = []
@@ -143,7 +145,10 @@ def speed(first: Spec, presets: Sequence[str]) -> Found:
 
 
 def levers(first: Spec, presets: Sequence[str]) -> Found:
-    """Change one thing at a time; the step as it is comes between, too."""
+    """Measure the step with one setting changed at a time.
+
+    The unchanged step is measured again after every four changes.
+    """
     base = replace(first, batch_size=fastest(tune(first)))
     as_is, changed = [tokens_per_s(base)], {}
     for number, (name, changes) in enumerate(LEVERS.items(), 1):
@@ -169,7 +174,7 @@ def levers(first: Spec, presets: Sequence[str]) -> Found:
 
 
 def profile(first: Spec, presets: Sequence[str]) -> Found:
-    """Train as one types it, and profile that."""
+    """Run `python -m train` with a profile; yield its metrics and the profile."""
     typed = ["optimizer=adamw", "train.num_steps=60", "profile.steps=[40,45]"]
     typed += ["eval.interval_steps=1000", "eval.final_num_batches=1"]
     if first.device == "gpu":
@@ -181,7 +186,7 @@ def profile(first: Spec, presets: Sequence[str]) -> Found:
         logged = (path / "metrics.jsonl").read_text().splitlines()
         yield {"typed": typed, "metrics": list(map(json.loads, logged))}
         shown = [sys.executable, "-m", "train.profile", f"run.dir={path}", "step=40"]
-        # What it says of a failure is for who reads along.
+        # stderr is not captured, so that errors appear in this program's output.
         text = subprocess.run(shown, check=True, stdout=subprocess.PIPE, text=True)
     print(text.stdout, flush=True)
     yield {"profile": text.stdout}
@@ -193,29 +198,29 @@ PARTS: dict[str, Callable[[Spec, Sequence[str]], Found]] = {
 
 
 def command(path: Path, typed: Sequence[str]) -> list[str]:
-    """Return that of a run whose directory is `path`."""
+    """Return the command that trains in the directory `path`; `typed` are overrides."""
     return [sys.executable, "-m", "train", f"run.dir={path}", "tracker=none", *typed]
 
 
 def train(path: Path, typed: Sequence[str]) -> None:
-    """Train, or go on."""
+    """Start the run in the directory `path`, or continue it."""
     subprocess.run(command(path, typed), check=True)
 
 
 def results(path: Path) -> dict[str, Any]:
-    """Read what a run ended with."""
+    """Return the results.json of a finished run."""
     return json.loads((path / "results.json").read_text())
 
 
 def keep(file: Path, part: str, found: dict[str, Any]) -> None:
-    """Write what a part has found so far, beside what other parts found."""
+    """Write the results of a part into the file, next to those of other parts."""
     there = json.loads(file.read_text()) if file.exists() else {}
     text = json.dumps({**there, part: found}, indent=1)
     write_atomically(epath.Path(file), text + "\n")
 
 
 def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str | None:
-    """Do a part, and keep what it finds; return what it failed of, if it did."""
+    """Run a part and write its results; return the reason if it failed, or None."""
     began, found = time.monotonic(), dict[str, Any]()
 
     def add(more: dict[str, Any]) -> None:
@@ -226,7 +231,7 @@ def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str
     try:
         for more in PARTS[part](first, presets):
             add(more)
-    except SystemExit as error:  # in a part's own words
+    except SystemExit as error:  # raised by `require`, with a message
         failure = str(error)
     except Exception as error:
         traceback.print_exc()
@@ -238,7 +243,7 @@ def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str
 
 
 def main() -> None:
-    """Do the parts that are asked for, one after the other."""
+    """Run the chosen parts one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])

@@ -1,7 +1,8 @@
-"""Contenders for one GPU, a process at a time: both may want all of its memory.
+"""Compare contenders on one GPU, of which each may need all of the memory.
 
-Of each the batch is found with which it makes most tokens a second; then they take
-turns, each turn a process of its own.
+Therefore only one contender's process runs at a time. `tune` finds the batch size with
+which a contender processes most tokens per second. `in_turns` then runs the contenders
+alternately, each time in a new process.
 """
 
 import statistics
@@ -14,23 +15,23 @@ from benchmarks.contenders import Contender, EndedEarly, print_rows, rows_of, se
 from benchmarks.step_worker import Spec
 from train.hardware.chips import peak_flops
 
-BATCH_SIZES = {  # tried from the smallest, until no more fit or speed falls
+BATCH_SIZES = {  # `tune` tries these in order until memory is exhausted or speed falls.
     "nano": (12, 24),
     "gpt2_124m": (16, 32, 64, 128),
     "gpt2_1558m": (4, 8, 16, 32),
 }
-BLOCKS, STEPS, TURNS = 3, 20, 3  # of each contender; a turn is that many blocks
+BLOCKS, STEPS, TURNS = 3, 20, 3  # blocks in a process, steps in a block, processes
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Fail a part, with what is wrong."""
+    """Raise SystemExit with the message `otherwise` if a condition does not hold."""
     if not holds:
         raise SystemExit(otherwise)
 
 
 @contextmanager
 def running(spec: Spec) -> Iterator[Contender]:
-    """Have a contender that has done its first step."""
+    """Start a contender and take its first step; end its process after the block."""
     worker = Contender(spec)
     try:
         worker.ask("warm")
@@ -40,7 +41,7 @@ def running(spec: Spec) -> Iterator[Contender]:
 
 
 def tokens_per_s(spec: Spec) -> float:
-    """Time a contender alone."""
+    """Return the tokens per second of a contender that runs alone."""
     with running(spec) as worker:
         for _ in range(BLOCKS):
             worker.run(STEPS)
@@ -48,10 +49,13 @@ def tokens_per_s(spec: Spec) -> float:
 
 
 def tune(spec: Spec) -> dict[int, float]:
-    """Return tokens a second by batch size, up to the first that is worse or too much.
+    """Return the tokens per second by batch size, from the smallest size on.
+
+    The search ends after the first size that is slower than a smaller one, or before
+    the first size that does not fit.
 
     Raises:
-        SystemExit: none fits.
+        SystemExit: if no batch size fits.
     """
     found: dict[int, float] = {}
     for batch_size in BATCH_SIZES[spec.preset]:
@@ -70,12 +74,15 @@ def tune(spec: Spec) -> dict[int, float]:
 
 
 def fastest(tuned: dict[int, float]) -> int:
-    """Return the batch size of most tokens a second."""
+    """Return the batch size with the most tokens per second."""
     return max(tuned, key=lambda batch_size: tuned[batch_size])
 
 
 def in_turns(specs: Sequence[Spec]) -> dict[str, Any]:
-    """Time contenders, one process at a time; every other round runs backwards."""
+    """Time contenders alternately, one process at a time; return setting and rows.
+
+    Every second round has the reverse order.
+    """
     blocks: dict[str, list[float]] = {spec.name: [] for spec in specs}
     ended: dict[str, Contender] = {}
     for turn in range(TURNS):

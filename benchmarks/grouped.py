@@ -1,9 +1,10 @@
-"""What rows sorted by expert cost beside one product of the same rows.
+"""Compare grouped products, of rows sorted by expert, with one product of all rows.
 
-    python -m benchmarks.grouped [rows] [inputs] [outputs]
+    python -m benchmarks.grouped [rows inputs outputs [ragged]]
 
-Forward and backward, float32, on the device there is: medians of alternating runs.
-XLA's own `ragged_dot` for comparison, where `ragged` stands as a fourth argument.
+Each product runs forward and backward in float32 on the default device. The products
+alternate, and the results are medians. With the argument `ragged`, XLA's `ragged_dot`
+is measured too.
 """
 
 import sys
@@ -21,7 +22,7 @@ _RUNS = 15
 
 
 def forward_and_backward(product: Callable) -> Callable:
-    """Jit (x, w, sizes, dy) -> (y, dx, dw)."""
+    """Return a jitted function (x, w, sizes, dy) -> (y, dx, dw) of a product."""
 
     def run(x, w, sizes, dy):
         y, back = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
@@ -31,7 +32,7 @@ def forward_and_backward(product: Callable) -> Callable:
 
 
 def main(M: int, D: int, F: int, ragged: bool) -> None:
-    """Print milliseconds for 8 and 64 experts."""
+    """Print the milliseconds of products x[M, D] w[E, D, F], for 8 and 64 experts."""
     rng = np.random.default_rng(0)
     body = choose_grouped(jax.default_backend())
     products = {
@@ -55,7 +56,7 @@ def main(M: int, D: int, F: int, ragged: bool) -> None:
             runs[name] = timed(
                 lambda run=run, given=given: jax.block_until_ready(run(*given))
             )
-        took = alternate(runs, _RUNS)  # after a turn that compiles
+        took = alternate(runs, _RUNS)  # The warm-up round of `alternate` compiles.
         print(f"{E} experts, {M} rows of {D} by {F}, {body}:")
         for name, median in took.items():
             ratio = median / took["dense"]

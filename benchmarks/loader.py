@@ -1,10 +1,13 @@
-"""Time loaders on local stores: python -m benchmarks.loader [--part NAME].
+"""Time data loaders on local stores: python -m benchmarks.loader [--part NAME].
 
-Part `load`: a mixture of three packed stores against nanoGPT's gather from a memmap
-and, where it is installed, PyTorch's DataLoader, in turn; medians are shown, and the
-ratio to nanoGPT's gather. Longhaul reads the stores from memory; from disk once every
-chunk was read and checked; from disk for the first time; and from a disk of which
-the system keeps nothing. Part `open`: a reader of a store of 100 billion tokens.
+load    compares a mixture of three packed stores with nanoGPT's gather from a memmap
+        and, if PyTorch is installed, with its DataLoader. The loaders alternate. The
+        results are medians, and ratios to nanoGPT's gather
+open    measures the time and memory to open a store of 100 billion tokens
+
+In `load`, Longhaul reads the stores in four ways: from memory; from disk after every
+chunk has been read and checked; from disk for the first time, but with the files in the
+page cache; and from disk after the files are evicted from the page cache.
 """
 
 import argparse
@@ -32,12 +35,12 @@ from data.token_store.build import prepare_store
 
 SHAPES = ((12, 64), (64, 1024), (512, 8192))
 REPEATS = 7
-FRESH_ROWS = 2**11  # so few that most are in chunks not read before
+FRESH_ROWS = 2**11  # few enough that most rows are in chunks that are not read yet
 NANOGPT = "nanoGPT's gather, 1 memmap"
 
 
 def stores(folder: Path) -> dict[str, MixtureSource]:
-    """Make three stores and one flat file of the same text."""
+    """Write three stores, and a flat file of the same text; return the mixture."""
     texts = library(90_000_000)
     flat = np.frombuffer("\0".join(texts).encode(), np.uint8).astype(np.uint16)
     flat.tofile(folder / "flat.bin")
@@ -52,7 +55,7 @@ def stores(folder: Path) -> dict[str, MixtureSource]:
 
 
 def load(folder: Path) -> None:
-    """Compare tokens/s of loaders."""
+    """Print the tokens per second of each loader for each shape of a batch."""
     sources, rates = stores(folder), {}
     for rows, length in SHAPES:
         config = DataConfig(
@@ -76,7 +79,7 @@ def load(folder: Path) -> None:
         work = {name: timer(batches, count) for name, batches in loaders.items()}
         first, cold = "from disk, for the first time", "from disk, evicted"
         work[first] = fresh_timer(config, fresh, folder, evicted=False)
-        times = alternate(work, REPEATS)  # none of what the system has forgotten
+        times = alternate(work, REPEATS)  # before any file is evicted
         evicted = {cold: fresh_timer(config, fresh, folder, evicted=True)}
         times |= alternate(evicted, REPEATS)
         for name, seconds in times.items():
@@ -93,7 +96,7 @@ def load(folder: Path) -> None:
 
 
 def loaded(config: DataConfig, limit: int) -> Iterator:
-    """Load batches of stores that are held in memory up to a limit of bytes."""
+    """Return a batch iterator; splits of up to `limit` bytes are read into memory."""
     with mock.patch.object(data.token_store.reader, "MEMORY_LIMIT_BYTES", limit):
         order = Order(open_sources(config), config, 0)
     return order.batches()
@@ -102,7 +105,10 @@ def loaded(config: DataConfig, limit: int) -> Iterator:
 def fresh_timer(
     config: DataConfig, count: int, folder: Path, evicted: bool
 ) -> Callable[[], float]:
-    """Return what times `count` batches of stores of which no chunk was read."""
+    """Return a function that opens the stores and times their first `count` batches.
+
+    With `evicted`, the files are removed from the page cache first.
+    """
 
     def take() -> float:
         batches: Any = loaded(config, 0)
@@ -117,7 +123,7 @@ def fresh_timer(
 
 
 def evict(folder: Path) -> None:
-    """Ask the system to forget what it keeps of the files in a folder."""
+    """Ask the system to remove the stores in a folder from its page cache."""
     for path in folder.glob("*/train/*/c/*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -125,7 +131,10 @@ def evict(folder: Path) -> None:
 
 
 def timer(batches: Iterator, count: int, skipped: int = 8) -> Callable[[], float]:
-    """Return what times `count` batches, after those that were read ahead."""
+    """Return a function that times `count` batches in seconds.
+
+    It first takes `skipped` batches, because these may have been read ahead.
+    """
 
     def take() -> float:
         for _ in itertools.islice(batches, skipped):
@@ -139,7 +148,7 @@ def timer(batches: Iterator, count: int, skipped: int = 8) -> Callable[[], float
 
 
 def gathered(path: Path, rows: int, length: int) -> Iterator[tuple]:
-    """Gather random rows as nanoGPT's get_batch does, in numpy alone."""
+    """Yield batches of random rows as nanoGPT's get_batch does, but only with NumPy."""
     random = np.random.default_rng(0)
     while True:
         tokens = np.memmap(path, np.uint16, "r")
@@ -150,7 +159,7 @@ def gathered(path: Path, rows: int, length: int) -> Iterator[tuple]:
 
 
 def dataloader(path: Path, rows: int, length: int) -> Iterator | None:
-    """Load with PyTorch's DataLoader and no workers; None without PyTorch."""
+    """Return batches of PyTorch's DataLoader without workers; None without PyTorch."""
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -196,7 +205,10 @@ print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "
 
 
 def open_large(folder: Path) -> None:
-    """Open 100 billion tokens in 100 million documents; the tokens are not there."""
+    """Open a store whose metadata states 100 billion tokens in 100 million documents.
+
+    The document offsets are written, but no tokens. A new process opens the store.
+    """
     import data.token_store.writer as writer
     from data.key_value_store import KeyValueStore
 
@@ -225,7 +237,7 @@ def open_large(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run the parts."""
+    """Run the chosen part, or both."""
     parts = {"load": load, "open": open_large}
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=parts)

@@ -1,4 +1,4 @@
-"""Longhaul's own step as a contender: the program that `python -m train` runs."""
+"""The training step of `python -m train` as a contender of the benchmarks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,11 @@ from train.runtime import set_up
 
 
 class LonghaulWorker:
-    """GPT-2's shape, AdamW at a constant rate, every device a copy of the model."""
+    """A GPT-2 model that trains with AdamW at a constant learning rate.
+
+    The class implements `benchmarks.step_worker.Worker`. Parameters are replicated on
+    all devices (mesh=ddp).
+    """
 
     def __init__(
         self,
@@ -31,7 +35,7 @@ class LonghaulWorker:
         embed_dim: int,
         vocab_size: int,
     ):
-        """Compile the step for batches int32 [n, B, T + 1]."""
+        """Compile the step. `batches`, int32 [n, B, T + 1], are used in turn."""
         platform = Platform.cuda if device == "gpu" else Platform.cpu
         set_up(RuntimeConfig(platform=platform))
         _, B, length = batches.shape
@@ -59,7 +63,7 @@ class LonghaulWorker:
         positions = np.broadcast_to(
             np.arange(length - 1, dtype=np.int32), (B, length - 1)
         )
-        documents = 1 + 3 * positions // length  # three a row, if they are told apart
+        documents = 1 + 3 * positions // length  # 3 a row; used with document_mask=true
         self._batches = [
             place(Batch(b[:, :-1], b[:, 1:], documents, positions), program.batch)
             for b in batches
@@ -69,11 +73,11 @@ class LonghaulWorker:
         self._done = 0
 
     def kernels(self) -> dict[str, int]:
-        """How often the step calls each kernel of a library, by the compiled text."""
+        """Return how often the compiled step calls each kernel of a library."""
         return inspect(self._step.as_text() or "", []).kernels
 
     def step_block(self, num_steps: int) -> tuple[float, float]:
-        """Do `num_steps` updates; return their seconds and the last one's loss."""
+        """Make `num_steps` updates; return their seconds and the last loss."""
         start = time.perf_counter()
         metrics = {}
         for _ in range(num_steps):
@@ -86,13 +90,13 @@ class LonghaulWorker:
         return time.perf_counter() - start, float(metrics["loss"])
 
     def device_peak_bytes(self) -> int | None:
-        """Most GPU memory ever in use; None on the CPU."""
+        """Return the peak GPU memory in use so far; None on the CPU."""
         stats = None if self._await else jax.local_devices()[0].memory_stats()
         return stats["peak_bytes_in_use"] if stats else None
 
 
 def square(matrix: np.ndarray) -> Callable[[], Any]:
-    """Return what multiplies a matrix by itself on the CPU, and waits."""
+    """Return a function that multiplies a matrix by itself on the CPU, and waits."""
     set_up(RuntimeConfig(platform=Platform.cpu))
     on_cpu = jax.device_put(matrix, jax.devices("cpu")[0])
     product = jax.jit(lambda x: x @ x)

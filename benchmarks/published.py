@@ -1,15 +1,16 @@
-"""Predictions beside published runs.
+"""Compare predicted with published speeds of training runs.
 
     python -m benchmarks.published [--rows a,b] [--estimated | --fresh | --kept]
         [--json file]
 
-Each row is expressed by keys of `python -m train.plan` as nearly as they can (`differs`
-says what they cannot), compiled for its machine by the real compiler, or estimated, and
-predicted. Rows are of two kinds: constants of train/hardware/achievable.py were settled
-on one, and are judged by the other. What was compiled lies in
-~/.cache/longhaul/published; rows whose compiler is neither installed nor was ever
-needed are left out, loudly. MFU is in this project's convention (train/model_flops.py),
-whatever the source's own.
+A row is one published run, described by keys of `python -m train.plan`; `differs` names
+what the keys cannot express. The program compiles the step for the row's machine, or
+estimates it (`--estimated`), and predicts its speed. Constants of
+train/hardware/achievable.py are fitted to the rows with the use "settled on"; the rows
+with the use "judged by" validate them. The costs of compiled steps are cached in
+~/.cache/longhaul/published. A row that is not in the cache is skipped with a message if
+its compiler is not installed. MFU follows train/model_flops.py, also for published
+speeds.
 """
 
 import argparse
@@ -49,7 +50,7 @@ _LIBRARIES = ("jax", "libtpu", "jax-cuda13-plugin")
 
 
 def main() -> None:
-    """Compile what is not kept yet, or estimate; predict, print."""
+    """Predict the speed of the chosen rows, and print the comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", help="parts of names, with commas between")
     parser.add_argument("--estimated", action="store_true", help="without a compiler")
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 class Found(NamedTuple):
-    """What a row's step does, and where."""
+    """The cost of a row's step, and the program and the chip that it is for."""
 
     cost: StepCost
     program: Program
@@ -78,14 +79,18 @@ class Found(NamedTuple):
 
     @property
     def arguments(self) -> tuple[StepCost, Config, Mesh, Chip]:
-        """Those of `predict`."""
+        """The arguments of `train.plan.roofline.predict`."""
         return self.cost, self.program.config, self.program.mesh, self.chip
 
 
 def executed(
     row: Row, fresh: bool = False, only_kept: bool = False, estimated: bool = False
 ) -> Found | None:
-    """Have a row compiled or estimated; None, and said on stderr, if it cannot be."""
+    """Return the cost of a row's step: estimated, from the cache, or compiled.
+
+    `fresh` ignores the cache, and `only_kept` compiles nothing. If there is no cost,
+    the function prints the reason to stderr and returns None.
+    """
     overrides = (*row.overrides, "optimizer=adamw", "tracker=none")
     config = compose(overrides, "plan", PlanConfig)
     target = parse_target(config.target)
@@ -110,7 +115,7 @@ def executed(
 
 
 def cost_of(values: dict[str, Any]) -> StepCost:
-    """Read what `StepCost.as_json` returned."""
+    """Return the `StepCost` from the values that `StepCost.as_json` returned."""
 
     def totals(rows: list[dict[str, Any]]) -> list[CollectiveTotal]:
         return [CollectiveTotal(**{**row, "axes": tuple(row["axes"])}) for row in rows]
@@ -130,7 +135,7 @@ def cost_of(values: dict[str, Any]) -> StepCost:
 
 
 def chip_of(row: Row, chip: Chip) -> Chip:
-    """Return the chip of a row, with what it and its run's kernels do otherwise."""
+    """Return `chip` with the rates that `row.chip` replaces."""
     kernels = {k: v for k, v in row.chip.items() if k in ("attention", "grouped")}
     other = {k: v for k, v in row.chip.items() if k not in kernels}
     achievable = dataclasses.replace(chip.achievable, **kernels)
@@ -138,7 +143,7 @@ def chip_of(row: Row, chip: Chip) -> Chip:
 
 
 def execution_of(program: Program) -> StepCost | str:
-    """Compile a program and read it; else say why not."""
+    """Compile a program and return its cost, or the reason why there is none."""
     compiled, cost = measure_compile(program)
     if isinstance(compiled, OutOfMemory):
         needed, there = compiled.needed_bytes / 2**30, compiled.available_bytes / 2**30
@@ -151,7 +156,10 @@ def execution_of(program: Program) -> StepCost | str:
 
 
 def compare(row: Row, found: Found) -> dict[str, Any]:
-    """Put a prediction beside what was published, in the same convention."""
+    """Return the predicted and published values of a row, with the same MFU convention.
+
+    `error` is the relative error of the predicted seconds per step.
+    """
     prediction = predict(*found.arguments)
     scaled = (
         weak_scaling(*found.arguments, [n for n, _ in row.kept]) if row.kept else []
@@ -184,7 +192,10 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Put a row into a file of rows, one a line, in place of one of the same kind."""
+    """Write a result to a JSON file with one result per line.
+
+    The new result replaces one with the same name and `how` (compiled or estimated).
+    """
     rows = json.loads(path.read_text()) if path.exists() else []
     same = [(row["name"], row["how"]) == (found["name"], found["how"]) for row in rows]
     if any(same):
@@ -195,7 +206,7 @@ def write(found: dict[str, Any], path: Path) -> None:
 
 
 def report(results: list[dict[str, Any]]) -> None:
-    """Print one line a row, and what is not the same."""
+    """Print a table of the results, error summaries, scaling and differences."""
     rows = [
         [
             found["name"],

@@ -1,11 +1,11 @@
-"""Published runs on GPUs, and the keys of `python -m train.plan` nearest to them.
+"""Published runs on GPUs, and the closest keys of `python -m train.plan`.
 
-What a peer's program does otherwise is put right where keys or published figures can:
-its attention kernel, its memory and network, layers without a loop. What stays is said
-in `differs`. One half settled the constants of train/hardware/achievable.py, the other
-judges them. The rule: of the rows of up to 8,192 tokens that were looked at first,
-in the order of the list, the 1st, 3rd, ... settled; judged are the others, and all that
-nobody looked at before the constants stood.
+Other trainers differ from this one. Keys and published rates describe their attention
+kernels, memory, networks and unrolled layers; `differs` names the other differences.
+Constants of train/hardware/achievable.py are fitted to the rows with the use "settled
+on", about every second one of the rows that were examined first. All other rows
+validate the constants, with the use "judged by". Some of these rows were not examined
+before the fit. Runs with rows of more than 8,192 tokens are left out.
 """
 
 from collections.abc import Iterator
@@ -33,9 +33,10 @@ _PAX = (
     *("model=gpt2_124m", "model.vocab_size=50304", "model.max_sequence_length=2048"),
     "data.sequence_length=2048",
 )
-# Kernels of peers, parts of the peak for heads of 64 and 128, half_length as of other
-# kernels. FlashAttention-2 on H100: as in achievable.py. Triton's older one: 1.3 to
-# 2.5 x slower than that (arXiv:2307.08691), so by 1.8.
+# Attention kernels of other trainers, as fractions of the peak for head dims 64 and 128
+# (sources: train/hardware/achievable.py). The half_length is about that of cuDNN.
+# Triton's older kernel is 1.3 to 2.5 times slower than FlashAttention-2
+# (arXiv:2307.08691); these rates assume 1.8 times.
 _FLASH_2 = {
     "h100": AttentionRates({64: 0.295, 128: 0.33}, 300),
     "a100": AttentionRates({64: 0.55, 128: 0.65}, 300),
@@ -44,7 +45,7 @@ _TRITON = {
     "h100": AttentionRates({64: 0.16, 128: 0.18}, 300),
     "a100": AttentionRates({64: 0.31, 128: 0.36}, 300),
 }
-# torchtitan's H100s have slower memory than others, and 500 W.
+# The H100s of torchtitan's runs have slower memory and a power limit of 500 W.
 _TITAN = {"hbm_bandwidth": 2400e9, "attention": _FLASH_2["h100"]}
 _TITAN_DIFFERS = "PyTorch; 500 W; it recomputes half of the products"
 _PYTORCH = "PyTorch"
@@ -62,10 +63,11 @@ _SIZES = {  # embed_dim, num_heads, num_layers
 
 
 class _Mpt(NamedTuple):
-    """A row of the source's tables: bfloat16, full sharding over all GPUs.
+    """A row of the source's tables: bfloat16, parameters sharded over all GPUs.
 
-    rows: of a GPU and microbatch. full: recomputation of whole layers, else none.
-    tokens: a second and GPU.
+    rows: the rows of one microbatch on one GPU.
+    full: whether whole layers are rematerialised; otherwise nothing is.
+    tokens: tokens per second on one GPU.
     """
 
     size: str
@@ -79,7 +81,7 @@ class _Mpt(NamedTuple):
     use: str = "judged by"
 
     def as_row(self) -> Row:
-        """Return it by keys."""
+        """Return the run as a `Row` with keys of `python -m train.plan`."""
         width, heads, layers = _SIZES[self.size]
         nodes = self.gpus // 8
         target = f"{self.chip}-8" + (f"x{nodes}" if nodes > 1 else "")
@@ -146,7 +148,7 @@ _MPTS = (
     _Mpt("350m", 512, 8, 128, 2, False, 69330, "a100", _SETTLED),
     _Mpt("125m", 8192, 8, 8, 2, False, 90392, "a100"),
     _Mpt("125m", 2048, 8, 32, 2, False, 141737, "a100", _SETTLED),
-    # Not looked at before the constants stood.
+    # These rows were not examined before the constants were fitted.
     _Mpt("70b", 2048, 128, 8, 1, True, 1058, "h100"),
     _Mpt("70b", 2048, 512, 8, 1, True, 1007, "h100"),
     _Mpt("30b", 4096, 8, 1, 21, True, 1802, "h100"),
@@ -171,7 +173,7 @@ _MPTS = (
 
 
 def _maxtext() -> Iterator[Row]:
-    """Give Llama 2 7B on 1 to 16 nodes, whose weights a node's GPUs share."""
+    """Yield runs of Llama 2 7B on 1 to 16 nodes; a node's GPUs shard the parameters."""
     for nodes, teraflops, use in (
         *((1, 492, ""), (2, 422, _SETTLED), (4, 407, "")),
         *((8, 409, _SETTLED), (16, 375, "")),
@@ -188,7 +190,7 @@ def _maxtext() -> Iterator[Row]:
             ),
             flops=teraflops * 1e12,
             differs=f"it also keeps what attention makes; {OWN_FLAGS}",
-            chip={"dcn_bandwidth": 1000e9 / 8 / 8},  # a node of A3 High
+            chip={"dcn_bandwidth": 1000e9 / 8 / 8},  # A3 High: 1,000 Gbit/s a node
             use=use or "judged by",
         )
 

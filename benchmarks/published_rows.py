@@ -1,4 +1,4 @@
-"""Published runs on TPUs, and the keys of `python -m train.plan` nearest to them."""
+"""Published runs on TPUs, and the closest keys of `python -m train.plan`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,12 +25,13 @@ _22B = (
     *("model.embed_dim=6144", "model.num_layers=48"),
 )
 LLAMA3_8B = ("model=llama3_8b", "data.sequence_length=8192")
-# What MaxText's recipes for v6e keep in host memory instead of computing it again.
+# The results that MaxText's recipes for v6e offload instead of recomputing them.
 _PROJECTIONS = "query,key,value,attention_output"
 _OFFLOADED = f"train.remat=[{_PROJECTIONS}]", f"train.offload=[residual,{_PROJECTIONS}]"
 _MIXTRAL = ("model=mixtral_8x7b", "mesh=fsdp", "data.sequence_length=4096")
-# Experts of a capacity of 1.25 multiply 1.25 times as much; one-hot products that bring
-# 4,096 tokens there and back add 2 x 4,096 / (3 x 14,336) of that. They are dense.
+# Experts with a capacity factor of 1.25 multiply 1.25 times as many rows. The one-hot
+# products that bring 4,096 tokens to experts and back add 2 x 4,096 / (3 x 14,336) of
+# the experts' FLOPs. All these products are dense, without tiles of grouped rows.
 _DROPPED = GroupedRates(rate=1 / (1.25 * (1 + 2 * 4096 / (3 * 14336))))
 _RECIPES_AT = "AI-Hypercomputer/tpu-recipes at "
 MAXTEXT_AT = "AI-Hypercomputer/maxtext at e591f30, src/maxtext/configs/"
@@ -41,13 +42,13 @@ OWN_FLAGS = "its own XLA flags"
 class Row:
     """A published run.
 
-    flops: model FLOPs a second and chip, or tokens: tokens a second and chip.
-    date: of the source's figure, year and month, if it gives one.
-    differs: what the keys cannot say.
-    kept: numbers of slices, and the speed a chip kept of that in a single slice.
-    chip: what its chips can do otherwise than train/hardware/chips.py says.
-    use: "settled on" if a constant of train/hardware/achievable.py was, else "judged
-        by".
+    flops, tokens: the published speed: model FLOPs or tokens per second and chip.
+    date: year and month of the published speed, if the source states them.
+    differs: what the keys cannot express.
+    kept: pairs of a number of slices, and the speed per chip relative to one slice.
+    chip: rates of the run that differ from those in train/hardware/chips.py.
+    use: "settled on" if a constant of train/hardware/achievable.py is fitted to this
+        row, "judged by" if the row validates the constants.
     """
 
     name: str
@@ -62,8 +63,9 @@ class Row:
     use: str = "judged by"
 
 
-# MFU on 1, 2, 4, 8, 16 and 32 slices of v5e-256. Those on 2, 8 and 32 settled what
-# more slices cost (train/hardware/achievable.py), those on 4 and 16 judge it.
+# MFU in percent on 1, 2, 4, 8, 16 and 32 slices of v5e-256; the other fields are name,
+# keys and rows per chip. The cost of more slices (train/hardware/achievable.py) is
+# fitted to 2, 8 and 32 slices, and 4 and 16 slices validate it.
 _SLICES = (1, 2, 4, 8, 16, 32)
 _ON_SLICES = (
     ("16B", (*_16B, "mesh=fsdp"), 6, (61.10, 59.37, 59.14, 58.27, 56.56, 54.65)),
@@ -74,7 +76,7 @@ _ON_SLICES = (
 
 
 def _two_slices() -> Iterator[Row]:
-    """Give programs for two slices, and what more of them kept."""
+    """Yield runs on two slices, with the speeds on 2 to 32 slices in `kept`."""
     for size, model, rows, mfu in _ON_SLICES:
         yield Row(
             f"MaxText {size}, 2 x v5e-256",
@@ -88,7 +90,7 @@ def _two_slices() -> Iterator[Row]:
         )
 
 
-_ON_ONE_SLICE = (  # with the rows of all chips, and FLOPs a second and chip
+_ON_ONE_SLICE = (  # name, target, keys, global batch size, FLOP/s per chip
     ("16B", "v5e-256", _16B, 1536, 120e12),
     ("32B", "v5e-256", _32B, 1024, 132e12),
     ("22B", "v4-128", _22B, 832, 156e12),

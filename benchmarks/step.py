@@ -1,13 +1,14 @@
-"""Time training steps of PyTorch and Longhaul against each other, in alternation.
+"""Compare the speed of training steps of PyTorch and Longhaul.
 
     python -m benchmarks.step --preset nano --json nano.json
     python -m benchmarks.step --preset gpt2_124m --device gpu
     python -m benchmarks.step --isa avx2    # float32, as on a CPU without AVX-512
 
-Each contender is a process of its own that trains the same shape on the same token
-batches, already on the device. Before any timing its loss must fall, and agree with
-the first contender's. The slower PyTorch variants drop out after a short run; the
-others take turns, block by block, so that load from elsewhere hits all alike.
+Each contender is a separate process. All train a model of the same shape on the same
+batches, which are already on the device. Before the timing, each contender's loss must
+fall and agree with the first contender's. A short run eliminates all but the two
+fastest PyTorch variants. The others then run blocks of steps alternately, so that other
+load on the machine affects all of them equally.
 """
 
 import argparse
@@ -28,23 +29,25 @@ from benchmarks.step_worker import PRESETS, Spec
 from data.machine import usable_cores
 from train.hardware.chips import peak_flops
 
-TORCH_KEPT = 2  # variants that reach the long run
-# Compiled or eager, bfloat16 autocast or not, PyTorch's attention kernel or its own
-# products and softmax ("written", the faster one on a CPU at a short context).
+TORCH_KEPT = 2  # the number of PyTorch variants in the long run
+# Variants: compiled or eager, bfloat16 autocast or float32, and PyTorch's attention
+# kernel or attention as products and a softmax ("written"), which is faster on a CPU
+# for short rows.
 TORCH_VARIANTS = [
     f"torch-{mode}-{precision}{attention}"
     for mode in ("eager", "compile")
     for precision in ("f32", "bf16")
     for attention in ("", "-written")
 ]
-# On a GPU one is known to be the fastest, and eight would not fit together.
+# On a GPU the compiled bfloat16 variant is known to be the fastest of the PyTorch
+# variants, and the GPU's memory is too small for all eight together.
 DEFAULT_CONTENDERS = {
     "cpu": [*TORCH_VARIANTS, "longhaul"],
     "gpu": ["torch-compile-bf16", "longhaul"],
 }
 
 
-# What keeps each library from instructions that a CPU without them would not have.
+# Environment variables that restrict each library to an older instruction set.
 NARROW = {
     "avx2": {
         "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
@@ -56,7 +59,7 @@ NARROW = {
 
 
 def prune(contenders: list[Contender], steps: int) -> list[Contender]:
-    """Keep the fastest PyTorch variants and everyone else."""
+    """End all but the fastest PyTorch variants; return the remaining contenders."""
     alternate(contenders, 4, steps)
     by_time = sorted(contenders, key=lambda c: statistics.median(c.blocks))
     torch_names = [c.name for c in by_time if c.name in TORCH_VARIANTS]
@@ -71,7 +74,7 @@ def prune(contenders: list[Contender], steps: int) -> list[Contender]:
 
 
 def spec_of(name: str, options: argparse.Namespace, isa: str | None) -> Spec:
-    """Return what a contender is to do."""
+    """Return the spec of a contender; `isa` is a key of NARROW, or None."""
     return Spec(
         *(name, options.preset, options.device, options.threads),
         float32=isa is not None,
@@ -80,11 +83,12 @@ def spec_of(name: str, options: argparse.Namespace, isa: str | None) -> Spec:
 
 
 def check_narrow(options: argparse.Namespace, names: list[str]) -> dict[str, float]:
-    """Compare a float32 product with all instructions to one with few.
+    """Check that `--isa` slows down a float32 product in each library.
 
     Returns:
-        The speed with few over that with all, by library. Where it is near 1 the
-        library may take wide instructions all the same, or never does.
+        The speed with the restriction divided by the speed without, by library. If
+        this ratio is near 1, the library may ignore the restriction, or may not use
+        the excluded instructions anyway.
     """
     first = {name.partition("-")[0]: name for name in reversed(names)}
     ratios = {}
@@ -105,7 +109,7 @@ def check_narrow(options: argparse.Namespace, names: list[str]) -> dict[str, flo
 
 
 def report(contenders: list[Contender], options: argparse.Namespace) -> dict[str, Any]:
-    """Print the table; return it as plain values."""
+    """Print the settings and the table of results; return both as plain values."""
     result = setting(contenders[0].spec)
     result["rows"] = rows_of(contenders, peak_flops(result["hardware"]))
     for key in ("date", "hardware", "threads", "versions", "shape"):
@@ -115,7 +119,7 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> dict[str
 
 
 def main() -> None:
-    """Check, prune, alternate, report."""
+    """Check the contenders, end the slow ones, time the others and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="nano")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
@@ -127,7 +131,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = DEFAULT_CONTENDERS[options.device]
-    if options.isa:  # no bfloat16
+    if options.isa:  # The restricted runs compute in float32.
         names = [name for name in names if "bf16" not in name]
     if options.contenders:
         names = options.contenders.split(",")

@@ -1,7 +1,8 @@
-"""One contender of `benchmarks.step`, in a process of its own.
+"""The worker process of one contender of `benchmarks.step` or `benchmarks.gpu`.
 
-It holds one shape's training step and does as many updates as it is asked for. The
-shapes, and the batches that all contenders train on, are here too.
+The process compiles the training step of one model shape, and makes as many updates as
+its standard input requests. This module also defines the shapes, and the batches on
+which all contenders train.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-NUM_BATCHES = 8  # distinct ones, used in turn
+NUM_BATCHES = 8  # the number of different batches, which are used in turn
 MFU_CONVENTION = "6N + 12 L C T per token, N without positions, causal not halved"
 
 
@@ -34,7 +35,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step."""
+        """The number of tokens in one step."""
         return self.batch_size * self.context
 
     @property
@@ -45,7 +46,7 @@ class Shape:
         return (6 * matrices + 12 * layers * c * self.context) * self.tokens
 
     def batches(self) -> np.ndarray:
-        """Draw token ids (NUM_BATCHES, B, T + 1), frequent ones first (Zipf)."""
+        """Draw int32 token ids [NUM_BATCHES, B, T + 1]: id i has weight 1 / (i + 1)."""
         weights = 1 / np.arange(1, self.vocab_size + 1)
         size = (NUM_BATCHES, self.batch_size, self.context + 1)
         ids = np.random.default_rng(0).choice(
@@ -64,42 +65,42 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What a contender is, and is to do."""
+    """The settings of a contender."""
 
     name: str
     preset: str
     device: str  # cpu or gpu
     threads: int
-    float32: bool = False  # products, where the name does not tell
-    batch_size: int | None = None  # another than the preset's
-    overrides: tuple[str, ...] = ()  # of Longhaul's config
+    float32: bool = False  # Longhaul's products; PyTorch's are part of the name
+    batch_size: int | None = None  # None: the batch size of the preset
+    overrides: tuple[str, ...] = ()  # overrides of Longhaul's config
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shape(self) -> Shape:
-        """Of the preset, and the batch asked for."""
+        """The shape of the preset, with `batch_size` if it is set."""
         shape = PRESETS[self.preset]
         return replace(shape, batch_size=self.batch_size or shape.batch_size)
 
 
 class Worker(Protocol):
-    """What a contender's process holds."""
+    """A model in training, in a contender's process."""
 
     def step_block(self, num_steps: int) -> tuple[float, float]:
-        """Do `num_steps` updates; return their seconds and the last one's loss."""
+        """Make `num_steps` updates; return their seconds and the last loss."""
         ...
 
     def device_peak_bytes(self) -> int | None:
-        """Most GPU memory ever allocated; None on the CPU."""
+        """Return the peak GPU memory so far; None on the CPU."""
         ...
 
     def kernels(self) -> dict[str, int]:
-        """How often the step calls each kernel of a library, where it can tell."""
+        """Return how often the step calls each kernel of a library; {} if unknown."""
         ...
 
 
 def longhaul_worker(spec: Spec) -> Worker:
-    """Build Longhaul's step, with float32 products or what `auto` takes."""
+    """Build Longhaul's step, with float32 products or those of compute_dtype=auto."""
     from benchmarks.longhaul import LonghaulWorker
 
     shape = spec.shape
@@ -116,7 +117,7 @@ def longhaul_worker(spec: Spec) -> Worker:
 
 
 def torch_worker(spec: Spec) -> Worker:
-    """Build the PyTorch variant that the name tells."""
+    """Build the PyTorch variant that the contender's name describes."""
     from benchmarks.torch_gpt import TorchWorker
 
     shape = spec.shape
@@ -136,7 +137,7 @@ def torch_worker(spec: Spec) -> Worker:
 
 
 def product_flops(name: str) -> float:
-    """Time a float32 product of 1,024 x 1,024 matrices; return FLOPs a second."""
+    """Time a float32 product of 1,024 x 1,024 matrices on the CPU; return FLOP/s."""
     if name == "longhaul":
         from benchmarks.longhaul import square
     else:
@@ -154,14 +155,15 @@ def product_flops(name: str) -> float:
 
 
 def main(text: str) -> None:
-    """Answer `warm`, `run N`, `kernels` and `product` on stdin, one JSON line each.
+    """Answer the commands `warm`, `run N`, `kernels` and `product` with a JSON line.
 
-    `warm` builds, compiles and does the first step. Host memory is the peak since
-    then, so that a compiler's own does not count.
+    Commands come on stdin, one a line; `text` is the contender's `Spec` as JSON. `warm`
+    builds and compiles the step, and takes the first step. On a CPU, `bytes` is the
+    peak of host memory since `warm`, so that it excludes the compiler's memory.
     """
     spec = Spec(**json.loads(text))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # Output of libraries goes to stderr, not between the answers.
     worker: Worker | None = None
 
     def say(answer: dict[str, Any]) -> None:
@@ -188,7 +190,7 @@ def main(text: str) -> None:
 
 
 def host_peak_bytes() -> int:
-    """Read this process's peak resident memory."""
+    """Return this process's peak resident memory."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,9 +1,10 @@
-"""The opponent: a GPT-2 style model and its training step, as fast as PyTorch goes.
+"""The PyTorch contender: a GPT-2 style model and a fast training step.
 
-LayerNorm without bias, tanh GELU, learned positions, tied head, no dropout. A step
-is zero_grad, forward, loss, backward, clip by global norm, AdamW. The weights are
-the same for every variant of one shape, so their losses can be compared.
-It does not load data, schedule the learning rate or save anything.
+The model has LayerNorm without bias, tanh GELU, learned positions, a tied head and no
+dropout. A step is zero_grad, forward, loss, backward, clipping by the global norm and
+AdamW. All variants of one shape start from the same weights, so that their losses can
+be compared. The contender loads no data, saves nothing and has no learning-rate
+schedule.
 """
 
 import contextlib
@@ -25,19 +26,19 @@ CLIP_NORM = 1.0
 
 
 def written_out_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally, scores and all in memory: (batch, head, time, head dim)."""
+    """Compute causal attention of [batch, head, time, head dim], with stored scores."""
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
     future = torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu(1)
     return torch.softmax(scores.float() + future, -1).to(v.dtype) @ v
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend causally by PyTorch's own kernel."""
+    """Compute causal attention by PyTorch's kernel, with the same shapes."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP."""
+    """A layer: attention and an MLP, each after a LayerNorm."""
 
     def __init__(self, embed_dim: int, num_heads: int, attention: Attention) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens and targets to the mean cross-entropy."""
+    """A model that maps tokens and targets to the mean cross-entropy."""
 
     def __init__(
         self,
@@ -98,17 +99,18 @@ class GPT(nn.Module):
 
 
 class TorchWorker:
-    """A model in training on a fixed set of batches, one step after another.
+    """A model that trains on a fixed set of batches (`benchmarks.step_worker.Worker`).
 
     Args:
-        batches: token ids, (number of batches, batch, context + 1); used in turn.
-        compiled: torch.compile for the model, else eager.
-        bfloat16: autocast of the matrix products, else float32 (TF32 on a GPU).
-        written_out: attention as products and softmax, which on a CPU and over a
-            short context is faster than PyTorch's kernel.
+        batches: token ids [number of batches, batch, context + 1], used in turn.
+        compiled: whether to use torch.compile; otherwise the model runs eagerly.
+        bfloat16: whether to autocast products to bfloat16. Otherwise they are float32
+            (TF32 on a GPU).
+        written_out: whether attention is products and a softmax, which is faster than
+            PyTorch's kernel on a CPU for short rows.
         device: "cpu" or "cuda".
-        num_threads: CPU threads.
-        shape: arguments of `GPT`.
+        num_threads: the number of CPU threads.
+        shape: the arguments of `GPT`.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class TorchWorker:
         self.model: Any = torch.compile(model, dynamic=False) if compiled else model
 
     def step(self) -> Tensor:
-        """Do one update and return the loss, still on the device."""
+        """Make one update; return the loss on the device, without waiting for it."""
         index = self.steps % len(self.inputs)
         self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -165,23 +167,23 @@ class TorchWorker:
         return loss.detach()
 
     def step_block(self, num_steps: int) -> tuple[float, float]:
-        """Do `num_steps` updates; return their seconds and the last one's loss."""
+        """Make `num_steps` updates; return their seconds and the last loss."""
         start = time.perf_counter()
         for _ in range(num_steps):
             loss = self.step()
-        value = loss.item()  # waits for the device
+        value = loss.item()  # Waits for the device.
         return time.perf_counter() - start, value
 
     def kernels(self) -> dict[str, int]:
-        """Nothing: PyTorch chooses them while it runs."""
+        """Return {}: PyTorch chooses its kernels only while it runs."""
         return {}
 
     def device_peak_bytes(self) -> int | None:
-        """Most GPU memory ever allocated; None on the CPU."""
+        """Return the peak GPU memory allocated so far; None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else None
 
 
 def square(matrix: np.ndarray) -> Callable[[], Tensor]:
-    """Return what multiplies a matrix by itself on the CPU."""
+    """Return a function that multiplies a matrix by itself on the CPU."""
     tensor = torch.from_numpy(matrix)
     return lambda: tensor @ tensor

@@ -15,7 +15,7 @@ _COMMAND_LINE = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 def main(config: Config) -> int:
     """Train, and return the exit code."""
-    from train.start import start_run  # slow: --help does not need JAX
+    from train.start import start_run  # Imports JAX, which --help does not need.
 
     return start_run(config, _COMMAND_LINE)
 

@@ -1,7 +1,7 @@
 """Progress and tables on the terminal.
 
-Progress goes to stderr, tables to stdout. On a terminal both are drawn by rich;
-otherwise (files, pipes, cluster logs) both are plain lines, never wrapped or cut.
+Progress goes to stderr, and tables go to stdout. On a terminal, rich draws both.
+Otherwise (files, pipes, cluster logs) both are plain lines, never wrapped or truncated.
 """
 
 import sys
@@ -45,7 +45,7 @@ class Progress:
                 console=console,
                 expand=True,
                 refresh_per_second=2,
-                # Results go to stdout; rich would send them to this console.
+                # Tables go to stdout, which rich would redirect to this console.
                 redirect_stdout=False,
             )
             self._task = self._bar.add_task(
@@ -56,10 +56,10 @@ class Progress:
     def update(
         self, step: int, loss: float, tokens_per_second: float, mfu: float | None
     ) -> None:
-        """Show the figures of the log interval that ended with `step`.
+        """Show the loss and the speed of the log interval that ended with `step`.
 
-        A plain line is printed for the first and the last update, and between them at
-        most every five seconds. `mfu` is a fraction, or None if it is unknown.
+        Without a bar, the first call and the last step print a line, and the calls
+        between them print one at most every five seconds. `mfu` is a fraction, or None.
         """
         if not self._show:
             return
@@ -91,7 +91,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Stop drawing; the last figures stay on the screen."""
+        """Stop the bar, or print the newest plain line if it is not printed yet."""
         if self._bar:
             self._bar.stop()
         elif self._unprinted_line:
@@ -99,7 +99,7 @@ class Progress:
             self._unprinted_line = ""
 
     def _seconds_left(self, step: int) -> float | None:
-        # Time is counted from the first update, so that compilation does not count.
+        # The clock starts at the first call of `update`, which excludes compilation.
         now = time.monotonic()
         if self._first_update is None:
             self._first_update = (step, now)

@@ -30,7 +30,7 @@ def due_after(
     """Return what to do right after a step.
 
     `request` is SAVE or an exit code if all processes agreed on a request for this
-    step. The last step ends the run, whatever was requested. `save_due` tells whether
+    step. After the last step, a request has no effect. `save_due` tells whether
     `checkpoint.save_interval_steps` requires a save.
     """
     run_ends = step == config.train.num_steps
@@ -40,7 +40,7 @@ def due_after(
     check_interval = config.train.replica_check_interval_steps or 0
     return Due(
         log=run_ends or step % config.log.interval_steps == 0,
-        # The final evaluation comes after the last save, too late for keep_best.
+        # keep_best needs the loss at the last save; the final evaluation comes later.
         evaluate=config.checkpoint.keep_best
         if run_ends
         else step % config.eval.interval_steps == 0,

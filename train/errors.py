@@ -12,15 +12,15 @@ from data.errors import DataError
 from train.masking import mask, mask_values
 
 FINISHED = 0
-CRASHED = 1  # for an unknown reason, so that another start may help
+CRASHED = 1  # for an unknown reason, so that another start may succeed
 DIVERGED = 3
 DOES_NOT_FIT = 4
 PREEMPTED = 42
 WRONG_DATA = 65
 CRASHES_AGAIN = 70  # three times at the same step
-OWNED = 75  # a live process owns the run
+OWNED = 75  # another live process owns the run
 WRONG_CONFIG = 78
-STOPPED = 130  # a person asked for it
+STOPPED = 130  # a person stopped the run
 ABORTED = 134  # a watchdog fired, or a process was lost
 
 
@@ -48,7 +48,7 @@ _MEANINGS = {
 
 
 def meaning(code: int | None) -> str:
-    """Describe how a start ended. None means that it was killed, or still runs."""
+    """Describe how a start ended. With code None it was killed, or is still running."""
     return _MEANINGS.get(code, f"crashed, exit code {code}")
 
 
@@ -56,7 +56,7 @@ class Mistake(NamedTuple):
     """One mistake in a config.
 
     key: the full key.
-    value: the value of the key; "" shows the key alone.
+    value: the value of the key. With "", the message shows only the key.
     rule: what is wrong, the rule and the remedy.
     related: other keys that the rule reads, or that may be meant instead.
     """

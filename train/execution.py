@@ -55,7 +55,7 @@ def batch_shards(rules: AxisRules, sizes: Mapping[str, int]) -> BatchShards:
 def choose_placement(
     config: Config, mesh: Mesh, axis_steps: tuple[AxisSteps, ...]
 ) -> Placement:
-    """Return where arrays lie, and how devices exchange weights and gradients."""
+    """Return the placement of arrays, and how devices exchange weights."""
     rules, train = axis_rules(config.mesh), config.train
     tokens = config.data.batch_size * config.data.sequence_length
     shards = math.prod(batch_shards(rules, mesh.shape))
@@ -66,7 +66,7 @@ def choose_placement(
         rules=rules,
         platform=mesh.devices.flat[0].platform,
         axis_steps=axis_steps,
-        # Only then does each layer have a single backward pass in a step.
+        # Without microbatches, a layer has a single backward pass in a step.
         reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
         exchange_embedding_rows=local_tokens < config.model.vocab_rows,
     )
@@ -128,7 +128,7 @@ def choose_execution(
 def _resolve_context_attention(
     config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
 ) -> ContextAttention:
-    """Choose how devices that share a row attend. Without any, the choice is unused."""
+    """Choose how devices that share a row attend; unused if no devices share a row."""
     setting, length = config.mesh.context_attention, config.data.sequence_length
     devices = num_shards(sizes, rules.spec("seq")[0])
     if devices == 1:
@@ -136,7 +136,7 @@ def _resolve_context_attention(
     model = config.model
     head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
     kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
-    if head_axes != kv_axes:  # Each query head then has its own key head.
+    if head_axes != kv_axes:  # `attend` then repeats each key head for its query heads.
         kv_heads = model.num_heads // num_shards(sizes, head_axes)
     if rate := model.dropout.attention:
         rule = (
@@ -157,11 +157,11 @@ def _resolve_expert_exchange(
 ) -> ExpertExchange:
     """Choose how tokens reach experts on other devices.
 
-    A device has n tokens, a token goes to k experts, and S devices share the experts. A
-    gather and a reduce-scatter send 2 n (S - 1) rows. Sending rows to their experts and
-    back takes 2 n k (S - 1) / S rows, which pass through main memory once instead of
-    once in each chunk. On GPUs `ragged` must be set explicitly: wrong gradients were
-    reported (marin-community/marin#8077), and this code has not been checked there.
+    A device has n tokens, a token goes to k experts, and S devices share the experts.
+    `all_gather` sends 2 n (S - 1) rows per device, and `ragged` sends 2 n k (S - 1) / S
+    rows, which pass through main memory once instead of once in each chunk
+    (model/experts/exchange.py). On GPUs `ragged` must be set explicitly: wrong
+    gradients were reported (marin-community/marin#8077), and it is untested there.
     """
     setting = config.mesh.expert_exchange
     if setting is not ExpertExchange.auto:
@@ -229,7 +229,7 @@ def _resolve_quantization(config: Config, device: Device) -> Quantization | None
 
 
 def _check_host_memory(config: Config, platform: str) -> None:
-    """Refuse int8 moments in a TPU's host memory before libtpu 0.0.44 (jax 0.11)."""
+    """Refuse offloaded int8 moments on a TPU with jax before 0.11 (libtpu 0.0.44)."""
     optimizer, is_old = config.optimizer, jax.__version_info__ < (0, 11)
     is_int8 = optimizer.moment_dtype is MomentDtype.int8
     if is_old and platform == "tpu" and optimizer.offload and is_int8:

@@ -53,7 +53,7 @@ def main(config: ExportConfig) -> int:
     Raises:
         ConfigError: if no model family of transformers has the run's settings, the
             folder is not empty, or `tokenizers` is not installed.
-        DataError: if the written tokenizer would give other ids than the run's.
+        DataError: if the exported tokenizer returns other ids than the run's tokenizer.
     """
     from train.distributed.processes import join
     from train.load_run import load_run

@@ -48,9 +48,9 @@ def place(batch: Batch, like: Batch) -> Batch:
 class Feed:
     """An iterator over device batches.
 
-    Steps are dispatched but not awaited, so the transfer of a batch overlaps the step
-    before it. A batch is returned before the next one is read, so that a stalled source
-    delays no step whose batch has arrived.
+    Steps are dispatched but not awaited, so the transfer of a batch overlaps the
+    previous step. Each call takes only one batch from the host, so that a stalled
+    source does not delay a step whose batch has arrived.
 
     batches: the host's batches, which are read ahead (`data.prefetch`).
     like: `jax.ShapeDtypeStruct` fields with their sharding.

@@ -20,9 +20,9 @@ from train.masking import mask_values
 class ChangeKind(StrEnum):
     """The consequence of a changed key for an existing run."""
 
-    harmless = "harmless"  # logging, paths, machine
-    allowed = "allowed"  # recorded
-    refused = "refused"  # it would make another run
+    harmless = "harmless"  # logs, evaluation, paths or settings of the machine
+    allowed = "allowed"  # and recorded in the run directory
+    refused = "refused"  # because the result would be another run
 
 
 HARMLESS = (
@@ -122,5 +122,5 @@ def leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def is_covered(key: str, prefixes: Iterable[str]) -> bool:
-    """Return whether a key equals a prefix or lies in the section that it names."""
+    """Return whether a key equals a prefix or is in a section that a prefix names."""
     return any(key == p or key.startswith(p + ".") for p in prefixes)

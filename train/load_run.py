@@ -35,12 +35,12 @@ def load_run(
         runtime: the settings of this machine.
         step: the step of the checkpoint; `best` is the one with the lowest validation
             loss, and None the newest.
-        batch_size: the number of rows of a batch, which is not split then. None: the
-            run's batch size and microbatches.
+        batch_size: the number of rows of a batch, in a single microbatch. None: the
+            run's batch size and number of microbatches.
 
     Returns:
-        The program, the data, the step, and the sharded parameters, which are averaged
-        weights if the run keeps an average.
+        The program, the data, the step, and the sharded parameters. These are averaged
+        weights if the run averages its weights.
 
     Raises:
         ConfigError: if there is no such run.
@@ -67,7 +67,7 @@ def load_run(
 def with_microbatches(program: Program, limit: int) -> Program:
     """Return a program that splits its batch into at most `limit` microbatches.
 
-    Each device needs rows of every microbatch, so another mesh may allow fewer.
+    Each device needs rows of every microbatch, so this mesh may require fewer.
     """
     local_rows = program.config.data.batch_size // program.batch_shards.rows
     count, train = math.gcd(local_rows, limit), program.config.train
@@ -77,10 +77,10 @@ def with_microbatches(program: Program, limit: int) -> Program:
 def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
     """Make a run's program for the devices of this machine.
 
-    The program uses the run's mesh if it fits these devices and is not a pipeline,
-    which can only train. Otherwise parameters are sharded over the largest number of
-    devices that divides the batch. A kernel or a dtype that these devices lack is
-    replaced, with a warning.
+    The program uses the run's mesh if it fits these devices and has no pipeline, which
+    supports only training. Otherwise the program shards parameters over the largest
+    number of devices that divides the batch size and fits the model. A kernel or a
+    dtype that these devices do not support is replaced, with a warning.
 
     Raises:
         ConfigError: if the program fits on no number of devices.
@@ -99,7 +99,7 @@ def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
 
 
 def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
-    """Return values for refused keys: auto, or the kernel that runs anywhere."""
+    """Return values for refused keys: auto, or the kernel xla, which runs anywhere."""
     is_explicit = model.attention is not Attention.auto
     replacements = {
         "attention": Attention.auto if is_explicit else Attention.xla,

@@ -20,15 +20,15 @@ from train.run.metrics import tokens_at
 from train.step import Metrics
 from train.units import few
 
-_MAX_WAIT_FRACTION = 0.02  # of the training time; waiting longer gives a warning
-_WARNING_AFTER_S = 30.0  # the training time before a warning
-_MAX_NAMED = 8  # skipped updates that one note names; events.jsonl names all
+_MAX_WAIT_FRACTION = 0.02  # of training time; a longer wait for data gives a warning
+_WARNING_AFTER_S = 30.0  # There is no warning before this training time.
+_MAX_NAMED = 8  # A note names at most 8 skipped updates; events.jsonl names all.
 
 log = logging.getLogger(__name__)
 
 
 class LogWindow:
-    """Keeps the metrics of steps on the devices, and reads them all when it closes."""
+    """Keeps the metrics of steps on the devices until a log line or a save is due."""
 
     def __init__(self, program: Program, run: RunDir, order: Order, feed: Feed):
         """Open the first window."""
@@ -36,13 +36,13 @@ class LogWindow:
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
-        self.culprit: Culprit | None = None  # of skipped steps, if one was watched
-        self._last_accepted: Metrics | None = None  # of the last watched step
-        # Training and waiting time after the first window, which fills the data buffer.
+        self.culprit: Culprit | None = None  # why steps are skipped, if watched
+        self._last_accepted: Metrics | None = None  # Only watched steps are stored.
+        # These times exclude the first window, in which the data buffer fills.
         self._trained_s: float | None = None
         self._waited_s = self._lapped_wait_s = 0.0
         self._warned = False
-        self._tokens: int | None = None  # targets of all steps so far, once known
+        self._tokens: int | None = None  # the targets of all steps that are read
         self._open()
 
     def _open(self) -> None:
@@ -66,7 +66,7 @@ class LogWindow:
 
     @contextmanager
     def pause(self, event: str) -> Iterator[None]:
-        """Exclude the body from the step time, and record it as an event.
+        """Record the body as an event, and exclude its time from the step time.
 
         The devices finish their steps first. Otherwise a body that waits for the
         devices would be charged for the steps in flight.
@@ -95,8 +95,8 @@ class LogWindow:
     def read(self, step: int, progress: Progress) -> None:
         """Wait for the devices, and record everything except the log line.
 
-        Call this before a save. No later start repeats the saved steps, so the number
-        of tokens so far is recorded too.
+        Call this before a save. A later start continues after the saved steps, and
+        reads from the metrics how many tokens they had.
         """
         self._run.log(step, {"tokens": self._read_all(step, progress)})
 
@@ -194,8 +194,8 @@ class LogWindow:
 def _as_line(metrics: Metrics) -> dict[str, float]:
     """Return all metrics of a step, except the figures that `flat_figures` returns.
 
-    A metric with a value for each layer gets a key for each value, and its largest
-    value under its own name.
+    For a metric with a value per layer, the line has a key for each layer, and the
+    largest value under the name of the metric.
     """
     metrics = {k: v for k, v in metrics.items() if not k.startswith(PREFIX)}
     values = {name: float(np.max(value)) for name, value in metrics.items()}

@@ -124,8 +124,8 @@ class Trainer:
     def _wait_for_compilation(self) -> CompiledSteps:
         """Return the compiled steps once all processes have compiled them.
 
-        Without this barrier, the watchdog would take a process that finds the step in
-        the compilation cache for stuck, while the others still compile.
+        Processes that find the step in the compilation cache are ready early. Without
+        this barrier, their watchdogs could fire while they wait for the others.
         """
         with self.phase("compile"):
             steps = self.compilation.result()
@@ -139,7 +139,7 @@ class Trainer:
     ) -> Iterator[_Instruments]:
         """Open the instruments of a loop that begins after `start_step` updates."""
         program, run, config = self.program, self.run, self.program.config
-        # Batches end with the run: a source with a limit may have no further batches.
+        # Read no batches after the last step: a source may reach its limit of epochs.
         num_steps, rows = config.train.num_steps, local_rows(program.batch)
         batches = self.order.batches(start_step, rows, num_steps)
         feed = Feed(batches, program.batch, self.watchdog.phase)
@@ -168,7 +168,7 @@ class Trainer:
         watched = steps.watched if window.should_watch(step) else None
         state, metrics = (watched or steps.plain)(state, next(instruments.feed))
         window.add(metrics)
-        if jax.default_backend() == "cpu":  # virtual devices deadlock otherwise
+        if jax.default_backend() == "cpu":  # Steps in flight deadlock virtual devices.
             jax.block_until_ready(metrics)
         instruments.profiler.after(step, metrics)
         self.watchdog.phase("log", step)
@@ -209,7 +209,7 @@ class Trainer:
     ) -> Due:
         """Score the state, show and log the scores, and return the updated `due`.
 
-        A save becomes due if the state has the best loss so far.
+        With `checkpoint.keep_best`, the best loss so far makes a save due.
         """
         config = self.program.config
         metrics = self.score_tasks(state) if due.score_tasks else {}
@@ -231,7 +231,7 @@ class Trainer:
         """Begin to save the state of `step`, and report a failed save.
 
         Raises:
-            Exit: if a value of the state is not finite; nothing is saved then.
+            Exit: if a value of the state is not finite; the state is not saved.
         """
         if names := self._list_not_finite(state):
             raise Exit(

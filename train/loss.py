@@ -164,7 +164,7 @@ class _TiledLoss(NamedTuple):
             return sums, None
         dx_BTD, dweight = grads
         dlocal = head_placement.reduce_scatter(dweight).astype(local_weight.dtype)
-        # Without the barrier, XLA keeps the float32 dweight to the backward pass' end.
+        # Without this barrier, the float32 dweight lives until the backward pass ends.
         return sums, jax.lax.optimization_barrier((dx_BTD, dlocal))
 
     def _scan_sharded_head(self, x_BTD, weight_shard, targets_BT, gradients: bool):
@@ -261,8 +261,8 @@ def _sums(tiled: _TiledLoss, x_BTD, weight, targets_BT):
 
 
 def _forward(tiled: _TiledLoss, x_BTD, weight, targets_BT):
-    # The loss is a sum, so its gradient is known here up to the cotangent's factor, and
-    # no tile's logits are computed twice.
+    # Compute the gradients here, so that logits are computed only once. The loss is a
+    # sum, so the backward pass only multiplies them by the cotangent.
     return tiled(x_BTD, weight, targets_BT, gradients=True)
 
 

@@ -1,7 +1,7 @@
 """Recognise secrets, and mask them in all that is written or shown.
 
-A secret is a value whose name says so (`DB_PASS`, `API_KEY_2`, `MYTOKENS`), the
-password in a URL, or the value that `${oc.env:NAME}` reads if NAME is such a name.
+A secret is a value with a secret's name (`DB_PASS`, `API_KEY_2`, `MYTOKENS`), a
+password or token in a URL, or what `${oc.env:NAME}` reads if NAME is a secret's name.
 """
 
 import os
@@ -21,9 +21,9 @@ _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
-_MIN_LENGTH = 6  # shorter ones may be common words: masked only if the whole text
+_MIN_LENGTH = 6  # A shorter secret may be a word. It is masked only as a whole text.
 
-_environment_secrets: dict[str, str] = {}  # value -> its interpolation
+_environment_secrets: dict[str, str] = {}  # value -> "${oc.env:NAME}"
 
 
 def is_secret_name(name: str) -> bool:
@@ -35,12 +35,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def holds_secret(value: str) -> bool:
-    """Return whether a text holds a secret, whatever its name is."""
+    """Return whether `mask` finds a secret in a text, whatever the text's name is."""
     return mask(value) != value
 
 
 def mask(text: str) -> str:
-    """Replace the secrets in a text by `***` or by their interpolation."""
+    """Replace the secrets in a text by `***` or by `${oc.env:NAME}`."""
     for secret, interpolation in _environment_secrets.items():
         if len(secret) >= _MIN_LENGTH or secret == text:
             text = text.replace(secret, interpolation)
@@ -67,7 +67,7 @@ def mask_values(value: Any) -> Any:
         return value
     return {
         key: item
-        if key == "secrets"  # holds names of secrets in a secret store
+        if key == "secrets"  # Its values are only names in a secret store.
         else MASK
         if isinstance(item, str) and item and is_secret_name(str(key))
         else mask_values(item)
@@ -76,7 +76,7 @@ def mask_values(value: Any) -> Any:
 
 
 def remember_secrets(text: str) -> None:
-    """Remember the secret environment variables that a text names, to mask them."""
+    """Let `mask` hide the secrets that a text reads from environment variables."""
     for name in _FROM_ENVIRONMENT.findall(text):
         value = os.environ.get(name)
         if value and is_secret_name(name):

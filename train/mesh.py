@@ -1,4 +1,4 @@
-"""The device mesh: named axes, slowest network first."""
+"""The device mesh: named axes, from the slowest network to the fastest."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def _dcn_granules(config: MeshConfig, devices: list[Device]) -> list[list[Device
 
 
 def _device_grid(sizes: list[int], devices: list[Device]) -> np.ndarray:
-    """Return a slice's devices as a grid, along whole dims of a torus if possible."""
+    """Arrange a slice's devices in a grid, along whole dims of a torus if possible."""
     create = mesh_utils.create_device_mesh
     try:
         return create(sizes, devices)
@@ -86,7 +86,7 @@ def _granules(devices: list[Device], num_blocks: int) -> list[list[Device]]:
         return [list(g) for _, g in groupby(sorted(devices, key=key), key=key)]
 
     slices = group_by(lambda device: getattr(device, "slice_index", 0))
-    # Only an axis with a `mesh.dcn` factor may cross TPU slices.
+    # Keep TPU slices separate: only axes with a `mesh.dcn` factor may cross slices.
     if num_blocks == 1 and not (len(slices) > 1 and devices[0].platform == "tpu"):
         return [devices]
     for groups in (slices, group_by(lambda device: device.process_index)):

@@ -29,8 +29,8 @@ def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     """Return the smallest possible size of every axis, without raising an error.
 
     -1 becomes the number of remaining devices, or 1 if the fixed sizes do not divide
-    the number of devices. A dim that these sizes do not divide fits no mesh of this
-    config.
+    the number of devices. If these sizes do not divide an array's dim, then the sizes
+    of no mesh of this config divide it.
     """
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -202,8 +202,8 @@ def dim_mistake(
 def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
     """List the mistakes of a mesh that are known without JAX.
 
-    Every other check of the config must have passed. By default the number of devices
-    is `runtime.cpu_devices`, or it is not checked if there may be other devices.
+    Every other check of the config must have passed. `num_devices` defaults to
+    `runtime.cpu_devices`. If there may be other devices, their number is not checked.
     """
     num_known_devices = num_devices or _cpu_devices(config)
     batch = config.mesh.activations.get("batch")

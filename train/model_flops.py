@@ -1,9 +1,9 @@
 """Model FLOPs: the conventional cost of a token, however a step computes it.
 
-A token costs 6 N + 12 L C T. N counts the parameters that multiply: the matrices and
-the head, tied or not, but no embedding look-ups or vectors. Only the experts that a
-token takes count. C is heads x head dim, and T is at most the window of a layer. Causal
-attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
+A token costs 6 N + 12 L C T. N is the number of parameters in matrix products: the
+matrices and the head, tied or not, but no embedding look-ups or vectors. Only experts
+to which a token is routed count. C is heads x head dim, and T is at most the window of
+a layer. Causal attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
     """Return 6 N: the FLOPs of a token's products with weights.
 
     Args:
-        model: the config, with its vocabulary settled.
+        model: the model's config, with its vocabulary size set.
         params: tree of the model's parameters, as arrays or shapes.
         infos: tree of `ParamInfo`, shaped like `params`.
     """

@@ -68,7 +68,7 @@ def compute_layer_metrics(
 
 
 def flat_figures(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return each figure of a watched step under its key in metrics.jsonl, or {}."""
+    """Return a watched step's figures by key in metrics.jsonl; {} for other steps."""
     figures = {name: v for name, v in metrics.items() if name.startswith(PREFIX)}
     return {
         f"{name}/{layer}": float(f"{value:.4g}")

@@ -33,7 +33,7 @@ from train.run.versions import code_version, versions
 def settled_run_dir(config: Config) -> str:
     """Return the run's directory, whose default name depends on the vocabulary too.
 
-    If the vocabulary is not available, a later step of the start reports why.
+    If the vocabulary cannot be read, `Prepared` raises the error later.
     """
     try:
         encoding = encoding_of(config.data)
@@ -45,7 +45,7 @@ def settled_run_dir(config: Config) -> str:
 class Prepared:
     """A config's program and data, after all processes have agreed on them.
 
-    config: the config, with the vocabulary and the layout settled.
+    config: the config, with the vocabulary size and the layout filled in.
     devices_s: the monotonic times before and after JAX found the devices.
     """
 
@@ -98,7 +98,7 @@ class Prepared:
         vocab_size, self._num_tokens = padded_vocab_size(encoding), encoding.n_vocab
         self._check_vocab = partial(settle, self.config, vocab_size, self._num_tokens)
         if self.config.mesh.planned:
-            self._check_vocab()  # before the search, which takes minutes
+            self._check_vocab()  # Fail before the search, which takes minutes.
         self.config = settle(self.config, vocab_size)
         return _program_versions(self.config)
 
@@ -148,7 +148,8 @@ class Prepared:
 
 def _program_versions(config: Config) -> dict[str, str]:
     """Return the hashes of config and code, and the versions of libraries."""
-    shared = replace(config, distributed=DistributedConfig())  # process_id differs
+    # Each process has its own process_id.
+    shared = replace(config, distributed=DistributedConfig())
     text = json.dumps(asdict(shared), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()
     program = {"config": digest[:12], "code": code_version()}

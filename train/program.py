@@ -50,7 +50,7 @@ from train.step import make_eval_step, make_train_step
 
 @dataclass(frozen=True)
 class Program:
-    """A settled config on a mesh.
+    """A config, and everything that `jit` needs to run it on a mesh.
 
     model: the abstract model.
     infos: tree of `ParamInfo`, shaped like the parameters.
@@ -185,12 +185,12 @@ class Program:
 
 
 def settle(config: Config, vocab_size: int, num_tokens: int = 0) -> Config:
-    """Return a config whose model has the data's vocabulary and row length, if unset.
+    """Fill in the model's vocabulary size and number of positions, if they are unset.
 
     Args:
         config: the composed config.
         vocab_size: the size of the tokenizer's vocabulary, padded to a multiple of 128.
-        num_tokens: the number of ids that the tokenizer has. 0 skips the check.
+        num_tokens: the number of ids that the tokenizer has. 0 skips the size check.
 
     Raises:
         ConfigError: if the model's vocabulary is smaller than the tokenizer's.
@@ -213,10 +213,10 @@ def make_program(
     schedule_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> Program:
-    """Return the program of a settled config on a set of devices.
+    """Return the program of a config on a set of devices.
 
     Args:
-        config: the settled config.
+        config: the config, with the vocabulary size set (`settle`).
         devices: the devices of the mesh. None means all devices of this run.
         schedule_steps: the length of the schedule. None means train.num_steps. A run
             that is extended keeps the schedule of its first start.

@@ -1,9 +1,9 @@
 """The per-device program: local rows and explicit collectives, under `shard_map`.
 
-Over the mesh axes that shard the batch's rows (data, fsdp) or positions (context),
-nothing is left to XLA's partitioner. The program states what is gathered and reduced,
-and when, in the same way for any number of devices. For a parameter W[D_fsdp, F_tensor]
-the program sees the local part W[D/fsdp, F]: XLA's partitioner handles `tensor`.
+XLA's partitioner does not handle the mesh axes that shard the batch's rows (data, fsdp)
+or positions (context). For them the program states what is gathered and reduced, and
+when, in the same way for any number of devices. Of a parameter W[D_fsdp, F_tensor], the
+program sees W[D/fsdp, F], because XLA's partitioner handles `tensor`.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ def run_per_device(
     """Return a function that runs `function(params, batch)` on each device.
 
     If devices that share a row attend in a ring, the row's positions are first permuted
-    into ring order; only attention depends on the order. Matrices and tables arrive
-    sharded, and vectors replicated, except along their `layers` dim. `result_specs`
-    maps the PartitionSpecs of parameters to those of results.
+    into ring order; only attention depends on the order. `function` gets matrices and
+    embedding tables sharded, and vectors replicated except along their `layers` dim.
+    `result_specs` maps the PartitionSpecs of parameters to those of results.
     """
     placement = execution.placement
     if not placement.manual_axes:

@@ -32,7 +32,7 @@ def set_up(config: RuntimeConfig) -> None:
         jax.config.update("jax_platforms", config.platform.value)
     elif not (_platforms() or _may_have_accelerator(Path("/dev"))):
         # Otherwise an installed libtpu looks for a TPU for ten seconds, and complains.
-        # JAX itself sets the platform if it sees the chips of a TPU.
+        # If JAX finds the chips of a TPU, it has already set the platform.
         jax.config.update("jax_platforms", "cpu")
     if _platforms() == "cpu":
         keep_freed_memory()
@@ -50,9 +50,9 @@ def set_up(config: RuntimeConfig) -> None:
 def keep_freed_memory() -> None:
     """Let malloc reuse freed memory, instead of returning it to Linux.
 
-    XLA:CPU allocates the intermediate arrays of each step again. By default glibc
-    returns such large blocks to Linux at once, which hands them out again as zeroed
-    pages of 4 KiB. The zeroing takes half of a small model's step (docs/log).
+    XLA:CPU frees the intermediate arrays after each step and allocates them in the
+    next. By default glibc returns such large blocks to Linux, which zeroes their pages
+    before the next use. The zeroing takes half of a small model's step (docs/log).
     Nothing happens if malloc is not glibc's.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -75,13 +75,13 @@ def _may_have_accelerator(devices: Path) -> bool:
 def default_cpu_devices() -> int:
     """Return the default number of virtual devices: the usable cores, at most two.
 
-    One virtual device for each core is a quarter faster than one device with two
-    threads, on a small model. More than two were not measured (docs/log).
+    Two virtual devices train a small model faster than one device with two threads
+    (docs/log/cpu.md). More than two were not measured.
     """
     return min(2, usable_cores())
 
 
-# Options of XLA:TPU: SparseCores run the collectives, unfused from products.
+# Options with which XLA:TPU runs collectives on SparseCores, not fused with products.
 _ON_SPARSE_CORES: dict[str, bool | str] = {
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
@@ -99,13 +99,13 @@ def compiler_options(
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
-    With `sparse_cores`, collectives run on a TPU's SparseCores, if it has any.
-    Otherwise XLA overlaps no collective of an FSDP step with products (docs/log).
+    With `sparse_cores`, collectives run on a TPU's SparseCores, if it has any. Without
+    these options, XLA overlaps no collective of an FSDP step with products (docs/log).
 
-    On a CPU the default analysis of live ranges copies every optimizer moment at the
-    start of each step. The finer analysis sees that the old moment is last read when
-    the new one is written. In float32 the library YNNPACK runs only products, because
-    XLA is faster for the elementwise operations around them (docs/log).
+    On a CPU, XLA's default analysis of live ranges copies every optimizer moment at the
+    start of each step. Region analysis sees that an old moment is last read when the
+    new one is written, and copies none. In float32 the library YNNPACK runs only
+    products, because XLA's elementwise operations are faster (docs/log).
     """
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)

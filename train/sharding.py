@@ -1,4 +1,4 @@
-"""Decide the sharding of every array. No other module does.
+"""Decide the sharding of every leaf of the train state, from rule tables.
 
 A rule table maps the logical axes of a parameter to mesh axes. `state_shardings` turns
 the table into one `NamedSharding` per leaf of the train state. Initialisation, the
@@ -82,8 +82,8 @@ def state_shardings(
     An optimizer's leaf belongs to a parameter if its path ends in the parameter's path,
     perhaps followed by one name (`codes`, `rows`), and if it has the same shape, apart
     from dims of size 1. Such a leaf is sharded like the parameter. All other leaves
-    (step, counts) are replicated. `jit` alone would replicate the moments.
-    With `offload`, the leaves that `moments_of` lists are in host memory.
+    (step, counts) are replicated. Without these shardings, `jit` would replicate the
+    moments. With `offload`, the leaves that `moments_of` lists are in host memory.
     """
     specs = param_specs(abstract_state.params, infos, mesh.shape, table)
     by_path = {
@@ -107,7 +107,7 @@ def state_shardings(
         return NamedSharding(mesh, PartitionSpec())
 
     shardings = jax.tree_util.tree_map_with_path(sharding, abstract_state)
-    # A plan's stand-ins for devices have no client, and no memory kinds.
+    # A plan's stand-ins for devices (`fake_devices`) have no client or memory kinds.
     if not (offload and hasattr(mesh.devices.flat[0], "client")):
         return shardings
     names = {name for name, _ in moments_of(abstract_state)}

@@ -3,8 +3,8 @@
 The loss and the gradient norm of the last accepted steps are kept in a ring buffer. A
 skipped step never enters the buffer, so that one bad step does not hide the next.
 
-Source: OLMo-core v2, `optim/skip_step_optimizer.py`, which also starts at half
-a window, but keeps the values of skipped steps too.
+Source: OLMo-core v2, `optim/skip_step_optimizer.py`, which also detects spikes only
+after half a window of steps, but whose buffer includes skipped steps.
 """
 
 from typing import NamedTuple

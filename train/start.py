@@ -7,8 +7,8 @@ A start takes its state from the first of these (`_find_state`):
 3. the weights that `init_from` names;
 4. a fresh initialisation.
 
-3 and 4 apply only if there are no checkpoints. If there are some, but none verifies,
-the run stops.
+3 and 4 apply only if there are no checkpoints. If there are checkpoints, but none
+verifies, the start fails with DataError.
 """
 
 import logging
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 def start_run(config: Config, command: str) -> int:
     """Start a run, or continue the run of the same name.
 
-    `command` is the command line; the printed results show how to continue with it.
+    `command` is the command line. The printed results show it with the overrides that
+    continue training.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.
@@ -85,7 +86,7 @@ def _start(
         try:
             code = _train(trainer)
         except Exception:
-            if cluster.processes == 1:  # otherwise all processes end at once
+            if cluster.processes == 1:  # Several processes exit without waiting.
                 with watchdog.during("save"):
                     limit_s = run.config.watchdog.save_timeout_s / 2
                     trainer.checkpoints.finish(limit_s)
@@ -164,7 +165,7 @@ def _train(trainer: Trainer) -> int:
     if code:
         return code
     with trainer.phase("save"):
-        trainer.checkpoints.wait()  # results say that the run is finished
+        trainer.checkpoints.wait()  # Finish the save before results mark the run done.
     trainer.preemption.training_done()
     with trainer.phase("eval"):
         step, batches = int(state.step), program.config.eval.final_num_batches
@@ -179,11 +180,11 @@ def _train(trainer: Trainer) -> int:
 
 
 def _find_state(trainer: Trainer) -> TrainState:
-    """Return the state to continue from, in the order that the module states."""
+    """Return the first state that exists in the list of the module's docstring."""
     program, run = trainer.program, trainer.run
     saved, rewind_to = trainer.checkpoints.saved, run.continuation.rewind_to
     trainer.watchdog.phase("restore")
-    if rewind_to is not None:  # check before the restore sets later steps aside
+    if rewind_to is not None:  # Check before the restore moves later steps aside.
         newest_step = max((s for s in saved.steps() if s <= rewind_to), default=0)
         _check_skips(trainer, newest_step)
 
@@ -216,7 +217,7 @@ def _start_from(init_from: str, trainer: Trainer) -> TrainState:
 
 
 def _check_skips(trainer: Trainer, step: int) -> None:
-    """Raise ConfigError if one of the first `step` steps used a skipped batch."""
+    """Raise ConfigError if one of the first `step` steps used a batch to be skipped."""
     earlier_skips = trainer.run.continuation.earlier_skips
     skip_batches = trainer.run.config.data.skip_batches
     index = step - 1  # the index of the last step
@@ -246,7 +247,7 @@ def report_crash(
         known=has_message,
     )
     if cluster.processes > 1:
-        # An error without a message of its own is reported by process 0.
+        # An Exit without a message follows from an error that process 0 reports.
         if not preemption.leaving and (str(error) or not has_message):
             log.error("%s", message, exc_info=None if has_message else error)
         preemption.crashed(crash)

@@ -1,6 +1,6 @@
-"""The state that training carries from step to step, and that a checkpoint holds.
+"""The state that training carries from step to step, and that a checkpoint saves.
 
-It has no random key and no data position: both are functions of the seed and the step.
+The state has no random key or data position: both are functions of seed and step.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def as_saved(state: TrainState) -> dict[str, Any]:
 
 
 def best_params(state: TrainState) -> Any:
-    """Return the averaged weights if an average is kept, otherwise the weights."""
+    """Return the averaged weights if the optimizer averages them, or the weights."""
     average = state.optimizer.average
     return state.params if average is None else average
 
@@ -74,7 +74,7 @@ def make_finite_check(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         if leaf.sharding.memory_kind == "pinned_host":
-            host_groups.append([name])  # all together may exceed device memory
+            host_groups.append([name])  # Together they may exceed device memory.
         else:
             device_names.append(name)
 

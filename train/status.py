@@ -31,7 +31,7 @@ from train.run.starts import existing_run, newest_start, read_results
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
-_MISSED_RENEWALS = 5  # after this many intervals without one, an owner is dead
+_MISSED_RENEWALS = 5  # An owner that misses this many renewals counts as dead.
 _LEASE_READ_S = 1.0
 
 
@@ -51,7 +51,7 @@ class Save:
     """The newest checkpoint of a run.
 
     age_s: the time since the checkpoint was sealed; None if it is not sealed, or if
-        the storage does not tell.
+        the storage reports no modification time.
     """
 
     step: int
@@ -151,8 +151,8 @@ def _follow(folder: epath.Path, status: Status) -> None:
 def _live_owner(folder: epath.Path) -> str | None:
     """Return the process that runs the run, or None if no live process does.
 
-    On the owner's machine, the process itself is looked up. On other machines, only a
-    renewal of the lease is proof: a run that compiles records nothing.
+    On the owner's machine, the process table shows whether the owner lives. On other
+    machines, only a renewal of the lease shows it: a run that compiles records nothing.
     """
     first_owner = owner = read_owner(os.fspath(folder))
     if owner is None:
@@ -181,7 +181,7 @@ def _describe_state(
 
 
 def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
-    """Estimate the time left, with saves and evaluations, from the last start."""
+    """Estimate the time left from the last start, including saves and evaluations."""
     start = goodput.starts[-1]
     first_step, last_step = start.first_step, start.last_step
     if first_step is None or last_step is None or last_step <= first_step:

@@ -75,8 +75,8 @@ def make_train_step(
     clipping), learning_rate, skipped (1 if loss, norm or update was not finite, or if
     loss or norm was a spike), overflow (1 if the update was not finite) and targets
     (the number of targets). With experts, expert_load [layers with experts] is the
-    tokens of the busiest expert over the mean. A watched step makes the same update,
-    and its metrics include figures of layers (train/numerics.py).
+    number of tokens of the busiest expert divided by the mean. A watched step makes the
+    same update, and its metrics include figures of layers (train/numerics.py).
     """
     compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
     has_dropout = model.config.dropout != Dropout()
@@ -257,7 +257,7 @@ def make_eval_step(
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
-    The step has the microbatches of a train step, so that it needs no more memory.
+    The step uses the microbatches of training, so that it needs no more memory.
     """
     microbatches = config.accumulation_steps
 

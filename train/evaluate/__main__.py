@@ -105,7 +105,7 @@ class Evaluation(NamedTuple):
 
     options: the settings that distinguish this evaluation from others.
     metrics: the scores by their names in metrics.jsonl.
-    json_values: what the last line of the output prints as JSON.
+    json_values: the values that the last line of the output shows as JSON.
     """
 
     step: int

@@ -25,7 +25,7 @@ from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.step import make_score_step
 
-_BLOCK = 128  # positions; every attention kernel takes any multiple of it
+_BLOCK = 128  # Every attention kernel accepts rows of any multiple of this length.
 
 
 class ScoredWindow(NamedTuple):
@@ -45,8 +45,8 @@ class HarnessModel(TemplateLM):
     """A program with parameters; callers may replace `params` and `heartbeat`.
 
     Each request is scored in a separate row, padded to one of a few lengths. Contexts
-    that are too long lose their start. An empty context becomes an end-of-text token,
-    which precedes each document in training.
+    that are too long are truncated at their start. An empty context becomes an
+    end-of-text token, which precedes each document in training.
     """
 
     def __init__(self, program: Program, encoding: Encoding):
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
         requests: Sequence[tuple[Any, list[int], list[int]]],
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-probability, and whether argmax yields it.
+        """Return each continuation's log-probability, and whether each token is argmax.
 
         A continuation longer than a row is scored in several windows.
         """
@@ -141,7 +141,7 @@ class HarnessModel(TemplateLM):
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """Return each text's continuation, up to a stop text or an end of text."""
+        """Return each text's continuation, up to a stop text or end-of-text token."""
         arguments: list[Any] = [request.args for request in requests]
         by_settings: dict[str, list[int]] = {}
         for number, (_, settings) in enumerate(arguments):
@@ -219,7 +219,7 @@ def split_into_windows(
 def row_lengths(longest: int, program: Program) -> list[int]:
     """Return the lengths to which rows are padded: `longest`, its half, and so on.
 
-    Every half divides into whole blocks on each device that shares a row.
+    The halves are multiples of `_BLOCK`, also on each device that shares a row.
     """
     shards = program.batch_shards.sequence
     multiple = _BLOCK * (2 * shards if shards > 1 else 1)

@@ -1,4 +1,4 @@
-"""The results of a finished run: scores, compressors for comparison, and a sample."""
+"""The results of a finished run: scores, compression for comparison, and a sample."""
 
 import shlex
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ def compute_results(
 ) -> dict[str, Any]:
     """Return the results of a run as JSON values, with scores as in metrics.jsonl.
 
-    `validation_bytes` is the size of the scored text. `compressed_bytes` is the size of
-    the beginning of this text, which is compressed for comparison.
+    `validation_bytes` is the size of the scored text. `compressed_bytes` is the size,
+    before compression, of the part of this text that is compressed for comparison.
     """
     model, score, encoding = program.config.model, scores[""], sources.encoding
     max_positions = _SAMPLE_TOKENS + 1
@@ -87,7 +87,7 @@ def print_results(
     # The learning rate of further steps must not be 0.
     if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
         key = "schedule.final_fraction"
-        # The key is part of the run's name, unless a name is given.
+        # The override changes the default run name, so the command must name the run.
         name = config.run.name or config.run.dir
         overrides += [f"{key}=0.1", f"run.allow_change=[{key}]"]
         overrides += [] if name else [f"run.name={run_dir.name}"]

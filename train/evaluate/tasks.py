@@ -60,11 +60,11 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
     if find_spec("lm_eval") is None:
         rule = 'needs lm-evaluation-harness; pip install -e ".[eval]"'
         raise ConfigError([Mistake(request.key, [*request.names], rule)])
-    # The harness reads these variables when imported. Forks would copy JAX's threads.
+    # The harness reads these when it is imported. It must not fork: JAX has threads.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    if not _hub_answers():  # Otherwise each data set is retried many times.
+    if not _hub_answers():  # The harness would retry each data set many times.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # The harness warns of each default that a task file does not override.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -74,11 +74,11 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
     try:
         manager = TaskManager(include_path=request.path, include_defaults=False)
         if not {*request.names} <= {*manager.all_tasks}:
-            manager = TaskManager(include_path=request.path)  # slow: lists thousands
+            manager = TaskManager(include_path=request.path)  # Slow: thousands of tasks
         unknown = [name for name in request.names if name not in manager.all_tasks]
         if not unknown:
             task_dict = manager.load([*request.names])
-    except Exception as error:  # Many libraries run here.
+    except Exception as error:  # Libraries that load data sets raise many types.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = f"cannot be loaded ({reason}). Without a network, only data sets on "
         rule += "this machine can be used. Load the task once with a network, or use "
@@ -89,7 +89,7 @@ def load_tasks(request: TaskRequest) -> dict[str, Any]:
         rule += f"folder {request.path_key}={as_typed(request.path)}"
         raise ConfigError([Mistake(request.key, name, rule) for name in unknown])
     for task in task_dict["tasks"].values():
-        # A task that sets 0 keeps 0, as in the harness' own command.
+        # A task that sets num_fewshot=0 is not changed, as in the harness' command.
         task_fewshot = task.config.num_fewshot
         is_replaced = request.num_fewshot is not None and task_fewshot != 0
         if task_fewshot is None or is_replaced:
@@ -128,7 +128,7 @@ class Tasks:
         from train.evaluate.harness import HarnessModel
 
         self._task_dict = task_dict
-        self._limit: Any = request.limit  # accepts fractions, but is typed as int
+        self._limit: Any = request.limit  # The harness accepts float, but declares int.
         self._model = HarnessModel(program, encoding)
         length = self._model.max_length
         if mistakes := _mistakes(task_dict["tasks"], request.key, length):
@@ -167,7 +167,7 @@ class Tasks:
         from lm_eval.evaluator import evaluate
 
         for task in self._task_dict["tasks"].values():
-            task.set_fewshot_seed(_SEED)  # Drawing advances the generator.
+            task.set_fewshot_seed(_SEED)  # Earlier calls advanced the generator.
         self._model.params, self._model.heartbeat = params, heartbeat
         with contextlib.redirect_stdout(io.StringIO()):  # The harness prints progress.
             results = evaluate(

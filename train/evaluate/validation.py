@@ -41,7 +41,7 @@ def evaluate(
     batches = validation_batches(sources, program.config.data, num_batches, rows)
     nats = num_targets = 0.0
     for batch in Feed(batches, program.batch):
-        # The host sums in float64. Waiting keeps the virtual devices of a CPU in step.
+        # The host sums in float64. The wait keeps a CPU from running two steps at once.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats += float(batch_nats)
         num_targets += float(batch_targets)

@@ -60,7 +60,7 @@ class Labels:
         self._labels = dict[str, Label | None]()
 
     def label(self, instruction: str, program: str) -> Label | None:
-        """Return an event's label, or None for a loop, whose body has the labels."""
+        """Return an event's label; None for a loop, whose body's events have labels."""
         if program and program.split("(")[0] != self._program:
             return Label(OTHER, OTHER)
         if instruction not in self._labels:
@@ -75,7 +75,7 @@ class Labels:
             return None
         nested = instruction.with_nested
         opcodes = {inner.opcode for inner in nested}
-        if merged := split_name(instruction.op_name):  # The names of merged operations.
+        if merged := split_name(instruction.op_name):  # XLA merged several operations.
             scopes = _most_common(scope_in_name(n) or _outermost(n) for n in merged)
             return Label((*scopes, UNNAMED)[0], self._kind_of(executed, "", opcodes))
         nested_scopes = (scope_of(executed, inner) for inner in nested if inner.op_name)
@@ -92,7 +92,7 @@ class Labels:
     def _kind_of(self, executed: Executed, part: str, opcodes: set[str]) -> str:
         if any(opcode.removesuffix("-start") in KINDS for opcode in opcodes):
             return "collectives"
-        if part.split(".")[-1] == "attention":  # Only the kernel.
+        if part.split(".")[-1] == "attention":  # the kernel, without projections
             return "attention"
         if multiplies(executed.instruction):
             return "products"

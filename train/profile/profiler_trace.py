@@ -2,8 +2,8 @@
 
 On a CPU, instructions are events of threads, and an event names its device. If several
 threads share an instruction, a separate event marks its end. GPUs and TPUs have one
-plane for each device. If instructions overlap on a device, the time counts for the most
-useful instruction: products before collectives, and the innermost if nested.
+plane for each device. If instructions overlap on a device, the time counts for
+computation before collectives and copies, and for the innermost of nested instructions.
 """
 
 import heapq
@@ -45,7 +45,7 @@ def read_trace(file: Path) -> Trace:
     """
     devices, ends = defaultdict[str, list[Event]](list), defaultdict[str, list](list)
     mark: tuple[float, float] | None = None
-    data = ProfileData.from_file(str(file))  # Planes and events point into it.
+    data = ProfileData.from_file(str(file))  # It must outlive its planes and events.
     for plane in data.planes:
         lines = list(plane.lines)
         is_device = plane.name.startswith("/device:")
@@ -76,7 +76,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def extend_events(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
-    """Return events by begin, each extended to its end event in `ends`, if any."""
+    """Sort events by begin, and extend each to its end event in `ends`, if any."""
     sorted_ends = {name: sorted(times) for name, times in ends.items()}
     next_index, result = Counter[str](), list[Event]()
     for event in sorted(events):

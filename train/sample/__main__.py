@@ -19,7 +19,7 @@ from train.cli.rules import must_name_run
 from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
 
-Continue = Callable[[Sequence[str], int], list[str]]  # (prompts, seed)
+Continue = Callable[[Sequence[str], int], list[str]]  # (prompts, seed) -> texts
 _COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "/jax/core/compile/backend_compile_duration",

@@ -41,7 +41,8 @@ class Decoder(NamedTuple):
     execution: its placement is ignored, because a batch may have a single row.
     vocab_size: the size of the tokenizer. Ids from this size on only pad the
         vocabulary and are never drawn.
-    trained_length: the number of keys that a query sees, the newest ones.
+    trained_length: the row length in training. A query sees at most this number of
+        keys, the newest ones.
     cache_sharding: the sharding of keys and values [L, B, S, K, H].
     """
 
@@ -156,7 +157,7 @@ def _draw(
         return (cache, drawn_B), drawn_B
 
     (cache, _), drawn_CB = jax.lax.scan(next_token, (cache, token_B), steps)
-    # Every process reads all tokens.
+    # Replicate the tokens, because every process reads all of them.
     replicated = NamedSharding(decoder.cache_sharding.mesh, PartitionSpec())
     return cache, jax.lax.with_sharding_constraint(drawn_CB, replicated).T
 

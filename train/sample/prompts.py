@@ -87,7 +87,7 @@ def continue_rows(
 def _num_columns(longest: int) -> int:
     """Return the number of columns for prompts of at most `longest` tokens.
 
-    The last column is not read into the cache: the first token is drawn from it.
+    The last column is not part of the cache: the first token is drawn from this column.
     """
     cached_columns = _MIN_COLUMNS
     while cached_columns < longest - 1:
