@@ -35,7 +35,7 @@ from data.text.files import Split
 __all__ = ["Batch", "Order", "batch_number", "validation_batches"]
 
 RowSlices = slice | Sequence[slice] | None
-# For small batches of a local split, one thread is faster than two that share the GIL.
+# One thread reads small batches of a local split faster than two that share the GIL.
 # Reading a large batch is mostly copying, and reading a remote batch is mostly waiting.
 # Both release the GIL. The measurements are in docs/log/data.md.
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4

@@ -73,7 +73,7 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
     """Pack histogram[n] pieces of each length n; return (contents, rows) by group."""
-    groups: dict[int, list[tuple[_Contents, int]]] = {}  # by free positions of a row
+    groups: dict[int, list[tuple[_Contents, int]]] = {}  # keys: free positions
     rooms: list[int] = []  # the keys of `groups`, ascending
     for length in np.flatnonzero(histogram)[::-1].tolist():
         remaining = int(histogram[length])

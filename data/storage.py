@@ -106,7 +106,8 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
         yield partial
         if partial.is_file():
             with partial.open("rb") as file:
-                os.fsync(file.fileno())  # or a power failure might leave it empty
+                # Without this, a power failure might leave an empty file.
+                os.fsync(file.fileno())
             partial.replace(path)
             return
         try:
