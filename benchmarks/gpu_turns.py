@@ -31,7 +31,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 @contextmanager
 def running(spec: Spec) -> Iterator[Contender]:
-    """Start a contender and take its first step; end its process after the block."""
+    """Start a contender and take its first step; end its process after the `with`."""
     worker = Contender(spec)
     try:
         worker.ask("warm")

@@ -58,7 +58,7 @@ class Mistake(NamedTuple):
     key: the full key.
     value: the value of the key. With "", the message shows only the key.
     rule: what is wrong, the rule and the remedy.
-    related: other keys that the rule reads, or that may be meant instead.
+    related: other keys that the rule reads, or that the user may have meant.
     """
 
     key: str

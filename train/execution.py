@@ -36,7 +36,7 @@ from train.mesh_sizes import num_shards, pipeline_of
 from train.runtime import cpu_prefers_bfloat16
 from train.sharding import axis_rules
 
-_CUDNN_HEAD_DIM = 128  # The largest head dim that cuDNN supports before Hopper.
+_CUDNN_HEAD_DIM = 128  # The largest head dim of cuDNN's kernel on GPUs before Hopper.
 
 
 class BatchShards(NamedTuple):
@@ -83,7 +83,7 @@ def choose_execution(
 
     Raises:
         ConfigError: if the platform cannot run the attention kernel or the products, or
-            cannot hold the moments in the configured memory, or if devices cannot share
+            cannot put the moments in the configured memory, or if devices cannot share
             rows by the configured method.
     """
     model, train = config.model, config.train

@@ -83,7 +83,7 @@ def make_program_here(config: Config, num_tokens: int | None = None) -> Program:
     dtype that these devices do not support is replaced, with a warning.
 
     Raises:
-        ConfigError: if the program fits on no number of devices.
+        ConfigError: if the program fits no mesh of these devices.
     """
     try:
         return _make_on_fitting_mesh(config, num_tokens)

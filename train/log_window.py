@@ -52,7 +52,7 @@ class LogWindow:
         self._waited_before_s = self._feed.seconds_waited
 
     def should_watch(self, step: int) -> bool:
-        """Return whether to take the watched step, which returns figures of layers."""
+        """Return whether to take the watched step, which returns layer statistics."""
         interval = self._program.config.log.numerics_interval_steps
         if interval is None:
             return False
@@ -144,7 +144,7 @@ class LogWindow:
         return seconds
 
     def record(self, start_step: int, steps: list[Metrics], progress: Progress) -> None:
-        """Record figures of layers, and name the updates that were skipped.
+        """Record the layer statistics, and name the updates that were skipped.
 
         `start_step` is the number of updates that were completed before `steps`, whose
         metrics are on the host.
@@ -192,7 +192,7 @@ class LogWindow:
 
 
 def _as_line(metrics: Metrics) -> dict[str, float]:
-    """Return all metrics of a step, except the figures that `flat_figures` returns.
+    """Return all metrics of a step, except the layer statistics (`flat_figures`).
 
     For a metric with a value per layer, the line has a key for each layer, and the
     largest value under the name of the metric.

@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 
 
 class CompiledSteps(NamedTuple):
-    """The compiled training step, and the one that also returns figures of layers.
+    """The compiled training step, and the step that also returns layer statistics.
 
-    watched: None unless `log.numerics_interval_steps` is set.
+    watched: None unless `log.numerics_interval_steps` is set (train/numerics.py).
     """
 
     plain: Any

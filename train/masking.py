@@ -21,7 +21,7 @@ _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)")
-_MIN_LENGTH = 6  # A shorter secret may be a word. It is masked only as a whole text.
+_MIN_LENGTH = 6  # A shorter secret may be a word: masked only if it is all of the text.
 
 _environment_secrets: dict[str, str] = {}  # value -> "${oc.env:NAME}"
 

@@ -10,7 +10,7 @@ from model.choices import Mlp
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
-# Environment variables that announce more processes or other devices if they are set.
+# If one of these environment variables is set, there may be other processes or devices.
 _CLUSTER_VARIABLES = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
     *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS"),

@@ -1,4 +1,4 @@
-"""Model FLOPs: the conventional cost of a token, however a step computes it.
+"""Model FLOPs: the conventional cost of a token, whatever a step really executes.
 
 A token costs 6 N + 12 L C T. N is the number of parameters in matrix products: the
 matrices and the head, tied or not, but no embedding look-ups or vectors. Only experts

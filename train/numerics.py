@@ -41,7 +41,7 @@ _DESCRIPTIONS = {
 }
 _ACTIVATIONS = "residual", "attention", "mlp"
 _GRADIENTS = "grad_largest", "grad_norm"
-# Norms take squares, and the square of a larger value is infinite in float32.
+# A norm squares its values, and the square of a larger value is infinite in float32.
 _TOO_LARGE = math.sqrt(jnp.finfo(jnp.float32).max)
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _GROWTH = 4.0  # A quantity that has grown by more than this factor is suspicious.

@@ -88,7 +88,7 @@ class Program:
 
     @functools.cached_property
     def watched_step(self):
-        """Jitted: a train step whose metrics include figures of each layer."""
+        """Jitted: a train step that also returns layer statistics (train/numerics)."""
         return self._jit_step(watched=True)
 
     def _jit_step(self, watched: bool):
@@ -218,8 +218,8 @@ def make_program(
     Args:
         config: the config, with the vocabulary size set (`settle`).
         devices: the devices of the mesh. None means all devices of this run.
-        schedule_steps: the length of the schedule. None means train.num_steps. A run
-            that is extended keeps the schedule of its first start.
+        schedule_steps: the length of the schedule. None means train.num_steps. An
+            extended run still has the schedule length of its first start.
         num_tokens: the number of ids that the tokenizer has. Larger ids get probability
             zero. None means that the tokenizer has all ids of the vocabulary.
 

@@ -31,7 +31,7 @@ def set_up(config: RuntimeConfig) -> None:
     if config.platform is not Platform.auto:
         jax.config.update("jax_platforms", config.platform.value)
     elif not (_platforms() or _may_have_accelerator(Path("/dev"))):
-        # Otherwise an installed libtpu looks for a TPU for ten seconds, and complains.
+        # Otherwise an installed libtpu looks for a TPU for ten seconds.
         # If JAX finds the chips of a TPU, it has already set the platform.
         jax.config.update("jax_platforms", "cpu")
     if _platforms() == "cpu":

@@ -138,7 +138,7 @@ def _make_trainer(
 def _begin_compilation(program: Program) -> Future[CompiledSteps]:
     """Compile the training steps in a thread, while the start goes on.
 
-    Compilation takes longest, and needs neither the state nor Python's global lock.
+    Compilation is the longest part of a start, and needs neither the state nor the GIL.
     """
 
     def compile_step(step: Any) -> Any:

@@ -34,7 +34,7 @@ class TaskRequest(NamedTuple):
     """The tasks to score, and their settings.
 
     path: a folder of further task files.
-    limit: the number of examples of each task, or, if below 1, a fraction; None: all.
+    limit: the number of examples of each task, or their fraction if below 1; None: all.
     num_fewshot: the number of examples in each prompt; None: the task's own number.
     key: the key in the config that names the tasks, for messages.
     """

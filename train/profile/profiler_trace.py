@@ -16,7 +16,7 @@ from jax.profiler import ProfileData
 
 from train.run.profiles import MARK
 
-_OPS = "XLA Ops"  # A TPU's other lines repeat the same time.
+_OPS = "XLA Ops"  # The other trace lines of a TPU cover the same time again.
 _END_PREFIX = "end: "
 
 

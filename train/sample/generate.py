@@ -174,8 +174,8 @@ def pick(logits_BV: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.top_p is not None:
         ordered_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         weights_BV = jax.nn.softmax(ordered_BV, axis=-1)
-        # A token is kept if the total of more likely tokens is below p. The most likely
-        # token is always kept.
+        # A token may be drawn if the total probability of more likely tokens is below
+        # p. The most likely token may always be drawn.
         total_before_BV = jnp.cumsum(weights_BV, axis=-1) - weights_BV
         kept_BV = jnp.where(total_before_BV < sampling.top_p, ordered_BV, jnp.inf)
         smallest_B1 = jnp.min(kept_BV, axis=-1, keepdims=True)
