@@ -88,7 +88,7 @@ class Program:
 
     @functools.cached_property
     def watched_step(self):
-        """Jitted: a train step that also returns layer statistics (train/numerics)."""
+        """Jitted: a train step that adds layer statistics (train/numerics.py)."""
         return self._jit_step(watched=True)
 
     def _jit_step(self, watched: bool):
