@@ -108,7 +108,7 @@ class MixtureSource:
 
 @dataclass(frozen=True)
 class WeightChange:
-    """The weights from a step on. A source that is not named has weight 0."""
+    """The weights of a mixture from one step on. Sources without a weight get 0."""
 
     step: Annotated[
         Number,
@@ -124,7 +124,7 @@ class WeightChange:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text, tokenizer, rows and batches. They and the seed determine each batch."""
+    """Text, tokenizer, rows and batches. These keys and the seed fix each batch."""
 
     name: Annotated[str, Doc("The data's part of the default run name.")] = "python"
     source: Annotated[Source, Doc("Where the text comes from.")] = Source.python

@@ -80,7 +80,7 @@ class Scaling(StrEnum):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary positions for rows longer than those of the earlier training."""
+    """Rotary positions for rows longer than those that weights were trained with."""
 
     kind: Annotated[Scaling, Doc("The formula.")] = Scaling.none
     factor: Annotated[

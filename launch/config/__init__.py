@@ -50,7 +50,7 @@ KINDS: dict[str, type[ClusterConfig]] = {
 
 @dataclass(frozen=True)
 class LaunchConfig(Config):
-    """Keys of `python -m launch`: those of training, and these."""
+    """Keys of `python -m launch`, in addition to those of training."""
 
     action: Annotated[Action, Doc("What to do with the run.")] = Action.submit
     cluster: ClusterConfig = field(default_factory=LocalCluster)

@@ -59,11 +59,11 @@ class RuntimeConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """The processes of a run; null takes a value from the cluster's own variables.
+    """The processes of a run. A key that is null is detected.
 
-    JAX finds them under Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes. Elsewhere
-    the variables of torchrun or SkyPilot, or these keys, give them
-    (train/distributed/detection.py).
+    JAX detects the processes under Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes.
+    Elsewhere the environment variables of torchrun or SkyPilot are used
+    (train/distributed/detection.py). Otherwise these keys must be set.
     """
 
     coordinator_address: Annotated[

@@ -12,7 +12,7 @@ from train.config.bounds import AxisSize
 
 @dataclass(frozen=True)
 class DcnConfig:
-    """The factor of each mesh axis that crosses slices or hosts: the slower network."""
+    """How many slices or hosts, on the slower network, each mesh axis spans."""
 
     pipeline: Annotated[
         Count, Doc("The number of slices or hosts that hold different layers.")
@@ -46,8 +46,8 @@ MESH_AXES = tuple(axis.name for axis in fields(DcnConfig))
 class MeshConfig:
     """The sizes of the mesh axes, and the two tables of sharding rules.
 
-    One axis may be -1: it takes all devices that the other axes leave. A table maps
-    each logical axis to a mesh axis, a list of mesh axes, or null (replicated).
+    One axis may be -1: it takes all devices that the other axes leave. Each table
+    maps a logical axis to a mesh axis, a list of mesh axes, or null (replicated).
     """
 
     pipeline: Annotated[

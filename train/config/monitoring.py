@@ -100,7 +100,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """W&B works offline unless told otherwise."""
+    """Metrics in Weights & Biases (W&B), which is offline by default."""
 
     enabled: Annotated[bool, Doc("Write to W&B; tracker=wandb sets this.")] = False
     project: Annotated[str, Doc("The W&B project.")] = "longhaul"

@@ -35,7 +35,7 @@ _TASK_KEYS = ("task_path", "limit", "num_fewshot")
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Keys of `python -m train.evaluate`; the rest is the run's own config.yaml."""
+    """Keys of `python -m train.evaluate`. The run's config.yaml gives all others."""
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

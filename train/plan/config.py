@@ -13,7 +13,7 @@ MARGIN = 0.05  # fraction of a device's memory that stays free by default
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """The keys of training, and these."""
+    """Keys of `python -m train.plan`, in addition to those of training."""
 
     target: Annotated[
         str | None,

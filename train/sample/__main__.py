@@ -28,7 +28,7 @@ _COMPILE_EVENTS = (
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Keys of `python -m train.sample`; the rest is the run's own config.yaml."""
+    """Keys of `python -m train.sample`. The run's config.yaml gives all others."""
 
     run: RunConfig = field(default_factory=RunConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
