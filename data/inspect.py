@@ -15,7 +15,7 @@ from train.identity import run_dir
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Keys of `python -m data.inspect`. run.dir or run.name shows a batch of that run."""
+    """Keys of `python -m data.inspect`. run.dir or run.name shows a batch of a run."""
 
     store: StorePath = None
     run: RunConfig = field(default_factory=RunConfig)

@@ -63,7 +63,7 @@ class DistributedConfig:
 
     JAX detects the processes under Slurm, Open MPI, GKE, Cloud TPU VMs and Kubernetes.
     Elsewhere the environment variables of torchrun or SkyPilot are used
-    (train/distributed/detection.py). Otherwise these keys must be set.
+    (train/distributed/detection.py). With neither, several processes need these keys.
     """
 
     coordinator_address: Annotated[

@@ -1,6 +1,6 @@
 """The private API of JAX that this package needs because there is no public one.
 
-Checked against jax 0.10.2 and 0.12.0; each use can go once JAX exports it.
+Checked against jax 0.10.2 and 0.12.0. Each use can go once JAX exports the name.
 """
 
 import warnings
@@ -19,9 +19,10 @@ def key_value_client() -> Any:
 def detect_place(
     address: str | None, processes: int | None, process: int | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Replace each None by what JAX detects; return also the local device ids."""
+    """Replace each None by the value that JAX detects; also return local device ids."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a package for Kubernetes
+        # JAX warns if the package `kubernetes` is missing; detection.py explains this.
+        warnings.simplefilter("ignore")
         return ClusterEnv.auto_detect_unset_distributed_params(
             address, processes, process, None, None, timeout_s
         )

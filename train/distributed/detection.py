@@ -2,12 +2,12 @@
 
 Each value is taken from the first of these sources that provides it:
 
-1. `distributed.*`, or JAX_COORDINATOR_ADDRESS.
-2. The variables of torchrun (or of launchers that set the same ones), or of SkyPilot.
+1. The config keys `distributed.*`, or the variable JAX_COORDINATOR_ADDRESS.
+2. The variables of torchrun, which other launchers also set, or of SkyPilot.
 3. JAX's own detection: Open MPI, Slurm, GKE and Cloud TPU VMs, Kubernetes.
 
-If no source provides a value, this process is alone. It is an error if a source hints
-at several processes but the three values are incomplete.
+If no source provides any of the three values, and no variable hints at other processes,
+this process trains alone. Otherwise ConfigError is raised unless all three are found.
 """
 
 import logging
@@ -20,7 +20,9 @@ from train.errors import ABORTED, CRASHED, ConfigError, Exit, Mistake
 
 log = logging.getLogger(__name__)
 
-_LAUNCHERS = (  # variables: hosts (process 0's first), process count, process number
+# Variables with the hosts (process 0's first), the process count, and the number of
+# this process.
+_LAUNCHERS = (
     ("MASTER_ADDR", "WORLD_SIZE", "RANK"),
     ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
 )
@@ -32,20 +34,20 @@ _REMEDY = (
 
 
 class ProcessPlace(NamedTuple):
-    """The place of a process among several."""
+    """The number of a process among several, and where it reaches process 0."""
 
     address: str  # host:port of process 0
     processes: int
     process: int
-    local_process: int | None  # its number on the host, if the host has several
+    local_process: int | None  # number on its host; None: it uses all visible devices
 
 
 def find_place(config: DistributedConfig) -> ProcessPlace | None:
-    """Return the place of this process among all; None if it is alone.
+    """Return the place of this process among all processes; None if it is alone.
 
     Raises:
-        ConfigError: keys and variables are not enough, or contradict each other.
-        Exit: a service that JAX asked did not answer, or refused.
+        ConfigError: the config keys and variables are incomplete or contradictory.
+        Exit: a service that JAX asked for the values did not answer, or refused.
     """
     if config.num_processes == 1:
         return None
@@ -89,7 +91,7 @@ def _launcher_place() -> ProcessPlace | None:
     for hosts, count, number in _LAUNCHERS:
         if {hosts, count, number} <= os.environ.keys():
             port = _read_int("JAX_COORDINATOR_PORT", _read_int("MASTER_PORT", _PORT))
-            # torchrun itself listens on this port; other launchers do not.
+            # With this variable, torchrun's own store occupies the port: use the next.
             port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             host = (os.environ[hosts].split() or [""])[0]
             has_peers = _shares_host("LOCAL_WORLD_SIZE")
@@ -103,16 +105,16 @@ def _launcher_place() -> ProcessPlace | None:
 def _ask_jax(
     address: str | None, processes: int | None, process: int | None, timeout_s: int
 ) -> tuple[str | None, int | None, int | None, int | None]:
-    """Return the three values, completed by JAX, and the number on this host.
+    """Return the three values, completed by JAX, and this process's number on its host.
 
-    Under Slurm or Open MPI, JAX would give each process one GPU. The number is None if
-    a host has only one process, so that this process uses all GPUs.
+    The number is None if each host has only one process. This process then uses all
+    GPUs of its host; under Slurm or Open MPI, JAX alone would assign it only one.
     """
     try:
         address, processes, process, device_ids = detect_place(
             address, processes, process, timeout_s
         )
-    except Exception as error:  # JAX asks many services, and some may start later
+    except Exception as error:  # OSError: a service may answer a later start
         code = ABORTED if isinstance(error, OSError) else CRASHED
         message = f"the other processes were not found: {error}\nOr {_REMEDY}"
         raise Exit(code, message) from None
@@ -122,11 +124,11 @@ def _ask_jax(
 
 
 def _is_outside_slurm_step() -> bool:
-    """Return whether this is the script of a larger Slurm job; if so, warn."""
+    """Return whether a multi-task Slurm job runs this without srun; warn if so."""
     env = os.environ
     if "OMPI_COMM_WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1":
         return False
-    # The shell of salloc may be a step of one task that has the job's SLURM_NTASKS.
+    # salloc may start its shell as a step of one task, with the job's SLURM_NTASKS.
     if "SLURM_STEP_NODELIST" in env and env.get("SLURM_STEP_NUM_TASKS") != "1":
         return False
     log.warning(
@@ -138,7 +140,7 @@ def _is_outside_slurm_step() -> bool:
 
 
 def _refuse_one_of_several() -> None:
-    """Refuse to train alone if a variable says that there are other processes."""
+    """Raise ConfigError if a variable says that there are other processes."""
     env, reason = os.environ, ""
     if _read_int("WORLD_SIZE", 1) > 1 and "RANK" in env:
         reason = "MASTER_ADDR is not set, but RANK and WORLD_SIZE are"
@@ -154,20 +156,20 @@ def _refuse_one_of_several() -> None:
 
 
 def _shares_host(*variables: str) -> bool:
-    """Return whether several processes share a host; counts are like `2(x3),1`."""
+    """Return whether any host has several processes; Slurm's counts are `2(x3),1`."""
     counts = next((os.environ[name] for name in variables if name in os.environ), "1")
     return any(count.split("(")[0] != "1" for count in counts.split(","))
 
 
 def _needs_one_device() -> bool:
-    """Return whether each process of a host must be restricted to one device."""
+    """Return whether to restrict this process to one device; False if already done."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    is_restricted = len(visible.split(",")) == 1 and visible  # say, by srun
+    is_restricted = len(visible.split(",")) == 1 and visible  # for example, by srun
     return not is_restricted and "JAX_LOCAL_DEVICE_IDS" not in os.environ
 
 
 def _read_int(variable: str, default: int = 0) -> int:
-    """Return a variable as a number; raises ConfigError if it is not one."""
+    """Return a variable as a number; raise ConfigError if it holds anything else."""
     value = os.environ.get(variable, str(default))
     if not value.isdigit():
         raise ConfigError([Mistake(variable, value, "must be a whole number")])

@@ -1,15 +1,15 @@
 """Inject faults into a run, to test how it handles them.
 
 The environment variable LONGHAUL_DRILL has an effect only if the config has
-`runtime.allow_fault_injection=true`. It holds one of
+`runtime.allow_fault_injection=true`. Its value is one of
 
 - `stuck:<process>:<step>`: the process hangs after the step;
-- `flip:<step>:<device>:<array>`: after the step, one bit flips in the shard that this
-  device (an index into the flat mesh) holds of an array, say `params.embedding.weight`;
+- `flip:<step>:<device>:<array>`: after the step, one bit flips in a device's shard of
+  an array, say `params.embedding.weight`; <device> is an index into the flat mesh;
 - `fill:<step>:<array>:<layer>:<value>`: after the step, one layer of an array of the
   state, say `params.layers.mlp.up.weight`, is filled with `nan` or a number;
 - `crash:<process>:<step>`: the process raises an exception after the step;
-- `pace:<seconds>:<file>`: each step takes this much longer until the file exists.
+- `pace:<seconds>:<file>`: each step takes `<seconds>` longer until the file exists.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class FaultInjection:
-    """Injects the fault that the environment asks for, if the config allows it."""
+    """Injects the fault that LONGHAUL_DRILL describes, if the config allows it."""
 
     def __init__(self, process: int, allowed: bool):
         """Read the variable, and warn if it is set."""

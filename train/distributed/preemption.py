@@ -1,11 +1,12 @@
 """Preemption: requests to stop, save or trace that all processes act on together.
 
 A preemption notice (SIGTERM, or a scheduler's SIGUSR1 or SIGUSR2) or Ctrl-C may reach
-any one process, at any time. While there is no step to save, all exit at once.
-Otherwise all stop after the same step, the first that none of them has passed: each
-process reports its step, process 0 takes the maximum, and no process passes a step
-until the answer is known. Separate threads do this, without a device, so it also works
-while the main thread compiles. Processes agree on saves and traces in the same way.
+only one of the processes, at any time. If some process does not train yet, or all have
+saved the last step, all exit at once. Otherwise all stop after the same step, the first
+that none of them has completed: each process reports its last step, process 0 adds one
+to the maximum, and no process completes a step until this answer is known. Threads
+exchange these messages without a device, so that this works even while the main thread
+compiles. Processes agree on saves and traces in the same way.
 """
 
 import json
@@ -33,8 +34,8 @@ _SIGNALS = {
     signal.SIGUSR2: PREEMPTED,
     signal.SIGINT: STOPPED,
 }
-_BEFORE, _AFTER = -1, 2**62  # before the first and after the last step
-_LEAVE = -2  # in place of a step: exit at once
+_BEFORE, _AFTER = -1, 2**62  # in place of a step: before training, last step saved
+_LEAVE = -2  # in place of the due step: exit at once
 _PATIENCE_S = 10.0  # how long to wait for the others when all exit
 
 
@@ -52,33 +53,33 @@ class Preemption:
     """Collects requests, and decides with all processes when each is due."""
 
     def __init__(self) -> None:
-        """Take over the signals; until `connect` this process acts alone."""
-        # Called with the exit code, in another thread, before this process exits in
-        # the middle of its work.
+        """Begin to handle signals; until `connect` this process acts alone."""
+        # Called with the exit code, from any thread, before this process exits in the
+        # middle of its work.
         self.before_exit: Callable[[int], None] = lambda code: None
         # On process 0: turns the crash of one process into the exit code of all.
         self.judge_crash: Callable[[Crash], int] = lambda crash: crash.code
         self._cluster = Cluster()
         self._passed_step, self._round = _BEFORE, 0
         self._due: dict[int, str] = {}  # requests, by the step that they follow
-        self._traces: dict[int, int] = {}  # lengths of traces, likewise
-        self._agreed_code: int | None = None  # once all have agreed to stop
-        self._signal_code: int | None = None  # once a signal has come
-        self._held = False  # whether signals wait: before `connect` or after `close`
-        self.leaving = False  # whether all processes exit; later errors follow from it
+        self._traces: dict[int, int] = {}  # numbers of steps to trace, likewise
+        self._agreed_code: int | None = None  # set once all have agreed to stop
+        self._signal_code: int | None = None  # set by the first signal
+        self._held = False  # whether signals are only recorded (`hold`, `close`)
+        self.leaving = False  # True: all processes exit, which may cause later errors
         self._changed = threading.Condition()
         self._listener: threading.Thread | None = None
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
-        # Python's own handlers wait for the main thread, which may be compiling.
+        # Python runs its handlers only on the main thread, which may be compiling.
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        self._wakeup = sender  # kept open
+        self._wakeup = sender  # this reference keeps the socket open
         for number in _SIGNALS:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._read, args=(receiver,), daemon=True).start()
 
     def hold(self) -> None:
-        """Hold signals until `connect`, because the others wait for this process."""
+        """Delay signals until `connect`, because the others wait for this process."""
         with self._changed:
             self._held = True
 
@@ -94,9 +95,10 @@ class Preemption:
             self.request(str(self._signal_code))
 
     def close(self) -> None:
-        """Stop listening. Either all processes call this, or none does (`crashed`)."""
-        # Long before the process ends, Python restores the default action of a handled
-        # signal, but not of an ignored one. Ctrl-C may still end a hanging process.
+        """Stop handling requests. All processes must call this, or none (`crashed`)."""
+        # While Python shuts down, it restores the default action of handled signals, so
+        # a signal would end the process; ignored signals stay ignored. Ctrl-C is not
+        # ignored, so that it can end a process that hangs.
         for number in _SIGNALS.keys() - {signal.SIGINT}:
             signal.signal(number, signal.SIG_IGN)
         with self._changed:
@@ -107,7 +109,7 @@ class Preemption:
             self._listener.join(_PATIENCE_S)
 
     def step_done(self, step: int) -> str | int | None:
-        """Note that a step is done; return what is due: an exit code, SAVE or None."""
+        """Record a completed step; return what is due: an exit code, SAVE or None."""
         with self._changed:
             self._passed_step = step
             request = self._due.pop(step, None)
@@ -120,18 +122,21 @@ class Preemption:
 
     @property
     def step(self) -> int:
-        """The last step that was done; -1 before the first."""
+        """The last completed step; -1 before training, 2**62 once the last is saved."""
         return self._passed_step
 
     def training_done(self) -> None:
-        """Note that the last step is saved; exit if a stop was requested."""
+        """Record that the last step is saved; exit if a stop was requested."""
         with self._changed:
             self._passed_step = _AFTER
         if self._agreed_code is not None:
             self._exit(self._agreed_code)
 
     def request(self, request: str) -> None:
-        """Ask all processes for SAVE, TRACE or an exit code, from any thread."""
+        """Ask all processes to save, trace or exit; any thread may call this.
+
+        `request` is SAVE, TRACE with the number of steps, an exit code, or a crash.
+        """
         if self._cluster.processes == 1:
             with self._changed:
                 self._schedule(request, _due_step([self._passed_step]))
@@ -139,7 +144,7 @@ class Preemption:
         while not self._cluster.set(f"request/{self._round}", request):
             current = self._round
             if request == SAVE or self._cluster.get(f"request/{current}") == request:
-                return  # already requested; a dropped save is requested again
+                return  # already requested, or a save that gives way to another request
             with self._changed:
                 self._changed.wait_for(lambda n=current: self._round > n, _PATIENCE_S)
 
@@ -176,7 +181,7 @@ class Preemption:
             while self._settle(f"request/{self._round}"):
                 pass
         except jax.errors.JaxRuntimeError:
-            return  # the program or process 0 ended, which JAX handles
+            return  # this process is ending, or process 0 is gone and JAX aborts
         except (Exit, TimeoutError) as error:
             log.error("the processes could not agree: %s", error)
             self._exit(ABORTED)
@@ -189,7 +194,7 @@ class Preemption:
             return False
         with self._changed:
             passed_steps = cluster.gather(f"{key}/passed", str(self._passed_step))
-            if request.startswith("{"):  # a crash, and all have answered
+            if request.startswith("{"):  # a crash; process 0 has heard from all
                 if cluster.is_leader:
                     code = self.judge_crash(Crash(**json.loads(request)))
                     cluster.set(f"{key}/code", str(code))
@@ -197,7 +202,7 @@ class Preemption:
             if cluster.is_leader:
                 due = _due_step([int(passed) for passed in passed_steps])
                 cluster.set(f"{key}/step", str(due))
-            # Process 0 itself may wait for the others for `timeout_s`.
+            # Twice, because process 0 may itself wait `timeout_s` for the others.
             step = cluster.get(f"{key}/step", 2 * cluster.timeout_s)
             self._schedule(request, int(step))
             self._round += 1
@@ -205,7 +210,8 @@ class Preemption:
         return True
 
     def _schedule(self, request: str, step: int) -> None:
-        if request.startswith(TRACE):  # requested again if there is no step yet
+        # A trace requested before training is lost; run/profiles.py requests it again.
+        if request.startswith(TRACE):
             self._traces[step] = int(request.removeprefix(TRACE))
             return
         if request == SAVE:
@@ -217,14 +223,14 @@ class Preemption:
         self._due[step] = request
 
     def _exit(self, code: int) -> None:
-        """End this process from any thread, once the others are ready to end."""
+        """End this process from any thread; wait briefly until the others are ready."""
         self.leaving = True
         self._cluster.wait("leave", _PATIENCE_S)
         try:
             self.before_exit(code)
         finally:
             try:
-                sys.stdout.flush()  # the pipe may be broken
+                sys.stdout.flush()  # raises if the pipe is broken
                 sys.stderr.flush()
             finally:
                 if self._cluster.processes > 1 and self._cluster.is_leader:
@@ -235,8 +241,8 @@ class Preemption:
 def _due_step(passed_steps: list[int]) -> int:
     """Return the step after which a request is due, or _LEAVE.
 
-    Processes that have saved the last step exit, and the others once they have saved it
-    (`training_done`).
+    If the due step is beyond the last one, processes that have saved the last step exit
+    at once, and the others exit when they have saved it (`training_done`).
     """
     if _BEFORE in passed_steps or min(passed_steps) == _AFTER:
         return _LEAVE

@@ -1,9 +1,9 @@
 """Connect the processes of a run, and let them agree on shared values.
 
-Before JAX connects the processes, they meet at a rendezvous that names the missing
-processes; JAX's own timeout aborts without naming them. Afterwards small messages go
-through the key-value store of JAX's coordination service: any thread may send them,
-and they do not wait for a device.
+Before JAX connects the processes, they meet at a rendezvous (rendezvous.py) that names
+the missing processes; JAX's own timeout aborts without naming them. Afterwards small
+messages go through the key-value store of JAX's coordination service: any thread may
+send them, and they do not wait for a device.
 """
 
 import itertools
@@ -36,11 +36,11 @@ _FOREVER_S = 10 * 365 * 86400
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process, which exchanges values with the others, if there are any."""
+    """Exchanges values between this process and the others, if there are any."""
 
     process: int = 0
     processes: int = 1
-    timeout_s: float = 300.0  # how long to wait for an answer of all processes
+    timeout_s: float = 300.0  # how long to wait until all processes have answered
     _rounds: itertools.count = field(default_factory=itertools.count)
 
     @property
@@ -59,7 +59,7 @@ class Cluster:
         return True
 
     def get(self, key: str, timeout_s: float | None = None) -> str:
-        """Wait until a key is set, and return its value; raises TimeoutError."""
+        """Return a key's value once it is set; raise TimeoutError after `timeout_s`."""
         milliseconds = int(1000 * (timeout_s or _FOREVER_S))
         try:
             client = key_value_client()
@@ -81,7 +81,7 @@ class Cluster:
         return True
 
     def gather(self, key: str, value: str) -> list[str]:
-        """Return the values of all processes, in order, on process 0; [] on the others.
+        """Return, on process 0, the values of all processes in order; [] on the others.
 
         Raises:
             Exit: some processes did not answer in time; the message names them.
@@ -103,7 +103,7 @@ class Cluster:
                 f"no answer from {process_names(late)} within "
                 f"distributed.barrier_timeout_s={self.timeout_s:.0f}",
             )
-        # Otherwise the values of each save would fill the store's memory.
+        # Otherwise the values of all saves would pile up in the store's memory.
         key_value_client().key_value_delete(f"{_PREFIX}/{key}/")
         return values
 
@@ -120,10 +120,10 @@ class Cluster:
         compute: Callable[[Callable[[], object]], Any],
         beat: Callable[[], object],
     ) -> Any:
-        """Broadcast a slow value; the others wait as long as there is progress.
+        """Broadcast a value that takes long; the others wait while it makes progress.
 
-        `compute` receives a function to call after each progress; then all processes
-        call `beat`.
+        `compute` receives a function to call whenever it has made progress. Each call
+        runs `beat` on process 0 and, at most once in `timeout_s / 10`, on the others.
 
         Raises:
             Exit: as for `broadcast`; ABORTED if there was no progress for twice
@@ -157,7 +157,7 @@ class Cluster:
     def _await_answer(self, key: str, beat: Callable[[], object]) -> Any:
         """Return the value that process 0 broadcasts; wait while it makes progress."""
         for number in itertools.count():
-            try:  # process 0 may have to wait for others itself
+            try:  # process 0 may itself wait `timeout_s` for another process
                 answer = json.loads(self.get(f"{key}/{number}", 2 * self.timeout_s))
             except TimeoutError:
                 message = f"process {self.process}: process 0 has said nothing for "
@@ -170,7 +170,7 @@ class Cluster:
                 return answer["value"]
 
     def on_leader(self, action: Callable[[], T]) -> T | None:
-        """Return a function's result on process 0; the others wait and return None.
+        """Call a function on process 0 and return its result; the others return None.
 
         Raises:
             Exit: on the others, with process 0's exit code, if process 0 failed.
@@ -180,7 +180,7 @@ class Cluster:
         return results[0] if results else None
 
     def first_error(self, error: str | None) -> str | None:
-        """Return, on all processes, the first error of any process, if there is one."""
+        """Return, on all processes, the error of the first process that has one."""
         if self.processes == 1:
             return error
         return self._reduce(error or "", lambda texts: next(filter(None, texts), None))
@@ -189,11 +189,11 @@ class Cluster:
         """Check that `facts` succeeds on all processes, with equal results.
 
         Args:
-            facts: runs this process's checks, and returns what must be equal.
+            facts: runs this process's checks, and returns what must be equal, by name.
 
         Raises:
-            Exit: on all processes; process 0's message says who failed or differs.
-            Exception: what `facts` raised on process 0, or on a single process.
+            Exit: if a process failed or differs; only process 0's message names it.
+            Exception: on process 0, what `facts` raised there.
         """
         if self.processes == 1:
             facts()
@@ -207,7 +207,7 @@ class Cluster:
 
         def verdict(texts: list[str]) -> None:
             if failure is not None:
-                raise failure  # a mistake that all processes share is reported once
+                raise failure  # the others probably failed alike; report it once
             reports = [json.loads(text) for text in texts]
             if failed := {p: r for p, r in enumerate(reports) if "code" in r}:
                 lines = [f"process {p}: {r['error']}" for p, r in failed.items()]
@@ -227,7 +227,7 @@ class Cluster:
 
 
 def _differences(facts: list[dict[str, str]]) -> list[str]:
-    """Return lines with the values of each differing fact, the most common first."""
+    """Return lines that list, for each fact that differs, its values by frequency."""
     lines = []
     for name in dict.fromkeys(key for fact in facts for key in fact if key != "host"):
         holders: dict[str, list[int]] = {}
@@ -256,11 +256,11 @@ def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Clust
 
     Args:
         config: overrides what the environment says about the processes.
-        on_all_arrived: called when all have arrived. From then on they wait for each
-            other, and no process may exit alone.
+        on_all_arrived: called once all processes have arrived. From then on they wait
+            for each other, and no process may exit alone.
 
     Raises:
-        ConfigError: keys and variables are not enough, or contradict each other.
+        ConfigError: the config keys and variables are incomplete or contradictory.
         Exit: not all processes arrived in time; the message names the missing ones.
     """
     place = find_place(config)
@@ -272,7 +272,7 @@ def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Clust
     else:
         join_processes(address, process, processes, config.init_timeout_s)
     on_all_arrived()
-    # mpirun gives process 0 an invisible terminal of 80 columns, which breaks tables.
+    # Rich must ignore mpirun's pseudo-terminal of 80 columns, too narrow for tables.
     os.environ["TTY_COMPATIBLE"] = "0"
     # JAX's SIGTERM handler would replace the one of distributed/preemption.py.
     jax.config.update("jax_enable_preemption_service", False)
@@ -291,7 +291,7 @@ def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Clust
 
 
 def _log_warnings_only(process: int) -> None:
-    """Log only warnings, each with the number and host of this process."""
+    """Log only warnings, with this process's number and host; discard stdout."""
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (open until the program ends)
     sender = f"process {process} on {socket.gethostname()}"
     line_format = f"%(asctime)s %(levelname)s [{sender}] %(message)s"

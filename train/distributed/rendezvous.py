@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
 _REMIND_S = 30.0
-_TAKEN_S = 120.0  # an earlier start may hold the port for JAX's heartbeat timeout
+# How long to retry the port, which an earlier start may occupy until JAX's heartbeat
+# timeout.
+_TAKEN_S = 120.0
 _GRACE_S = 5.0  # how long process 0 has to tell the others that the time is up
 _OTHER_FILES = 512  # files that process 0 opens in addition to connections
 _HEARD = {"heard": True}
@@ -36,10 +38,11 @@ Arrivals = dict[int, tuple[socket.socket, str]]  # connection and host, by numbe
 
 
 def await_processes(address: str, processes: int, timeout_s: float) -> None:
-    """Wait, as process 0, until all others have arrived, and let them go on.
+    """Wait, on process 0, until all others have arrived; then tell them to continue.
 
     Raises:
-        Exit: processes are missing, left, or share a number; the message names them.
+        Exit: processes are missing, left, share a number, or expect another process
+            count; the message names them.
     """
     _allow_open_files(processes + _OTHER_FILES)
     arrivals: Arrivals = {}
@@ -63,8 +66,8 @@ def join_processes(
     """Report to process 0, and wait for the others.
 
     Raises:
-        Exit: process 0 cannot be reached, leaves, or names missing processes. The code
-            is WRONG_CONFIG if only another program answers there.
+        Exit: process 0 cannot be reached, leaves, or reports a failed rendezvous. The
+            code is WRONG_CONFIG if another program answers at its address.
     """
     began, has_warned, is_acknowledged = time.monotonic(), False, False
     hello = json.dumps({"process": process, "processes": processes}) + "\n"
@@ -74,8 +77,10 @@ def join_processes(
         try:
             with socket.create_connection((host.strip("[]"), int(port)), 5) as leader:
                 leader.sendall(hello.encode())
-                leader.settimeout(timeout_s + _GRACE_S)  # process 0 may start late
-                # A stranger, like the coordinator of a started run, does not send JSON.
+                # Process 0 waits `timeout_s` from its own start, which may be later.
+                leader.settimeout(timeout_s + _GRACE_S)
+                # Any other program, like the coordinator of a run that has begun, sends
+                # no JSON.
                 is_stranger = leader.recv(1, socket.MSG_PEEK) not in (b"", b"{")
                 lines = leader.makefile()
                 if is_stranger:
@@ -108,7 +113,7 @@ def process_names(processes: Iterable[int]) -> str:
 
 
 def _allow_open_files(needed: int) -> None:
-    """Raise the limit of open files, often 1,024, for a connection to each process."""
+    """Raise the limit on open files, often 1,024, to allow one connection a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -198,7 +203,7 @@ def _receive_hello(
         if total != processes:
             reason = f"there are {processes} processes"
         message = f"process {number} of {total} came from {host}, but {reason}"
-        arrivals[-1] = connection, host  # receives the verdict too
+        arrivals[-1] = connection, host  # so that this process, too, gets the verdict
         raise Exit(
             WRONG_CONFIG,
             f"{message}. Give all processes the same distributed.num_processes, each "

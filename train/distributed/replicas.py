@@ -1,10 +1,10 @@
 """Find silent corruption by comparing the replicas of each array.
 
-Devices that differ only in mesh axes along which an array is replicated hold the same
-shard. Each device computes a checksum of its shard; if the checksums of replicas
-differ, a replica is corrupt. A change of one number always changes the checksum. Any
-other change is missed with a probability of 2**-32. Shards that only one device holds
-are not checked.
+Devices whose mesh coordinates differ only along axes over which an array is replicated
+have the same shard. Each device computes a checksum of its shard; if the checksums of
+replicas differ, a replica is corrupt. A change of one element always changes the
+checksum. Any other change is missed with a probability of 2**-32. Shards without a
+replica are not checked.
 """
 
 import math
@@ -23,10 +23,10 @@ class Finding(NamedTuple):
     """A device whose shard of an array differs from its replicas."""
 
     array: str
-    device: int  # its id
+    device: int  # JAX's id of the device
     process: int
     place: dict[str, int]  # coordinates on the mesh axes with more than one device
-    certain: bool  # False: this replica or another is corrupt
+    certain: bool  # True: this replica is corrupt; False: it or another one is
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={index}" for axis, index in self.place.items())
@@ -40,8 +40,8 @@ class Finding(NamedTuple):
 def make_checksums(state: Any, mesh: Mesh):
     """Return a jitted `checksums(state)`; None if no array is replicated.
 
-    The result is uint32 [replicated arrays, devices], on every device. The leaves of
-    `state` may be `jax.ShapeDtypeStruct` with shardings.
+    The checksums are uint32 [replicated arrays, devices], replicated on every device.
+    The leaves of `state` may be `jax.ShapeDtypeStruct` with shardings.
     """
     shardings = replicated_shardings(state)
     if not shardings:
@@ -50,7 +50,7 @@ def make_checksums(state: Any, mesh: Mesh):
     def local_checksums(*shards: jax.Array) -> jax.Array:
         return jnp.stack([_checksum(shard) for shard in shards])[:, None]
 
-    # Each device reads its own shard, so XLA cannot assume that replicas are equal.
+    # Under shard_map each device reads its local shard; XLA cannot use a replica's.
     all_checksums = jax.shard_map(
         local_checksums,
         mesh=mesh,
@@ -77,10 +77,10 @@ def replicated_shardings(state: Any) -> dict[str, NamedSharding]:
 
 
 def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Finding]:
-    """Return the devices whose shard differs from the most common of its replicas.
+    """Return a finding for each device whose checksum is not the most common one.
 
-    If no value is the most common, as with two replicas, all devices are returned, and
-    none is certain.
+    Checksums are compared among the replicas of a shard. If two are equally common, as
+    with two replicas that differ, there is an uncertain finding for every replica.
     `checksums` is a result of the function from `make_checksums(state, mesh)`.
     """
     device_numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
@@ -112,7 +112,7 @@ def _finding(array: str, mesh: Mesh, number: int, certain: bool) -> Finding:
 def flip_bit(state: Any, array: str, device: int) -> Any:
     """Return the state with one bit flipped in a device's shard of an array.
 
-    Fault injection uses this. Only the process of the device changes anything.
+    Fault injection uses this. Only the process that the device belongs to changes data.
     """
 
     def local_data(shard: Any) -> jax.Array:
@@ -141,7 +141,7 @@ def _replica_axes(sharding: NamedSharding) -> list[int]:
 
 
 def _checksum(shard: jax.Array) -> jax.Array:
-    """Return the sum of the hashes of a shard's elements, each with its index."""
+    """Return the sum of hashes, each of one element of a shard and its index."""
     bits = shard.view(f"uint{8 * shard.dtype.itemsize}")
     hashes = hash_bits(bits.astype(jnp.uint32) ^ entry_ids(shard.shape))
     return jnp.sum(hashes, dtype=jnp.uint32)

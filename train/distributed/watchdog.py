@@ -1,14 +1,14 @@
 """End a trainer that makes no progress, and write the stacks of all threads.
 
 A collective waits forever for a process that is stuck in Python, and no timeout of JAX
-fires. Each process therefore writes its phase and its steps to memory that it shares
+fires. Each process therefore writes its phase and its step to memory that it shares
 with a small watchdog process (distributed/watchdog_process.py), which a hang of the
 trainer cannot stop:
 
-- A phase or a step that exceeds its deadline ends the process with SIGABRT.
-- Before that, the stacks of all threads are written, and the late processes are named.
-- Time in which the machine slept does not count.
-- A trainer that aborts by itself, for example after losing a peer, leaves its stacks
+- If a phase or a step exceeds its deadline, the watchdog ends the trainer with SIGABRT.
+- Before that, it writes the stacks of all threads and names the late processes.
+- Time in which the machine slept does not count towards a deadline.
+- If a trainer aborts by itself, for example after losing a peer, its stacks are written
   too.
 """
 
@@ -32,7 +32,7 @@ from etils import epath
 from train.config import WatchdogConfig
 from train.distributed import watchdog_process
 
-_NUM_INTERVALS = 20  # the number of recent log intervals whose median is the pace
+_NUM_INTERVALS = 20  # the number of recent log intervals whose median `pace` uses
 _STDERR = 2
 
 
@@ -51,7 +51,8 @@ class Watchdog:
     ):
         """Start to watch; if the config disables the watchdog, no method has an effect.
 
-        Reports and stacks go to `stacks` in the run's absolute folder.
+        `folder` is the run's folder, as an absolute path. The watchdog writes reports
+        and stacks to `<folder>/stacks`.
         """
         self._config = config
         steps_s = dict.fromkeys(("log", "data", "step"), config.step_timeout_s)
@@ -96,7 +97,7 @@ class Watchdog:
     def beat(self, step: int | None = None) -> None:
         """Record progress, which restarts the deadline of the phase.
 
-        This only writes to memory, without a system call: cheap enough for each step.
+        This writes to memory without a system call, so each step can afford it.
         """
         self._num_beats += 1
         self._step = self._step if step is None else step
@@ -106,7 +107,7 @@ class Watchdog:
         )
 
     def pace(self, seconds_per_log_interval: float) -> None:
-        """Raise the deadline of a step to a multiple of the recent log intervals."""
+        """Raise the step deadline to a multiple of the median recent log interval."""
         self._intervals_s.append(seconds_per_log_interval)
         median_s = statistics.median(self._intervals_s)
         multiple_s = self._config.step_timeout_factor * median_s
@@ -138,14 +139,16 @@ def _shared_memory() -> BinaryIO:
 def _dump_stacks_to(file: BinaryIO) -> None:
     """Write the stacks of all threads on the signal DUMP and when the process aborts.
 
-    C code writes the stacks at once, even while a thread holds the GIL forever.
+    C code writes the stacks, so that this works even while a thread holds the GIL.
     """
     if os.getpid() == 1:
-        # The kernel spares a container's first process each signal that it does not
-        # handle, even SIGKILL. faulthandler calls this handler last. Exit code 6.
+        # No unhandled signal from inside a container, not even SIGKILL, ends its first
+        # process. So `_exit` handles SIGABRT, with exit code 6, after faulthandler has
+        # written the stacks.
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc._exit)
-    # All other processes, and the watchdog, die with a container's first process.
+    # The watchdog dies with a container's first process, before it can store stacks.
+    # If this process or its parent is the first, stacks of an abort go to stderr.
     ends_container = 1 in (os.getpid(), os.getppid())
     faulthandler.enable(_STDERR if ends_container else file)
     faulthandler.register(watchdog_process.DUMP, file)
@@ -157,10 +160,10 @@ def _start(
     program = str(Path(watchdog_process.__file__))
     numbers = (os.getpid(), memory.fileno(), process, processes)
     return subprocess.Popen(
-        # -P: modules next to the program must not hide those of other packages.
+        # -P: otherwise modules next to the program would hide those of other packages.
         [sys.executable, "-P", program, *map(str, numbers), folder],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[memory.fileno()],
-        start_new_session=True,  # Ctrl-C does not reach it
+        start_new_session=True,  # so that Ctrl-C does not reach the watchdog
     )

@@ -2,10 +2,10 @@
 
     python watchdog_process.py PID MEMORY PROCESS PROCESSES FOLDER
 
-It imports only the standard library until there is something to write, and shares only
-a piece of memory with the trainer. Whatever blocks the trainer (the lock of the
-interpreter, a full pipe, dead storage) blocks the watchdog for at most `_PATIENCE_S`.
-It ends when the trainer ends, however that happens.
+It imports only the standard library until it must write a report, and shares only a
+piece of memory with the trainer. So the trainer's GIL cannot block it, and a full pipe
+or dead storage blocks it for at most `_PATIENCE_S` each. It ends when the trainer ends,
+even if the trainer is killed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-# The first page of the memory; the stacks that `faulthandler` writes follow it.
+# The content of the memory's first page; `faulthandler` writes stacks after this page.
 LAYOUT = struct.Struct("=qqqd")  # beats, phase, step, seconds allowed
 # Ordered as in a run: if two processes are at the same step, the one in the earlier
 # phase is late.
@@ -29,8 +29,8 @@ PHASES = ("init", "restore", "compile", "log", "eval", "save", "data", "step")
 DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 
 _TICK_S = 0.25
-_PATIENCE_S = 30.0  # the longest wait for storage or for a reader of our messages
-_OTHERS_S = 2.0  # until the other processes have reported the stall
+_PATIENCE_S = 30.0  # the longest wait for storage or for the reader of stderr
+_OTHERS_S = 2.0  # how long to wait for the reports of other stalled processes
 _ABORT_S = 5.0  # how long the trainer may take to end after a signal
 _MAX_NAMED = 8  # processes in a message
 
@@ -83,7 +83,8 @@ def watch(trainer: WatchedTrainer) -> Stall | None:
     page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
     last_beat, silent_s, last_tick = None, 0.0, time.monotonic()
     while os.getppid() == trainer.pid:
-        # A longer tick means that the process was suspended, as when a machine sleeps.
+        # A tick of over 1 s means that the process was suspended, say by a sleeping
+        # machine. Such a tick counts as 1 s.
         now = time.monotonic()
         silent_s, last_tick = silent_s + min(now - last_tick, 1.0), now
         # A half-written beat is a sign of life too.
@@ -113,7 +114,8 @@ def report(trainer: WatchedTrainer, stall: Stall, began: float) -> str:
     stacks = _keep_stacks(trainer)
     if trainer.processes == 1:
         return f". Stacks: {stacks}"
-    # Older reports belong to earlier starts. All hosts use the storage's clock.
+    # Reports from before this watchdog began belong to earlier starts. The storage
+    # dates all reports, because the clocks of hosts may disagree.
     since = storage.modified(own_report).timestamp() - age
 
     def read(path: str) -> bytes:
@@ -151,7 +153,7 @@ def end(trainer: WatchedTrainer) -> None:
 
 def _send(trainer: WatchedTrainer, *numbers: int) -> None:
     for number in numbers:
-        if os.getppid() == trainer.pid:  # otherwise another process may have the number
+        if os.getppid() == trainer.pid:  # otherwise the pid may be another process's
             os.kill(trainer.pid, number)
 
 

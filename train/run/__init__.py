@@ -1,1 +1,1 @@
-"""The run directory: what is in it, who owns it, and what survives."""
+"""The run directory: its checkpoints, logs and records, and who owns it."""

@@ -1,9 +1,9 @@
 """Save the train state in the background and seal each step with digests.
 
-A step appears atomically, and its digests let a later start verify every file.
+A saved step appears atomically, and its digests let a later start verify every file.
 train/run/restore.py decides which step a start restores.
 
-A save that fails, or cannot begin, logs a warning and leaves the earlier steps. The
+If a save fails or cannot begin, the caller logs a warning, and earlier steps stay. The
 run ends only after more than `checkpoint.max_failed_saves` failures in a row, or if its
 last save fails.
 """
@@ -37,7 +37,7 @@ from train.state import TrainState, as_saved
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 10.0  # a save is skipped if the previous one takes this much longer
+_GRACE_S = 10.0  # how long a save waits for the previous save before it is skipped
 
 
 class Checkpoints:
@@ -45,7 +45,7 @@ class Checkpoints:
 
     Attributes:
         saved: the steps in the folder.
-        failures: the number of saves that failed in a row, on process 0.
+        failures: the number of saves that failed in a row; counted on process 0 only.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Checkpoints:
         """Open or create the folder, and remove the leftovers of interrupted saves.
 
         Process 0 calls `before_save` before each save; if this raises OSError, the save
-        fails. Steps record `run_id`, and steps of another run are not used.
+        fails. Saved steps record `run_id`; steps of another run are not restored.
         """
         self._run_id = run_id
         self._before_save, self._cluster = before_save, cluster
@@ -96,7 +96,7 @@ class Checkpoints:
         return loss < best
 
     def due_by_time(self) -> bool:
-        """Return whether a save is due by time; True at most once between saves."""
+        """Return whether the last save is too long ago; True once until the next."""
         if self._overdue_reported:
             return False
         minutes = (time.monotonic() - self._saved_at) / 60
@@ -109,16 +109,16 @@ class Checkpoints:
         """Copy the state off the devices and write it in the background.
 
         Args:
-            step: completed updates.
+            step: the number of completed updates.
             state: may be donated as soon as this returns.
             metadata: JSON that is saved with the state, the step and the run's id.
-            last: whether this is the last save, which waits for the save in flight.
+            last: whether this is the last save, which waits until earlier saves end.
 
         Returns:
             The reason why this or the previous save failed; None if neither did.
 
         Raises:
-            Exit: too many saves in a row failed.
+            Exit: too many saves in a row failed, or the last save cannot begin.
         """
         self._saved_at, self._overdue_reported = time.monotonic(), False
         if self._saving:
@@ -174,9 +174,9 @@ class Checkpoints:
         }
 
     def _remove_failed(self, step: int, with_folder: bool) -> None:
-        """Remove the files of a failed save, so that retention keeps the good steps.
+        """Remove a failed save, so that retention does not keep it instead of another.
 
-        The step's own folder, which may lack only the seal, stays unless `with_folder`.
+        The step's folder, which may lack only its seal, is removed if `with_folder`.
         """
         try:
             for partial in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
@@ -189,7 +189,7 @@ class Checkpoints:
             log.warning("could not remove the failed step %d: %s", step, reason)
 
     def _mark_begun(self, step: int, nbytes: int, last: bool) -> str | None:
-        """Mark a step before it is written; return the obstacle if it cannot be saved.
+        """Mark a step as unsealed; return why it cannot be saved, or None if it can.
 
         A thread writes the mark, so that unresponsive storage does not block training.
         """
@@ -211,7 +211,8 @@ class Checkpoints:
     def _write_mark(self, step: int, nbytes: int, late_step: int | None) -> str | None:
         mark = unsealed_mark(self._directory, step)
         try:
-            if late_step is not None:  # its mark came too late
+            # The save of `late_step` was skipped: its mark was not written in time.
+            if late_step is not None:
                 unsealed_mark(self._directory, late_step).unlink(missing_ok=True)
             self._before_save()
             if not is_remote(self._directory):
@@ -250,7 +251,7 @@ class Checkpoints:
         key = f"seal/{save_number}"
         response.result()
         if cluster.processes > 1 and cluster.is_leader:
-            cluster.set(f"{key}/begin", "")  # its files are complete
+            cluster.set(f"{key}/begin", "")  # the step's files are complete
         elif cluster.processes > 1:
             cluster.get(f"{key}/begin", cluster.timeout_s)
         hashes = digests(folder, cluster.process, cluster.processes)

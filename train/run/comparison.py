@@ -1,4 +1,4 @@
-"""Compare several runs: last and best figures, curves, and differences of configs."""
+"""Compare several runs: last and best values, curves, and differences of configs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,8 @@ _CHARTS = (  # title, metric, whether the axis starts at zero
     ("Learning rate", "learning_rate", True),
     ("Tokens per second", "tokens_per_second", True),
 )
-_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}  # horizontal axis: metric
+# The metric on each horizontal axis; None is the step.
+_AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}
 _HEADERS = (
     *("", "Steps", "Tokens", "Last loss", "Last validation loss"),
     *("Best validation loss", "At step", "Bits per byte there"),
@@ -31,8 +32,8 @@ _IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     """Return the content of a page that compares runs, as plain values.
 
-    A table is (title, headers, rows), and `axes` holds the charts by horizontal axis. A
-    run without logged FLOPs is missing from the charts over FLOPs.
+    A table is (title, headers, rows), and `axes` holds the charts of each horizontal
+    axis. A run without logged FLOPs is missing from the charts over FLOPs.
     """
     names = [folder.name for folder in folders]
     if len({*names}) < len(names):
@@ -87,7 +88,7 @@ def _score_rows(scores_by_run: Sequence[Sequence[ScoreText]]) -> list[list[str]]
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Return a row for each config key that differs, without run-specific keys."""
+    """Return a row for each config key that differs, without those in _IGNORED."""
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys]
     return [
@@ -96,7 +97,7 @@ def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
 
 
 def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:
-    """Return the charts over steps, or over `axis`, a metric that grows with steps."""
+    """Return the charts over the step, or over the metric `axis` if it is given."""
     charts = []
     for title, key, from_zero in _CHARTS:
         series = {name: _points_over_axis(run, key, axis) for name, run in runs.items()}
@@ -105,7 +106,10 @@ def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:
 
 
 def _points_over_axis(series: Series, key: str, axis: str | None) -> Sequence[Point]:
-    """Return the points of `key` over steps, or over `axis`, scaled linearly."""
+    """Return the points of a metric over the step, or over the metric `axis`.
+
+    The last value of `axis` scales all steps: `axis` is taken as proportional to them.
+    """
     points = series.get(key, ())
     if axis is None:
         return points

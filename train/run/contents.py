@@ -1,8 +1,8 @@
 """Choose the arrays of a saved step to load into a state.
 
-Between two starts, a run may start or stop keeping averaged weights or recent losses,
-change the format of its moments, or pad its vocabulary. Every other array must have the
-shape that was saved.
+Between two starts, a run may begin or cease to keep averaged weights or recent losses,
+change the format of optimizer moments, or pad its vocabulary. Every other array must
+have the shape that was saved.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,17 @@ _OPTIONAL = ("optimizer.average.", "recent.")
 
 
 def arrays_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return the arrays to load for a state, except arrays that must be initialised.
+    """Return the arrays to load into a state, as a tree of `jax.ShapeDtypeStruct`.
+
+    Arrays in _OPTIONAL that were not saved are left out; the caller initialises them.
 
     Args:
-        saved: shapes and dtypes, by name.
-        like: `jax.ShapeDtypeStruct` leaves with shardings.
+        saved: shapes and dtypes of the saved arrays, by name.
+        like: the state to fill: `jax.ShapeDtypeStruct` leaves with shardings.
 
     Raises:
-        ConfigError: an array is missing on either side, or has another shape; the
-            message names it.
+        ConfigError: an array was not saved, is not in the state, or has another shape;
+            the message names it.
     """
     optimizer = {"transform": like.optimizer.transform}
     wanted = {"step": like.step, "params": like.params, "optimizer": optimizer}
@@ -42,7 +44,7 @@ def arrays_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]
 
 
 def params_to_load(saved: Mapping[str, Any], like: TrainState) -> dict[str, Any]:
-    """Return the parameters to load for evaluation, averaged if averages were saved.
+    """Return the parameters to load for evaluation: averages if saved and in `like`.
 
     Raises:
         ConfigError: as for `arrays_to_load`, but only for the parameters.
@@ -60,7 +62,7 @@ def _has_average(saved: Mapping[str, Any], like: TrainState) -> bool:
 
 
 def _check(saved: Mapping[str, Any], wanted: Any, required: set[str]) -> None:
-    """Check that the wanted arrays were saved in their shapes, and include `required`.
+    """Check that wanted arrays were saved in their shapes, and required are wanted.
 
     A wrong parameter is reported before its moments, which have the same shape.
     """
@@ -80,8 +82,8 @@ def _check(saved: Mapping[str, Any], wanted: Any, required: set[str]) -> None:
 def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Return whether a shape equals the saved one, up to padding of the vocabulary.
 
-    Older runs saved, say, 50,257 rows instead of 50,304. A dim may grow to the next
-    multiple of 128; zeros fill it.
+    Older runs saved an unpadded vocabulary, say 50,257 rows instead of 50,304. So a dim
+    may grow to the next multiple of 128; Orbax fills the new rows with zeros.
     """
     return len(saved_shape) == len(shape) and all(
         dim in (saved_dim, -(-saved_dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)

@@ -32,18 +32,19 @@ from train.run.starts import (
 
 log = logging.getLogger(__name__)
 
-_DATA_PATH = re.compile(r"data\.(sources\..+\.)?path")  # locations of data
+_DATA_PATH = re.compile(r"data\.(sources\..+\.)?path")  # keys with locations of data
 
 
 class Continuation(NamedTuple):
     """The terms under which a start continues the run.
 
-    schedule_steps: the schedule's length: train.num_steps of the first start, unless a
-        `wsd` schedule took another length before its decay began.
+    schedule_steps: the length of the learning-rate schedule: train.num_steps of the
+        first start, unless a later start changed it before the decay of `wsd` began.
     run_id: the run's identity, which its starts and checkpoints record.
-    skip_batches: the batches that this start or an earlier one skips.
-    earlier_skips: data.skip_batches of earlier starts.
-    rewind_to: run.rewind_to; None if an earlier start has already gone back.
+    skip_batches: the batches that this start or an earlier one skips, as a flat list of
+        ranges: first, last, first, last, ...
+    earlier_skips: data.skip_batches of earlier starts, in the same form.
+    rewind_to: run.rewind_to; None if an earlier start has already done this rewind.
     finished: whether the run has reached its last step and written its results.
     """
 
@@ -85,7 +86,7 @@ def compare_with_run(
     _check_changed_data(path, sources, changes, last_start.get("changes", {}))
     earlier_skips = last_start.get("changes", {}).get("data.skip_batches")
     earlier_skips = earlier_skips or original.data.skip_batches
-    if saved_config is not None:  # the last start's record may be missing
+    if saved_config is not None:  # the record of the last start may be missing
         earlier_skips = _merge_ranges(earlier_skips, saved_config.data.skip_batches)
     skip_batches = _merge_ranges(earlier_skips, skip_batches)
     if rewind_to is not None and any(
@@ -158,7 +159,8 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
     if wanted_steps == previous_steps or schedule.name is Schedule.constant:
         return previous_steps
     decay_start = min(map(schedule.decay_start, (previous_steps, wanted_steps)))
-    if schedule.name is Schedule.wsd and newest_step <= decay_start:  # equal so far
+    # Up to the earlier decay, both lengths give the same learning rates.
+    if schedule.name is Schedule.wsd and newest_step <= decay_start:
         message = "the schedule's length was %d steps, and is %d now"
         log.info(message, previous_steps, wanted_steps)
         return wanted_steps
@@ -210,7 +212,7 @@ def _check_changed_data(
     changes: list[Difference],
     earlier_changes: Mapping[str, Any],
 ) -> None:
-    """Check the data's fingerprints, unless this start is the first with other data.
+    """Check the data's fingerprints, unless this start is the first to change the data.
 
     Raises:
         DataError: the fingerprints differ.
@@ -219,7 +221,7 @@ def _check_changed_data(
         change
         for change in changes
         if change.key.startswith("data.")
-        and change.kind is ChangeKind.refused  # run.allow_change permits it
+        and change.kind is ChangeKind.refused  # but run.allow_change permits it
         and earlier_changes.get(change.key) != yaml_value(change.new)
     ]
     if new_choices:
@@ -229,7 +231,7 @@ def _check_changed_data(
 
 
 def _merge_ranges(earlier: list[int], added: list[int]) -> list[int]:
-    """Merge two lists, each of alternating first and last batches of ranges."""
+    """Merge two flat lists of ranges of batches: first, last, first, last, ..."""
     ranges = [*zip(earlier[::2], earlier[1::2], strict=True)]
     ranges += zip(added[::2], added[1::2], strict=True)
     merged: list[int] = []

@@ -1,12 +1,12 @@
-"""Digests of a checkpoint's files, so that no flipped bit is silently trained on.
+"""Digests of a checkpoint's files, so that no run trains on a flipped bit unnoticed.
 
-Orbax keeps no checksums of arrays. When a step has been written, all its files are
-hashed, and `digests.json`, written last, seals it. A step is used only if every file
-has the recorded size and SHA-256, and there is no other file.
+Orbax stores no checksums of arrays. When a step has been written, all its files are
+hashed, and the digests are written to `digests.json`, which seals the step. A step is
+used only if every file has the recorded size and SHA-256, and there is no other file.
 
-One sealed file describes the step: its number, its run and its config. A step with
-another number or from another run is not used. Values that an older version of this
-program did not write are not compared.
+One of the sealed files, the description, has the step's number, its run and its config.
+A step is not used if its description has another number than its folder, or another
+run. Values that an older version of this program did not write are not compared.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from data.errors import DataError
 from data.storage import is_remote, list_files, write_atomically
 
 SEAL = "digests.json"
-_COMMITTED = "commit_success.txt"  # Orbax writes it last, under gs:// and s3://
-_DESCRIPTION = "_CHECKPOINT_METADATA"  # our metadata, as Orbax saves it
+_COMMITTED = "commit_success.txt"  # Orbax's last file of a step, under gs:// and s3://
+_DESCRIPTION = "_CHECKPOINT_METADATA"  # the file in which Orbax saves our metadata
 _BLOCK = 2**22
 _THREADS = 4  # hashing releases the GIL; more threads hide a store's latency
 
@@ -37,7 +37,7 @@ def digests(
 ) -> dict[str, Any]:
     """Return the size and SHA-256 of each file of a step, by path in its folder.
 
-    Each of `processes` hashes its share of the files in `names`; None means all files.
+    Each of `processes` hashes only its share of `names`, which is all files if None.
     """
     names = sorted(_files(step) if names is None else names)[process::processes]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -58,7 +58,7 @@ def write_seal(step: epath.Path, file_digests: Mapping[str, Any]) -> None:
             (step / SEAL).unlink(missing_ok=True)
             raise FileNotFoundError(step)
         return
-    # The temporary file is outside the step, where a leftover would count as damage.
+    # The temporary file is outside the step: inside, a leftover would count as damage.
     write_atomically(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
 
 
@@ -190,10 +190,11 @@ def check_descriptions(checkpoints: epath.Path) -> None:
 def newest_description(
     checkpoints: epath.Path, run_id: str | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Return the newest step of the run, and the newest description of any step.
+    """Return the newest step, and the newest description, which may be an older step's.
 
-    On an object store, a folder without a description counts only if it is sealed: an
-    interrupted save leaves an unsealed one. Returns 0 and {} if there is no step.
+    Damaged descriptions and steps of other runs are skipped. On an object store, a step
+    without a description counts only if it is sealed: an interrupted save may leave an
+    unsealed folder. Returns 0 and {} if there is no step.
     """
     newest = 0
     for step in reversed(saved_steps(checkpoints)):

@@ -1,6 +1,6 @@
 """The directory of a run, open for one start: its lease, logs and results.
 
-Only process 0 reads and writes; it broadcasts what the others need. run/starts.py keeps
+Only process 0 reads and writes; it broadcasts what the others need. run/starts.py has
 the records of starts, and run/continuation.py decides whether a start may continue.
 """
 
@@ -51,8 +51,8 @@ _MAX_CRASHES = 3  # consecutive crashes at one step that end the run for good
 class RunDir:
     """A run's directory, open for one start.
 
-    config: the config; data.skip_batches includes the batches of earlier starts.
-    lease: the claim on the run, on process 0.
+    config: the config; its data.skip_batches includes the batches of earlier starts.
+    lease: the claim on the run; None except on process 0.
     write: whether this is process 0.
     validations: the last and the best evaluation so far, on process 0.
     """
@@ -115,8 +115,9 @@ class RunDir:
         )
 
     def record_rewind(self) -> None:
-        """Record that this start has rewound, so that no later start does so again."""
-        if self.write:  # first, so that a kill leaves no finished run
+        """Record that this start has rewound, so that no later start rewinds again."""
+        # Remove the results first: otherwise a kill in between leaves a finished run.
+        if self.write:
             (self.path / "results.json").unlink(missing_ok=True)
         left_out = self.config.data.skip_batches
         rewind_to = self.continuation.rewind_to
@@ -152,7 +153,7 @@ class RunDir:
             write_atomically(self.path / "results.json", text)
 
     def judge_crash(self, crash: Crash) -> int:
-        """Record a crash on process 0, and return the exit code.
+        """Record, on process 0, the crash of a process; return the exit code of all.
 
         The code is CRASHES_AGAIN if the last three starts crashed at this step with the
         same version of the program.
@@ -172,7 +173,10 @@ class RunDir:
         return CRASHES_AGAIN if is_repeated else crash.code
 
     def before_exit(self, code: int) -> None:
-        """Close logs and lease when the process ends in the middle of training."""
+        """Close logs and lease when the process ends in the middle of training.
+
+        If another process owns the run (OWNED), leave its files alone.
+        """
         if code != OWNED:
             self.events.end(code)
             self.events.close()
@@ -195,7 +199,7 @@ class RunDir:
 def open_run(
     config: Config, sources: Sources, cluster: Cluster, preemption: Preemption
 ) -> Iterator[RunDir]:
-    """Open the run's directory, new or old, on all processes.
+    """Open the run's directory, new or existing, on all processes.
 
     `preemption` closes the directory before it ends the process.
 

@@ -1,7 +1,7 @@
 """Read and write the scores of a run, from training and from `train.evaluate`.
 
-Each result of `train.evaluate` is a file, `evaluations/<step>-<hash>.json`: the step,
-the options under `asked`, and the metrics under their names in `metrics.jsonl`. The
+Each result of `train.evaluate` is a file, `evaluations/<step>-<hash>.json`, which holds
+the step, the options under `asked`, and metrics with the names of `metrics.jsonl`. The
 hash is computed from the options, so repeating an evaluation replaces its result.
 """
 
@@ -63,7 +63,7 @@ def write_evaluation(
 def read_scores(
     run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]
 ) -> list[ScoreText]:
-    """Return the newest task scores of a run's metrics, and all evaluations' scores."""
+    """Return the newest task scores in the metrics, and the scores of evaluations."""
     task_rows = [row for row in rows if any(key.startswith("tasks/") for key in row)]
     scores = list[ScoreText]()
     for row in task_rows[-1:]:
@@ -110,7 +110,8 @@ def format_scores(
     for name, value in metrics.items():
         kind, *subject, metric = name.split("/")
         filters = []
-        if kind == "tasks" and len(subject) > 1:  # tasks/gsm8k/exact_match/strict-match
+        # A task's metric may end in a filter: tasks/gsm8k/exact_match/strict-match.
+        if kind == "tasks" and len(subject) > 1:
             subject, metric, filters = subject[:1], subject[1], [metric]
         if metric.endswith(_STDERR):
             continue

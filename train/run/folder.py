@@ -19,10 +19,10 @@ _SUBFOLDERS = (
 
 
 def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
-    """Return the path of a run's folder, or of the folder that another `key` names.
+    """Return the path of the folder that the config key `key` names.
 
     Raises:
-        ConfigError: the store is unknown, or its client is not installed.
+        ConfigError: the store in `key` is unknown, or its client is not installed.
     """
     try:
         return storage_path(directory)
@@ -44,7 +44,7 @@ def access_error(run_dir: str, error: Exception) -> ConfigError | Exit:
 
 
 def check_layout(run_dir: epath.Path) -> None:
-    """Check that no folder has the name of a local run's file, and the reverse.
+    """Check that all files of a local run are files, and all its folders are folders.
 
     Raises:
         DataError: an entry is of the wrong kind; the message names it.

@@ -32,7 +32,7 @@ BUCKETS = {  # in the order of a start, with display names
 }
 _EVENT_BUCKETS = {event: event for event in BUCKETS if event not in ("wasted", "other")}
 _EVENT_BUCKETS["compile"] = "prepare"
-_SLACK = 1e-3  # how far two clocks of a host may drift apart, as a share of a start
+_SLACK = 1e-3  # how far two clocks of a host may drift apart, per second of a start
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StartAccount:
     first_step: completed updates of the restored state; None before the restore.
     last_step: completed updates at its last record.
     num_wasted: the number of steps that a later start repeated.
-    code: the exit code; None if it was killed or still runs.
+    code: the exit code; None if the start was killed or still runs.
     ended: the Unix time of its last record.
     """
 
@@ -95,7 +95,7 @@ class Goodput:
         return round(sum(start.num_wasted for start in self.starts))
 
     def __str__(self) -> str:
-        """Return two lines, the largest buckets first."""
+        """Return two lines: a summary, and the share of each bucket, largest first."""
         starts = f"{len(self.starts)} start{'s' * (len(self.starts) != 1)}"
         repeated = f", {self.num_wasted:,} steps done again" if self.num_wasted else ""
         largest_first = sorted(self.buckets.items(), key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""Heat maps of per-layer metrics: layers against steps, a shade for each value.
+"""Heat maps of per-layer metrics: one row a layer, and a shade for each value.
 
 train/numerics.py defines the metrics. A map has at most 120 columns; with more steps,
 a column holds the largest value of several steps.
@@ -31,7 +31,7 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a heat map for each per-layer metric in the rows.
 
     A map has a title, the steps of its columns, and the values of each layer, with None
-    for values that were not finite. `low` and `high` are the limits of the shades.
+    for values that were not finite. The shades span the values from `low` to `high`.
     """
     matches = (_LAYER_METRIC.fullmatch(key) for row in rows for key in row)
     names = dict.fromkeys((*_TITLES, *(key[1] for key in matches if key)))

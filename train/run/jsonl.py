@@ -1,14 +1,15 @@
-"""JSON lines that survive kills, full disks and object stores.
+"""Write logs of JSON lines, to a disk or an object store, that survive failures.
 
-The log `metrics` is the file `metrics.jsonl` followed by the parts `metrics/1.jsonl`,
-`metrics/2.jsonl`, ...; readers (jsonl_reader.py) accept both. On a local disk the
-newest file grows; when `append` returns, the operating system has the line. Objects
-under `gs://` or `s3://` cannot grow: the newest part is uploaded whole, in the
-background and at most once a minute, and at 1 MiB the next part begins.
+A log named `metrics` is the file `metrics.jsonl`, followed by the numbered parts
+`metrics/1.jsonl`, `metrics/2.jsonl`, ...; readers (jsonl_reader.py) accept either or
+both. On a local disk the newest file grows; when `append` returns, the operating system
+has the line. Objects under `gs://` or `s3://` cannot grow. There, a thread uploads the
+newest part again with all its lines, at most once a minute. Once a part has 1 MiB, the
+next one begins.
 
-`append` never raises. Up to 10,000 lines that a full disk or a dead network refuses
-wait in memory until they can be written. No line is torn, duplicated or out of order.
-Only `flush` raises; once it returns, all lines survive the loss of this machine.
+`append` never raises. If a disk is full or a network fails, up to 10,000 lines wait in
+memory until they can be written. No line is torn, duplicated or out of order. Only
+`flush` raises; once it returns, all lines survive the loss of this machine.
 """
 
 import abc
@@ -37,7 +38,7 @@ from train.run.jsonl_reader import (
 )
 from train.run.records import json_compatible
 
-_MAX_LINES = 10_000  # kept in memory
+_MAX_LINES = 10_000  # lines that wait in memory
 _PART_BYTES = 2**20
 _UPLOAD_INTERVAL_S = 60.0
 
@@ -110,11 +111,11 @@ def open_lines(
     keep: Callable[[Row], bool] = any_row,
     is_row: IsRow = any_row,
 ) -> Appender:
-    """Open a log for appending, after removing torn lines and rejected rows.
+    """Open a log for more rows, after removing torn lines and rows that `keep` rejects.
 
     The run's directory, local or remote, is made if missing. `keep` may reject only the
-    newest rows. If earlier lines are damaged, a warning counts them, and the original
-    file is kept under another name.
+    newest rows, because files before the newest kept row are not read. If other lines
+    are damaged, a warning counts them, and a copy of the original file is kept.
 
     Raises:
         OSError: the log cannot be read or written.
@@ -123,7 +124,7 @@ def open_lines(
     remote = is_remote(run_dir)
     parts = part_paths(run_dir, name)
     lines: list[bytes] = []
-    # Newest first, so that a kill in between leaves no gap.
+    # The newest file is filtered first, so that a kill in between leaves no gap.
     for number, path in sorted(parts.items(), reverse=True):
         if _filter_file(path, keep, is_row):
             # _ObjectAppender uploads the whole newest part again.
@@ -139,9 +140,10 @@ def open_lines(
 
 
 def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -> bool:
-    """Drop lines atomically; if none is left, delete the file and return False.
+    """Drop all lines but kept rows, atomically; return False if this empties the file.
 
-    If a file with damaged lines cannot be rewritten, only a torn last line is dropped.
+    An empty file is deleted. If a file with damaged lines cannot be rewritten, these
+    lines stay; if it is local, everything after the last kept row is dropped.
     """
     offset = kept_end = kept_bytes = num_damaged = 0
     for line, row in complete_lines(path, is_row):
@@ -157,7 +159,7 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
         if not kept_bytes:
             path.unlink()
         elif kept_bytes == kept_end and not is_remote(path):
-            os.truncate(path, kept_end)  # needs no room on a full disk
+            os.truncate(path, kept_end)  # works on a full disk
         elif kept_bytes < path.stat().length:
             rows = complete_lines(path, is_row)
             kept_lines = (line for line, row in rows if row is not None and keep(row))
@@ -198,7 +200,7 @@ class _FileAppender(Appender):
             self._write()
         try:
             self._file.sync()
-        except OSError:  # the failed sync has removed the lines
+        except OSError:  # the failed sync has removed the lines: write them again
             self._num_written = 0
             raise
         self._lines, self._num_written = [], 0
@@ -208,7 +210,7 @@ class _FileAppender(Appender):
 
 
 class _ObjectAppender(Appender):
-    """Appends to objects. `_lines` holds the lines of the newest part."""
+    """Uploads parts to an object store. `_lines` holds the lines of the newest part."""
 
     def __init__(self, run_dir: epath.Path, name: str, number: int, lines: list[bytes]):
         super().__init__(f"{run_dir}/{name}")

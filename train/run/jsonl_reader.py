@@ -15,7 +15,7 @@ from etils import epath
 from data.storage import is_remote
 
 Row = dict[str, Any]
-IsRow = Callable[[Row], bool]  # whether an object is a line of its log
+IsRow = Callable[[Row], bool]  # whether a JSON object is a row of the log
 
 _READERS = 8  # threads that hide a store's latency
 _BLOCK = 2**20  # bytes read at once from the end
@@ -27,12 +27,12 @@ def any_row(row: Row) -> bool:
 
 
 def log_part(run_dir: epath.Path, name: str, number: int) -> epath.Path:
-    """Return the file of a part; part 0 is the single file."""
+    """Return the file of a part; part 0 is `<name>.jsonl`, before all other parts."""
     return run_dir / (f"{name}/{number}.jsonl" if number else f"{name}.jsonl")
 
 
 def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
-    """Return the files of a log by number, ascending; 0 is the single file."""
+    """Return the files of a log by part number (`log_part`), ascending."""
     run_dir = epath.Path(run_dir)
     single, folder = log_part(run_dir, name, 0), run_dir / name
     numbers = [0] if single.exists() else []
@@ -50,8 +50,8 @@ def iterate_rows(
 ) -> Iterator[Row]:
     """Yield a log's rows in order, reading one line at a time.
 
-    `is_row` distinguishes a line of this log from a damaged one. Lines without the
-    bytes `containing` are skipped unparsed.
+    `is_row` returns False for a row that is damaged. Lines without the bytes
+    `containing` are skipped before they are parsed.
     """
     for line in _iterate_lines(list(part_paths(run_dir, name).values())):
         if containing in line and (row := parse_row(line, is_row)) is not None:
@@ -61,7 +61,7 @@ def iterate_rows(
 def newest_rows(
     run_dir: epath.Path | Path, name: str, is_row: IsRow = any_row
 ) -> Iterator[Row]:
-    """Yield a log's rows, newest first, reading no more than the caller consumes."""
+    """Yield a log's rows, newest first, reading only as far as the caller consumes."""
     for path in reversed(part_paths(run_dir, name).values()):
         for line in _lines_from_end(path):
             if (row := parse_row(line, is_row)) is not None:
@@ -80,7 +80,7 @@ def parse_row(line: bytes, is_row: IsRow) -> Row | None:
 def complete_lines(
     path: epath.Path, is_row: IsRow
 ) -> Iterator[tuple[bytes, Row | None]]:
-    """Yield each complete line with its row, which is None if it is damaged."""
+    """Yield each complete line with its row, which is None if the line is damaged."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -88,7 +88,7 @@ def complete_lines(
 
 
 def _iterate_lines(paths: list[epath.Path]) -> Iterator[bytes]:
-    """Yield the lines of files; parts in a store are read ahead."""
+    """Yield the lines of files; several parts in a store are read at once."""
     if not (paths and is_remote(paths[0])):
         for path in paths:
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -102,11 +102,11 @@ def _iterate_lines(paths: list[epath.Path]) -> Iterator[bytes]:
 
 def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
     """Yield the lines of a file, the last one first."""
-    if is_remote(path):  # a part is small
+    if is_remote(path):  # a part in a store is small
         yield from reversed(_read(path).split(b"\n"))
         return
     with suppress(FileNotFoundError), path.open("rb") as file:
-        end, partial_line = file.seek(0, 2), b""  # a line without its beginning
+        end, partial_line = file.seek(0, 2), b""  # a line whose beginning is unread
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)

@@ -1,15 +1,15 @@
 """A run directory has one owner, which keeps `lease.json` up to date.
 
 The owner rewrites the file every few seconds with an increased count. Each write names
-the version that it replaces, and the store refuses it if the file has changed. So only
-one of several starts gets the lease. An owner that was suspended until another start
-took over notices this, and leaves the new lease alone. Local disks, gs:// and s3://
-support conditional writes. An S3 server without conditional writes may admit two
-starts until one of them renews its lease.
+the version that it replaces, and the store refuses the write if the file has changed.
+So only one of several starts gets the lease. If an owner was suspended until another
+start took over, it notices this at its next write, and leaves the new lease alone.
+Local disks, gs:// and s3:// support conditional writes. An S3 server without them may
+admit two starts until one of them renews its lease.
 
 A start takes over the lease of a dead owner. On the owner's machine, the process table
-shows whether the owner lives. Other machines watch the count, because the clocks of
-different machines are never compared.
+shows whether the owner lives. A start on another machine watches whether the file
+changes; it does not compare times, because the clocks of machines may disagree.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from train.run.liveness import Owner
 log = logging.getLogger(__name__)
 
 _KEY = "lease.json"
-# Renewals have a separate request queue, so that no checkpoint delays them. A power
-# failure may undo them.
+# Renewals have a separate request queue, so that no checkpoint delays them. They are
+# not synced to the disk, so that a power failure may undo them.
 _LIMIT = {"limit": 4}
 _CONTEXT = ts.Context(
     {
@@ -134,7 +134,7 @@ class Lease:
                 message = f"{self._storage}: the lease of this process was {event}, "
                 message += "after it was silent for too long. It ends and saves no more"
                 raise Exit(OWNED, message)
-            self._version = version  # a write that seemed to fail has succeeded
+            self._version = version  # our last write seemed to fail, but succeeded
 
 
 def take_lease(
@@ -143,17 +143,19 @@ def take_lease(
     timeout_s: float,
     on_lost: Callable[[str], None],
 ) -> Lease:
-    """Return the lease of a run directory, which is created if missing.
+    """Take and return the lease of a run directory; the directory is made if missing.
 
     Args:
-        folder: a local path, gs:// or s3://.
+        folder: a local path, or a URL with gs:// or s3://.
         interval_s: the time between two renewals.
-        timeout_s: an owner on another machine is dead after this time without renewal.
+        timeout_s: an owner on another machine counts as dead after this time without
+            renewal.
         on_lost: called once from another thread, with the reason, if another process
             takes the run because this one was stopped or cut off for too long.
 
     Raises:
-        Exit: OWNED, if a live process owns the run; CRASHED, if the store is silent.
+        Exit: OWNED, if a live process owns the run; CRASHED, if the store does
+            not answer.
         ConfigError: the folder cannot be accessed, and a retry would not help.
     """
     storage, claimant = KeyValueStore(folder, _CONTEXT), Owner.current()
@@ -183,7 +185,7 @@ def _take(
         reason = "is dead"
         if owner is not None:
             if owner.token == claimant.token:
-                return version  # a write that seemed to fail has succeeded
+                return version  # our last write seemed to fail, but succeeded
             alive = owner.alive()
             if alive is None:
                 if watched_version is None:

@@ -1,4 +1,4 @@
-"""Keep the report of a running run up to date, from a thread."""
+"""Keep the report of a run up to date while it trains, from a separate thread."""
 
 import logging
 import threading

@@ -1,9 +1,9 @@
 """Identify a process, so that another process can later tell whether it lives.
 
-A process number alone is not enough: numbers are reused, and mean nothing on another
-machine or in another container. So the identity is the machine (its boot and namespace
-of process numbers), the number, and the time of its start. This module imports only
-the standard library.
+A PID alone is not enough: PIDs are reused, and mean nothing on another machine or in
+another container. So the identity consists of the machine (its boot and PID namespace),
+the PID, and the start time of the process. This module imports only the standard
+library.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ _ENDED_STATES = ("Z", "X")  # zombie, dead (proc_pid_stat(5)): ended, but not wa
 
 @dataclass(frozen=True)
 class Process:
-    """A process of some machine.
+    """The identity of a process.
 
-    machine: the boot and the process namespace in which pid and start mean something.
+    machine: the boot and the PID namespace that `pid` and `start` refer to; None if
+        unknown.
     start: the start time, in ticks since the boot, or as `ps` prints it on macOS; None
         if it is hidden.
     """
@@ -65,7 +66,7 @@ class Process:
         if self.machine is None or self.machine != _machine():
             return None
         try:
-            os.kill(self.pid, 0)  # /proc may hide other people's processes
+            os.kill(self.pid, 0)  # works even if /proc hides other users' processes
         except ProcessLookupError:
             return False
         except PermissionError:
@@ -118,7 +119,7 @@ class Owner(Process):
 
 
 def state_and_start(pid: int) -> tuple[str | None, int | str | None]:
-    """Return a process's state letter and its start; (None, None) if hidden.
+    """Return a process's state letter and start time; (None, None) if hidden.
 
     Source: proc_pid_stat(5): fields 3 and 22, in ticks since the boot.
     """

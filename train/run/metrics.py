@@ -1,10 +1,10 @@
 """The two logs of a run: metrics by step, and events that account for the wall time.
 
-These logs are the truth about a run; trackers and reports are copies. A restart leaves
-neither duplicate nor missing steps: `open_metrics` drops the lines after the restored
-step, and repeated steps are written again. run/jsonl.py lets lines survive kills
-and full disks. Call `flush` before a checkpoint is saved, or a kill may lose lines of
-steps that no restart repeats.
+These logs are the primary record of a run; trackers and reports are derived from them.
+A restart leaves neither duplicate nor missing steps: `open_metrics` drops the lines
+after the restored step, and repeated steps are written again. run/jsonl.py makes lines
+survive kills and full disks. Call `flush` before a checkpoint is saved: otherwise a
+failure may lose lines of steps that the checkpoint includes and no restart repeats.
 """
 
 import logging
@@ -65,7 +65,7 @@ def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
 def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
     """Return the number of tokens in the first `step` steps, from the metrics.
 
-    Steps after the newest line with `tokens` count `per_step` each.
+    The newest of their lines that has `tokens` counts; later steps add `per_step` each.
     """
     for row in newest_metrics(run_dir):
         tokens = row.get("tokens")
@@ -90,7 +90,7 @@ def read_validations(run_dir: epath.Path | Path) -> Validations | None:
 def updated_validations(
     earlier: Validations | None, step: int, values: Mapping[str, Any]
 ) -> Validations | None:
-    """Return the last and the best evaluation, given the values of a new step."""
+    """Return the last and the best evaluation, including the values of a new step."""
     new = validation_in(step, values)
     if new is None or earlier is None:
         return Validations(new, new) if new else earlier
@@ -106,7 +106,7 @@ def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
 
 
 def is_metrics_row(row: Row) -> bool:
-    """Return whether an object is a line of the metrics, which has a step."""
+    """Return whether an object is a line of the metrics, which must have a step."""
     return isinstance(row.get("step"), int)
 
 
@@ -126,8 +126,8 @@ def open_metrics(
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         last_step: lines of later steps are dropped, atomically.
-        scored_again: drop the scores of `last_step` too, because this start repeats
-            an evaluation whose results an earlier start could not write.
+        scored_again: drop the scores of `last_step` too, because this start evaluates
+            that step again: an earlier start ended before it wrote the results.
 
     Raises:
         OSError: the lines cannot be read, or later ones cannot be dropped.
@@ -145,18 +145,18 @@ class EventLog:
     """Writes the events: laps that follow each other without a gap, and instants.
 
     Each line has `time` (Unix seconds at the event's end), `start` (the number of the
-    start, from 1), `event`, `seconds`, and the caller's fields. The first lap begins
-    with the process, so that the laps of a start add up to its wall time. The first
-    line of a start is `idle`: the time between the last lap of the previous start and
-    this process. So the time after the last lap of a killed process counts as idle.
-    train/run/goodput.py lists the names of laps.
+    start, from 1), `event` (its name), `seconds` (0 for an instant), and the caller's
+    fields. The first lap begins with the process, so that all laps of a start add up to
+    its wall time. The first line of a later start is `idle`: the time from the last lap
+    of the previous start to the beginning of this process. So the time after the last
+    lap of a killed process counts as idle. train/run/goodput.py lists the laps' names.
 
     Args:
         run_dir: the run's directory, local or remote; made if missing.
         began: when this start began (time.monotonic()), if not with its process.
         write: whether lines are written; True only on process 0.
-        last_start: the highest number of a start that left a record, in case
-            the events are lost.
+        last_start: the highest number of a start in `starts/`, in case the events are
+            lost.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class EventLog:
     ) -> None:
         """Record the time since the last lap, up to `until` (time.monotonic()) or now.
 
-        `parts` holds seconds of this time to record under other event names.
+        `parts` maps other events to their share of this time, in seconds.
         """
         now = time.monotonic()
         ended = now if until is None else until
-        # Rounding here keeps the error of a sum from growing.
+        # The lap ends at the rounded time, so that rounding errors do not add up.
         seconds = round(ended - self._last_lap_end, 6)
         self._last_lap_end += seconds
         recorded_until = time.time() - (now - ended) - seconds
@@ -249,7 +249,7 @@ class EventLog:
             self._has_lines = True
             if self._previous_end is not None:
                 began = time.time() - (time.monotonic() - self._began)
-                # The clocks of two hosts may disagree.
+                # The clocks of two hosts may disagree; the time must not be negative.
                 self._append(began, "idle", max(0.0, began - self._previous_end))
         row = {"time": round(ended_at, 3), "start": self.start, "event": event}
         self._lines.append({**row, "seconds": round(seconds, 6), **fields})

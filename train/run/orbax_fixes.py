@@ -1,11 +1,11 @@
 """Open Orbax with our settings, and work around its known gaps.
 
-- Orbax does not support s3://, which is therefore addressed like gs://. TensorStore
-  reads and writes the arrays under both schemes, and fsspec all other files. A step is
-  complete once `commit_success.txt` exists; nothing is renamed.
-- `run/checkpoint.py` reports a failed save in one line. Orbax also logs it seven times
-  with tracebacks, and reports pending work to an event loop that it has closed. These
-  records are dropped.
+- Orbax does not support s3://, so this module makes it handle s3:// like gs://. For
+  both, TensorStore reads and writes the arrays, and fsspec reads and writes all other
+  files. A step is complete once `commit_success.txt` exists; no folder is renamed.
+- `run/checkpoint.py` reports a failed save in one line. Orbax also logs this failure
+  seven times with tracebacks, and reports work that it left to a closed event loop.
+  This module drops these records.
 
 Source: orbax-checkpoint 0.12.8, tensorstore 0.1.80.
 """
@@ -58,7 +58,7 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     if retention.keep_best:
         preserved.append(
             policies.BestN(
-                get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is best
+                get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is kept
                 n=1,
                 keep_checkpoints_without_metrics=False,
             )
@@ -73,7 +73,7 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
 def quiet_failed_saves() -> None:
     """Drop the tracebacks that Orbax and its event loop log after a failed save.
 
-    Tracebacks that other libraries log through absl stay.
+    Tracebacks that other libraries log through absl are still shown.
     """
     import orbax.checkpoint  # the import takes a second
 
@@ -92,7 +92,7 @@ def quiet_failed_saves() -> None:
 
 @functools.cache
 def _patch_orbax_for_s3() -> None:
-    """Have Orbax address s3:// as it addresses gs://.
+    """Make Orbax build TensorStore specs for s3:// as it does for gs://.
 
     https://github.com/google/orbax/pull/2739 would make this patch superfluous.
     """

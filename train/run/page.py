@@ -1,7 +1,8 @@
 """Write HTML pages that need no network: a template, and its data as JSON.
 
 All pages share `page.html`; each caller adds the template of its own page. The
-browser draws the page from the data. No text in the data can end its script block.
+browser draws the page from the data. `<` is escaped in the data, so that no text in it
+can end the script block that holds it.
 """
 
 import json
@@ -16,9 +17,9 @@ _SHARED_TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def write_page(path: epath.Path, template: Path, data: dict[str, Any]) -> None:
-    """Write a page atomically, local or remote.
+    """Write a page atomically to a local or remote path.
 
-    The template has `<style>`, `<body>` and the script that draws `data`.
+    The template contains `<style>`, `<body>` and the script that draws `data`.
 
     Raises:
         ValueError: the data contains NaN or an infinity.

@@ -1,14 +1,15 @@
-"""Profile a run while it trains, on request by a file in its directory.
+"""Profile a run while it trains, when a file in its directory requests this.
 
-`python -m train.profile` writes `profile_request.json`. A thread of process 0 looks for
-it every two seconds. All processes agree on the step after which to begin
-(train/distributed/preemption.py), and each traces its devices. The files are
+`python -m train.profile` writes this file, `profile_request.json`. A thread of process
+0 looks for it every two seconds. All processes agree on the step after which to begin
+(train/distributed/preemption.py), and each traces its devices. The results are
 
     profiles/<step>/profile.json        what was traced; written last
     profiles/<step>/step.hlo.gz         the text of the compiled step
     profiles/<step>/plugins/profile/... the traces, for XProf and Perfetto
 
-where <step> is the first traced step. `profile.steps` does the same without a request.
+where <step> is the first traced step. The config key `profile.steps` profiles steps
+without a request.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ def request_profile(run_dir: epath.Path, num_steps: int) -> str:
 
 
 def withdraw_request(run_dir: epath.Path) -> None:
-    """Remove a request that the trainer has not taken."""
+    """Remove the request, unless the trainer has already removed it."""
     _request_file(run_dir).unlink(missing_ok=True)
 
 
@@ -64,7 +65,7 @@ def find_profile(run_dir: epath.Path, request_id: str) -> epath.Path | None:
     profiles = run_dir / "profiles"
     for folder in profiles.iterdir() if profiles.exists() else ():
         file = folder / "profile.json"
-        with contextlib.suppress(DataError):  # another profile may be damaged
+        with contextlib.suppress(DataError):  # the record of another profile is damaged
             if (read_record(file, "") or {}).get("id") == request_id:
                 return folder
     return None
@@ -87,8 +88,8 @@ class Profiler:
     ):
         """Remove old requests and start to poll for new ones, on process 0.
 
-        `text` returns the text of the compiled step, and `pause` excludes time that is
-        not training from the log window.
+        `text` returns the HLO text of the compiled step. `pause` excludes the time of
+        its body from the step time (log_window.py).
         """
         self._run, self._cluster, self._preemption = run, cluster, preemption
         self._text, self._pause = text, pause
@@ -138,10 +139,10 @@ class Profiler:
                 self._ended.wait(60)
 
     def _begin(self) -> None:
-        jax.block_until_ready(self._newest_metrics)  # excludes earlier steps
+        jax.block_until_ready(self._newest_metrics)  # the trace excludes earlier steps
         if self._cluster.is_leader:
             self._take_request()
-        # The process dies if JAX is given the path of an object store.
+        # JAX traces to a local folder; with a path in an object store the process dies.
         self._trace_dir = Path(tempfile.mkdtemp())
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # tracing Python calls would slow the steps
@@ -151,7 +152,7 @@ class Profiler:
         self._began = time.monotonic()
 
     def _take_request(self) -> None:
-        """Take the request, unless it has been withdrawn."""
+        """Read the request's id and remove its file, unless it has been withdrawn."""
         try:
             request = json.loads(_request_file(self._run.path).read_text())
             self._request_id = request["id"]
@@ -172,7 +173,7 @@ class Profiler:
         try:
             try:
                 self._keep(self._trace_dir, folder)
-            finally:  # the other processes wait for this one
+            finally:  # the other processes wait here, even if this one has failed
                 self._cluster.wait(f"profile/{first}", self._cluster.timeout_s)
             if self._cluster.is_leader:
                 record = {"first": first, "last": last, "seconds": seconds}

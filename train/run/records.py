@@ -1,8 +1,8 @@
 """Read the small files of a run, each of which is a table of names and values.
 
 Only this module parses these files, except for config.yaml (train/cli/schema.py). So
-each of them is refused in the same way if it is empty, torn, neither JSON nor YAML, or
-a folder.
+every file that is empty, torn, neither JSON nor YAML, or a folder raises the same kind
+of error.
 """
 
 import json

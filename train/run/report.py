@@ -1,7 +1,7 @@
 """Write the report of a run, `report.html`, a page that needs no network.
 
-The template `report.html` in this package draws whatever exists of the metrics, the
-events and `config.yaml`, so the page can be written at any time.
+The template `report.html` in this package draws the metrics, the events and
+`config.yaml` as far as they exist, so the page can be written at any time.
 """
 
 import re
@@ -34,7 +34,7 @@ _CHARTS = (  # title, line names by metric, whether the axis starts at zero
     ("Tokens per second", {"tokens_per_second": "tokens/s"}, True),
     ("Load of experts", {"expert_load": "most loaded over mean"}, False),
 )
-# A chart over steps would not explain these metrics.
+# Metrics that a chart over steps would not help to understand.
 _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
     *("overflow", "eval/bits_per_byte"),
@@ -116,7 +116,7 @@ def _read_name_and_steps(text: str) -> tuple[str | None, int | None]:
 
 
 def series_of(rows: Iterable[Row]) -> Series:
-    """Return the values of each metric by step, None for values that are not finite."""
+    """Return the points of each metric; a value that is not finite becomes None."""
     series = defaultdict[str, list[Point]](list)
     for row in rows:
         if (step := finite_float(row.get("step"))) is not None:
@@ -131,7 +131,7 @@ def finite_points(series: Series, key: str) -> list[tuple[float, float]]:
 
 
 def _restored_steps(events: Sequence[Row]) -> list[float]:
-    """Return the restored steps of all starts after the first; 0 is a fresh state."""
+    """Return the steps that starts after the first restored; 0 is a fresh state."""
     restores = [e for e in events if e.get("event") == "restore"]
     restarts = [e for e in restores if e.get("start", 1) > 1]
     return [e["step"] for e in restarts if finite_float(e.get("step")) is not None]
@@ -143,7 +143,7 @@ def _figures(
     goodput: Goodput,
     num_steps: int | None,
 ) -> list[tuple[str, str, str]]:
-    """Return the title, the value and the note of each headline figure."""
+    """Return the title, the value and a note for each number at the top of the page."""
     figures: list[tuple[str, str, str]] = []
     if steps := [x for x, _ in series.get("step", ())]:
         # A later start may have trained beyond the target of the first.
@@ -179,9 +179,9 @@ def chart(
 ) -> dict[str, Any] | None:
     """Return a chart with its range and lines; None if no value is finite.
 
-    If the highest of 50 or more values exceeds three times the 98th percentile, the
-    axis ends at this limit, so that no spike flattens the curve; `cut` is then the
-    highest value, and otherwise None.
+    If there are at least 50 values, and the highest exceeds three times the 98th
+    percentile, the axis ends at this limit, so that no spike flattens the curve. Then
+    `cut` is the highest value; otherwise it is None.
     """
     points = [point for key in lines for point in finite_points(series, key)]
     if not points:

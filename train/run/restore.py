@@ -1,10 +1,10 @@
 """Restore the newest checkpoint whose files match their digests.
 
-A step is moved to the quarantine with an error message, and never deleted, if it is
-damaged, its folder has another number, or it belongs to another run. A step that was
-complete but not yet sealed when its process died is used only if no sealed step is
-left. It is an error if checkpoints exist but none can be used: a run never silently
-starts over.
+If a step is damaged, has another number than its folder, or belongs to another run, it
+is never deleted: it is moved to the folder `quarantine`, and an error is logged. A step
+that was complete but not yet sealed when its process died is used only if no sealed
+step is left. If checkpoints exist but none can be used, DataError is raised: a run
+never silently starts over.
 """
 
 import functools
@@ -87,23 +87,23 @@ class SavedSteps:
         at_most: int | None = None,
         repack: Repack = None,
     ) -> TrainState | None:
-        """Restore the newest step that verifies, or the given one.
+        """Restore the newest step whose files match their digests, or the step `step`.
 
         Args:
             like: `jax.ShapeDtypeStruct` leaves with the shardings to restore to,
                 whatever mesh the step was saved from.
             step: restore only this step.
             at_most: restore the newest step up to this one; quarantine later ones.
-            repack: converts optax's state, given the step, to the moment format of
-                `like`; None keeps the format that was saved.
+            repack: a function of optax's state and the step that converts the state to
+                the moment format of `like`; None keeps the format that was saved.
 
         Returns:
             The state; None if there is no checkpoint, not even in the quarantine.
 
         Raises:
-            DataError: no checkpoint verifies, or the given one does not.
-            ConfigError: all steps are later than `at_most`, or the given step was not
-                saved or does not fit the model.
+            DataError: no checkpoint can be used, or `step` cannot.
+            ConfigError: all steps are later than `at_most`; or `step` was not saved, or
+                a step does not fit the model.
         """
         load = functools.partial(self._load, like=like, repack=repack)
         return self._load_newest_usable(load, step, at_most)
@@ -118,7 +118,7 @@ class SavedSteps:
         try:
             return self._try_each(load, step, at_most)
         finally:
-            if self._moved:  # only once: Orbax reads all descriptions
+            if self._moved:  # reload only once, as Orbax reads all descriptions again
                 self._moved = False
                 self._orbax.reload()
 
@@ -139,7 +139,7 @@ class SavedSteps:
             loaded = load(candidate) if objection is None else None
             if loaded is not None:
                 for unhashed in [] if self._read_only else unsealed:
-                    # If the step stayed, the run would not save it again.
+                    # If this step stayed, the run would not save the step again.
                     self._log_error("checkpoint of step %d was never hashed", unhashed)
                     self._set_aside(unhashed)
                 return loaded
@@ -160,9 +160,9 @@ class SavedSteps:
     def restore_params(
         self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
-        """Return a step and its averaged parameters, or the parameters if not averaged.
+        """Return the restored step and its parameters, which are the only arrays read.
 
-        Nothing but these parameters is read.
+        The parameters are the averages if the step and `like` have averages.
 
         Raises:
             ConfigError: there is no such step, or it does not fit the model.
@@ -248,7 +248,7 @@ class SavedSteps:
         return TrainState(loaded["step"], params, optimizer, recent)
 
     def _load_unsealed(self, step: int, load: Callable[[int], Any]) -> Any:
-        """Load a step that cannot be verified, and seal its present files."""
+        """Load a step that cannot be verified, and seal its files as they are now."""
         self._log_error(
             "checkpoint of step %d was written, but its process died before its "
             "files were hashed: used unverified, because no other is left",
@@ -270,7 +270,7 @@ class SavedSteps:
             log.error(*message)
 
     def _set_aside(self, step: int) -> None:
-        """Move a step to the quarantine, unless the folder is only read."""
+        """Move a step to the quarantine, unless the folder was opened only to read."""
 
         def move_step() -> None:
             target = self._directory / "quarantine" / f"{step}-{int(time.time())}"

@@ -3,8 +3,9 @@
 `config.yaml` is the config of the first start and is never rewritten. Start n writes
 `starts/<n>.yaml`: the keys that differ from the first start, the fingerprints of its
 data, the schedule's length, the run's identity, the machine, and the versions of the
-libraries that determine what a step computes. If either file is missing, the newest
-checkpoint provides it. run/continuation.py decides whether a start may continue.
+libraries that determine what a step computes. If `config.yaml` or all of `starts/` is
+missing, the newest checkpoint provides the values. run/continuation.py decides whether
+a start may continue.
 """
 
 import datetime
@@ -73,10 +74,11 @@ def check_data(path: epath.Path, sources: Sources) -> None:
 
 
 def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
-    """Return the record of the last start, or of the last that trained `step`.
+    """Return the record of the last start, or of the last that can have trained `step`.
 
-    Returns {} if there is none. If `starts/` is missing, the record comes from the
-    newest checkpoint, and lacks the machine.
+    A start can have trained `step` if it restored this step or an earlier one. Returns
+    {} if there is none. If `starts/` has no record, the values come from the newest
+    checkpoint, without the machine.
     """
     numbers = start_numbers(path)
     if not numbers:
@@ -123,7 +125,7 @@ def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
 def newest_described_config(
     path: epath.Path, run_id: str | None = None
 ) -> tuple[Config | None, dict[str, Any]]:
-    """Return the config, if any, and the description of the newest checkpoint."""
+    """Return the newest checkpoint's config (None if missing) and description."""
     step, description = newest_description(path / "checkpoints", run_id)
     if "config" not in description:
         return None, description
@@ -168,7 +170,7 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
 
 
 def read_run(directory: str | None, step: int | None = None) -> Config:
-    """Return the config of a run's last start, or of the start that trained `step`.
+    """Return the config of the last start, or of the last that can have trained `step`.
 
     Raises:
         ConfigError: run.dir is missing or holds no run.

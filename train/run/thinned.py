@@ -1,7 +1,8 @@
 """Thin the metrics of a long run while reading them, so that any run fits in memory.
 
-A curve keeps the first, the lowest, the highest and the last point of each stretch. All
-stretches have the same length; once there are too many, neighbours are merged.
+The curve of each metric is divided into stretches of equally many points. It keeps the
+first, the lowest, the highest and the last point of each stretch. Once there are too
+many stretches, neighbours are merged in pairs.
 """
 
 import itertools
@@ -28,7 +29,7 @@ Point = tuple[float, float | None]  # step and value, which is None if not finit
 class ThinnedMetrics(NamedTuple):
     """Lines of metrics that represent all lines.
 
-    rows: the lines, ascending by step.
+    rows: the lines, ascending by step; if thinned, the per-layer lines come last.
     num_missing: how many values of each metric were not finite, over all lines.
     """
 
@@ -37,7 +38,7 @@ class ThinnedMetrics(NamedTuple):
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Return at most a thousand points: the ends and the extremes of each stretch."""
+    """Return at most a thousand points: both ends and both extremes of each stretch."""
     if len(points) <= _MAX_POINTS:
         return list(points)
     curve = _Stretches[Point](_extremes, _MAX_POINTS // 4)
@@ -46,10 +47,11 @@ def thin(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
-    """Return the metrics of a run, thinned if there are more than 20,000 lines.
+    """Return the metrics of a run, thinned if there are 20,000 lines or more.
 
-    A thinned line has the metrics whose curves keep a point at its step. Per-layer
-    metrics stay together, in one line with the largest values of its stretch.
+    After thinning, the line of a step has only the metrics whose curves keep a point at
+    this step. The per-layer metrics of a stretch become one line with their largest
+    values.
     """
     lines = iterate_metrics(run_dir)
     rows = list(itertools.islice(lines, _MAX_ROWS))
@@ -63,7 +65,8 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
         points_by_metric = defaultdict[str, list[Point]](list)
         layer_lines = list[Row]()
         for row in rows:
-            if next(reversed(row)).startswith(_LAYER_PREFIX):  # the last metric
+            # Per-layer metrics are on separate lines, so the last name decides.
+            if next(reversed(row)).startswith(_LAYER_PREFIX):
                 layer_lines.append(row)
                 continue
             for key in row.keys() - {"step"}:
@@ -108,7 +111,7 @@ class _Stretches(Generic[Item]):
         del self._unreduced[:num_reduced]
 
     def items(self) -> list[Item]:
-        """Return the items of all reduced stretches."""
+        """Return the items of all reduced stretches, including the incomplete last."""
         newest = self._reduce(self._unreduced) if self._unreduced else []
         return [item for stretch in [*self._reduced, newest] for item in stretch]
 
@@ -125,7 +128,7 @@ def _extremes(points: list[Point]) -> list[Point]:
 
 
 def _merge_largest(rows: list[Row]) -> list[Row]:
-    """Return one line with the largest value of each metric, None if a row lacks it."""
+    """Return one line with each metric's largest value, None if a row lacks a value."""
     if len(rows) == 1:
         return rows
     merged = Row(rows[-1])

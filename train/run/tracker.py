@@ -8,8 +8,8 @@ that the tracker lacks after an outage or a kill, so the tracker has each step o
 (TensorBoard replaces the steps that `run.rewind_to` repeats; W&B and MLflow keep their
 first values.)
 
-All files of a tracker are under `<run_dir>/<tracker>/`. If the run is remote, they are
-in a temporary folder until the end.
+All files of a tracker are under `<run_dir>/<tracker>/`. If the run is remote, they stay
+in a local temporary folder until the start ends.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Tracker:
         self._threads = [_WriterThread(run, writer) for writer in writers if run]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue the values of a step; steps never decrease."""
+        """Queue the values of a step; steps must not decrease from call to call."""
         for thread in self._threads:
             thread.log(step, values)
 
@@ -88,7 +88,7 @@ class _WriterThread:
         self._queue: Queue[Line] = Queue(_MAX_WAITING)
         self._ended = threading.Event()
         self._working, self._warned = True, False
-        self._busy_since: float | None = None  # None while it waits for lines
+        self._busy_since: float | None = None  # None while the thread waits for lines
         name = writer.name
         self._thread = threading.Thread(target=self._work, daemon=True, name=name)
         self._thread.start()
@@ -147,7 +147,7 @@ class _WriterThread:
                 if lines := [line for line in lines if line[0] > last_step]:
                     self._writer.write(lines)
                     step = lines[-1][0]
-                    # The next line may have the same step.
+                    # More lines of this step may follow, so mark the step before it.
                     write_atomically(epath.Path(folder / "last_step"), str(step - 1))
             self._writer.close()
             write_atomically(epath.Path(folder / "last_step"), str(step))
@@ -171,7 +171,7 @@ class _WriterThread:
             yield lines[start : start + _MAX_CHUNK]
 
     def _new_lines(self) -> Iterator[Sequence[Line]]:
-        """Yield the lines of this start as they arrive, until it ends."""
+        """Yield the lines of this start as they arrive, until `end` is called."""
         while not (self._ended.is_set() and self._queue.empty()):
             self._busy_since = None
             lines = [self._queue.get()]
@@ -181,5 +181,5 @@ class _WriterThread:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of a row, NaN for null."""
+    """Return the values of a row, with NaN in place of null."""
     return {key: math.nan if value is None else value for key, value in row.items()}

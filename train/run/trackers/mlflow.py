@@ -26,7 +26,8 @@ class MlflowWriter(Writer):
     def open(self, folder: Path, marked: int) -> int:
         """Find the run, or create it with its config as parameters."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # off by default
+        # Without this, MLflow refuses to write to files.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
@@ -38,7 +39,8 @@ class MlflowWriter(Writer):
         self._id = self._run.run_id(self.name, self._create)
         self._client.update_run(self._id, status="RUNNING")
         metrics = self._client.get_run(self._id).data.metrics
-        if not metrics:  # an earlier start may have been killed while it sent these
+        # An earlier start may have been killed before it sent all parameters.
+        if not metrics:
             self._log_params()
         self._last_steps = {key: self._last_step(key) for key in metrics}
         return marked if metrics else -1

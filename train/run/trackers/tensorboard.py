@@ -1,7 +1,7 @@
 """Track a run with TensorBoard, in event files under `<run_dir>/tensorboard/`.
 
-Each start writes a new file, whose first record tells readers to forget the steps of
-earlier starts that this one repeats.
+Each start writes a new file. Its first record tells readers to forget those steps of
+earlier starts that this start repeats.
 """
 
 import time
@@ -18,7 +18,7 @@ class TensorBoardWriter(Writer):
     name = "tensorboard"
 
     def open(self, folder: Path, marked: int) -> int:
-        """Begin a file; after a rewind, marked steps are written again."""
+        """Begin a file; write steps after the restored one again, even if marked."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 

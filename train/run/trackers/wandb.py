@@ -1,7 +1,7 @@
 """Track a run with Weights & Biases, offline by default.
 
-A run has one id, in `<run_dir>/wandb/run_id`. A server drops steps up to its last
-step, so that no step appears twice.
+A run has one id, in `<run_dir>/wandb/run_id`. Online, the server's last step says which
+lines it lacks, so that no step appears twice.
 """
 
 import logging
@@ -41,10 +41,11 @@ class WandbWriter(Writer):
     name = "wandb"
 
     def open(self, folder: Path, marked: int) -> int:
-        """Begin or resume the run; only a server knows its last step."""
+        """Begin or resume the run; online, the server's last step replaces `marked`."""
         os.environ["WANDB_CACHE_DIR"] = f"{folder}/cache"  # replaces ~/.cache/wandb
-        os.environ["WANDB_SILENT"] = "true"  # the login ignores the settings
-        # On a full disk, each line that wandb logs to the folder would be a traceback.
+        os.environ["WANDB_SILENT"] = "true"  # wandb's login ignores _QUIET_SETTINGS
+        # Otherwise, on a full disk, each line that wandb logs to the folder prints a
+        # traceback.
         logging.raiseExceptions = False
         import wandb  # takes half a second
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from etils import epath
 
-Line = tuple[int, Mapping[str, float]]  # completed updates, and their values
+Line = tuple[int, Mapping[str, float]]  # the step, and the metrics by name
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Writer(abc.ABC):
 
         Args:
             folder: a local folder for files.
-            marked: earlier starts have written all lines up to this step.
+            marked: the step up to which earlier starts have written all lines, or -1.
 
         Returns:
             The step after which the tracker needs lines.
@@ -65,4 +65,4 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Store the lines that were written."""
+        """End the tracker's run for this start, after storing all written lines."""
