@@ -166,7 +166,7 @@ class Preemption:
         while received := receiver.recv(1):
             code = _SIGNALS.get(signal.Signals(received[0]))
             if code == STOPPED and self._signal_code == STOPPED:
-                os._exit(STOPPED)  # a second Ctrl-C
+                os._exit(STOPPED)  # a second Ctrl-C ends the process at once
             if code is not None and self._signal_code is None:
                 with self._changed:
                     self._signal_code, held = code, self._held

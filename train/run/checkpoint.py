@@ -96,7 +96,7 @@ class Checkpoints:
         return loss < best
 
     def due_by_time(self) -> bool:
-        """Return whether the last save is too long ago; True once until the next."""
+        """Return whether the last save is too old; True at most once between saves."""
         if self._overdue_reported:
             return False
         minutes = (time.monotonic() - self._saved_at) / 60

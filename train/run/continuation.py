@@ -212,7 +212,7 @@ def _check_changed_data(
     changes: list[Difference],
     earlier_changes: Mapping[str, Any],
 ) -> None:
-    """Check the data's fingerprints, unless this start is the first to change the data.
+    """Check the data's fingerprints, unless this start is the one that changes them.
 
     Raises:
         DataError: the fingerprints differ.

@@ -26,7 +26,7 @@ SEAL = "digests.json"
 _COMMITTED = "commit_success.txt"  # Orbax's last file of a step, under gs:// and s3://
 _DESCRIPTION = "_CHECKPOINT_METADATA"  # the file in which Orbax saves our metadata
 _BLOCK = 2**22
-_THREADS = 4  # hashing releases the GIL; more threads hide a store's latency
+_THREADS = 4  # useful because hashing releases the GIL, and reads wait for a store
 
 
 def digests(
@@ -35,7 +35,7 @@ def digests(
     processes: int = 1,
     names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the size and SHA-256 of each file of a step, by path in its folder.
+    """Return the size and SHA-256 of each file of a step, by path relative to the step.
 
     Each of `processes` hashes only its share of `names`, which is all files if None.
     """

@@ -139,7 +139,7 @@ class Profiler:
                 self._ended.wait(60)
 
     def _begin(self) -> None:
-        jax.block_until_ready(self._newest_metrics)  # the trace excludes earlier steps
+        jax.block_until_ready(self._newest_metrics)  # no earlier step is in the trace
         if self._cluster.is_leader:
             self._take_request()
         # JAX traces to a local folder; with a path in an object store the process dies.

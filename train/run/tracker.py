@@ -37,8 +37,8 @@ from train.run.trackers.writer import Line, TrackedRun, Writer
 
 _logger = logging.getLogger(__name__)
 _SILENT_S = 60.0  # a call that takes longer causes a warning
-_MAX_WAITING = 10_000  # lines
-_MAX_CHUNK = 100  # lines
+_MAX_WAITING = 10_000  # lines in the queue of a tracker
+_MAX_CHUNK = 100  # lines in one call of `Writer.write`
 
 
 class Tracker:
