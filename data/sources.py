@@ -20,11 +20,17 @@ from data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Sources:
-    """Opened stores of one tokenizer, by name. A single store is named `data.name`."""
+    """Opened stores of one tokenizer.
+
+    stores: the stores by name; a run's single store has the name `data.name` here, but
+        not in `fingerprints`.
+    cache: the folder of cached packing plans.
+    sets: the named validation sets.
+    """
 
     stores: Mapping[str, Store]
-    cache: Path  # the folder of cached packing plans
-    sets: Mapping[str, Store] = field(default_factory=dict)  # named validation sets
+    cache: Path
+    sets: Mapping[str, Store] = field(default_factory=dict)
 
     @property
     def encoding(self) -> tiktoken.Encoding:
@@ -46,7 +52,10 @@ class Sources:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Each store's fingerprint by name; a single store has the name `text`."""
+        """Each store's fingerprint, by the store's name.
+
+        A single store has the name `text`, whatever `data.name` is.
+        """
         names = ["text"] if len(self.stores) == 1 else list(self.stores)
         stores = self.stores.values()
         return {n: s.fingerprint for n, s in zip(names, stores, strict=True)}

@@ -12,7 +12,7 @@ from data.errors import DataError
 from train.masking import mask, mask_values
 
 FINISHED = 0
-CRASHED = 1  # for an unknown reason, so that another start may succeed
+CRASHED = 1  # for an unknown reason; another start may succeed
 DIVERGED = 3
 DOES_NOT_FIT = 4
 PREEMPTED = 42
@@ -48,7 +48,10 @@ _MEANINGS = {
 
 
 def meaning(code: int | None) -> str:
-    """Describe how a start ended. With code None it was killed, or is still running."""
+    """Describe how one start of a run (the life of its processes) ended.
+
+    None means that it left no exit code: it was killed, or it still runs.
+    """
     return _MEANINGS.get(code, f"crashed, exit code {code}")
 
 
@@ -57,7 +60,7 @@ class Mistake(NamedTuple):
 
     key: the full key.
     value: the value of the key. With "", the message shows only the key.
-    rule: what is wrong, the rule and the remedy.
+    rule: the text of the message: what is wrong, the rule and the remedy.
     related: other keys that the rule reads, or that the user may have meant.
     """
 

@@ -22,7 +22,7 @@ from model.placement import ONE_DEVICE
 from model.row_max import row_max
 from model.scopes import part_scope
 
-_LARGE_VOCAB = 8192  # logits of larger vocabularies are tiled by default
+_LARGE_VOCAB = 8192  # by default, logits of this many ids or more are tiled
 _TILE = 128
 _NO_ID = 2**31 - 1
 

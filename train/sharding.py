@@ -79,11 +79,15 @@ def state_shardings(
 ) -> Any:
     """Return the `NamedSharding` of every leaf of a train state.
 
-    An optimizer's leaf belongs to a parameter if its path ends in the parameter's path,
-    perhaps followed by one name (`codes`, `rows`), and if it has the same shape, apart
-    from dims of size 1. Such a leaf is sharded like the parameter. All other leaves
-    (step, counts) are replicated. Without these shardings, `jit` would replicate the
-    moments. With `offload`, the leaves that `moments_of` lists are in host memory.
+    An optimizer's leaf belongs to a parameter if
+
+    1. its path ends in the parameter's path, perhaps followed by one name (`codes`,
+       `rows`), and
+    2. each of its dims has the size of the parameter's dim, or the size 1.
+
+    Such a leaf is sharded like the parameter. All other leaves (step, counts) are
+    replicated. Without these shardings, `jit` would replicate the moments. With
+    `offload`, the leaves that `moments_of` lists are in host memory.
     """
     specs = param_specs(abstract_state.params, infos, mesh.shape, table)
     by_path = {
@@ -119,7 +123,7 @@ def state_shardings(
 
 
 def moments_of(state: Any) -> list[tuple[str, Any]]:
-    """Return the (name, leaf) pairs of the moments of matrices and tables.
+    """Return the (name, leaf) pairs of the moments of matrices and embedding tables.
 
     The moments of vectors, such as the scales of norms, are too small to be offloaded.
     """

@@ -13,7 +13,9 @@ class ReadSettings:
 
     text_field: str = "text"
     id_field: str | None = None
-    keep_invalid_utf8: bool = False  # encode invalid bytes of text files one by one
+    # Text files only: keep invalid bytes, each as a token of its own, instead of
+    # refusing the text.
+    keep_invalid_utf8: bool = False
     max_record_bytes: int = 2**26
 
 

@@ -16,7 +16,8 @@ import fsspec
 
 from data.text.files import File, missing_package_error, unreadable_error
 
-# The most bytes that a cut moves forward to the end of a line; less than UNIT_BYTES.
+# Texts are cut into pieces. A cut moves forward to the next line end if one is within
+# this many bytes, which must be fewer than UNIT_BYTES (files.py).
 CUT_WINDOW = 2**16
 
 
@@ -167,7 +168,11 @@ class Stream:
         return count - remaining
 
     def peek(self, count: int) -> bytes:
-        """Return the bytes that `take` would return, without consuming them."""
+        """Return the bytes that `take` would return, without consuming them.
+
+        Callers must not peek at fewer bytes than are left of an earlier peek: the rest
+        of them would be lost.
+        """
         self._lookahead = self.take(count)
         return self._lookahead
 
@@ -178,7 +183,10 @@ class Stream:
 
 
 def cut_distance(window: bytes) -> int:
-    """Return how many bytes a cut moves to reach the end of a line or a character."""
+    """Return how many bytes a cut must move forward, given the bytes after it.
+
+    It moves past the first newline or, without one, past the rest of a split character.
+    """
     if newline := window.find(b"\n") + 1:
         return newline
     return len([*itertools.takewhile(_is_continuation, window[:3])])

@@ -12,7 +12,7 @@ from train.config.bounds import Seconds
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run: a directory with one history, owned by one process at a time."""
+    """The run: a directory with one history, owned by one start at a time."""
 
     name: Annotated[
         str | None,
@@ -28,8 +28,8 @@ class RunConfig:
     allow_change: Annotated[
         list[str],
         Doc(
-            "Keys or sections that this start may change although a run keeps them "
-            "fixed, such as [data,seed]."
+            "Keys or sections, otherwise fixed for a run, that this start may change, "
+            "such as [data,seed]."
         ),
     ] = field(default_factory=list)
     rewind_to: Annotated[

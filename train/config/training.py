@@ -37,8 +37,8 @@ class TrainConfig:
     pipeline_microbatches: Annotated[
         Count | None,
         Doc(
-            "The number of parts of a microbatch that are in the stages of "
-            "mesh.pipeline at once. null: as many as there are stages."
+            "The number of parts of a microbatch, which pass through the stages of "
+            "mesh.pipeline one after another. null: the number of stages."
         ),
     ] = None
     max_skipped_steps: Annotated[
@@ -83,15 +83,16 @@ class TrainConfig:
         Dtype,
         Doc(
             "The dtype in which gradients of matrices and tables travel between "
-            "devices. auto: model.compute_dtype, bfloat16 if that has eight bits, "
-            "float32 between the devices of a CPU."
+            "devices. auto: model.compute_dtype, except bfloat16 if that has eight "
+            "bits, and float32 between the devices of a CPU."
         ),
     ] = Dtype.auto
     loss_chunk_tokens: Annotated[
         Count | None,
         Doc(
-            "The number of positions per device whose logits exist at once. null: the "
-            "smallest number that is fast."
+            "The largest number of positions of a row, or of a device's part of a row, "
+            "whose logits exist at once. null: 128 for a vocabulary of 8,192 or more, "
+            "otherwise all positions."
         ),
     ] = None
     z_loss: Annotated[

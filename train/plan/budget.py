@@ -9,7 +9,9 @@ from train.hardware.chips import Chip
 from train.mesh import Device
 from train.plan.config import MARGIN
 
-_LIMIT_TOLERANCE = 0.05  # A smaller relative difference from the vendor is ignored.
+# A device's reported limit replaces the chip's figure only if they differ by more than
+# this fraction.
+_LIMIT_TOLERANCE = 0.05
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -17,9 +19,10 @@ _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTIO
 class MemoryBudget:
     """The memory of one device.
 
-    total: all bytes; at least `program`, because some compilers allow programs more
-        than the vendor states.
     program: the bytes that a program can use; the system reserves the rest.
+    total: the device's bytes as the vendor states them (for a CPU, its share of the
+        host's memory), or `program` if that is larger: some compilers let a program use
+        more than the stated size.
     available: `total` less the margin, but at most `program`.
     note: why a program cannot use more and how to change this, or "".
     """
@@ -43,7 +46,8 @@ def memory_budget(
         margin: the fraction of the memory that must stay free.
         num_devices: the number of devices that share the host's memory.
         limit: a real device's `memory_limit`. It replaces the chip's figure only if the
-            two differ by more than 5 %, so that plans without the device usually agree.
+            two differ by more than 5 %, so that a plan made without the device usually
+            gives the same budget as one made on it.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:

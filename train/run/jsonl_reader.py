@@ -1,6 +1,7 @@
 """Read logs of JSON lines of any size in chunks, and skip torn or damaged lines.
 
-train/run/jsonl.py writes the files of a log and describes their format.
+A log consists of numbered parts, in this order: `<name>.jsonl` (part 0), then
+`<name>/<number>.jsonl`. train/run/jsonl.py writes them and describes their format.
 """
 
 import json
@@ -27,12 +28,12 @@ def any_row(row: Row) -> bool:
 
 
 def log_part(run_dir: epath.Path, name: str, number: int) -> epath.Path:
-    """Return the file of a part; part 0 is `<name>.jsonl`, before all other parts."""
+    """Return the path of part `number` of a log."""
     return run_dir / (f"{name}/{number}.jsonl" if number else f"{name}.jsonl")
 
 
 def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
-    """Return the files of a log by part number (`log_part`), ascending."""
+    """Return the paths of a log's existing parts by number, ascending."""
     run_dir = epath.Path(run_dir)
     single, folder = log_part(run_dir, name, 0), run_dir / name
     numbers = [0] if single.exists() else []
@@ -48,8 +49,9 @@ def iterate_rows(
     is_row: IsRow = any_row,
     containing: bytes = b"",
 ) -> Iterator[Row]:
-    """Yield a log's rows in order, reading one line at a time.
+    """Yield a log's rows in order.
 
+    Local files are read line by line, and up to eight whole parts at once from a store.
     `is_row` returns False for a row that is damaged. Lines without the bytes
     `containing` are skipped before they are parsed.
     """

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 _KEY = "lease.json"
 # Renewals have a separate request queue, so that no checkpoint delays them. They are
-# not synced to the disk, so that a power failure may undo them.
+# not synced to the disk, so a power failure may undo them. As it also ends the owner,
+# the next start takes over the older or damaged lease.
 _LIMIT = {"limit": 4}
 _CONTEXT = ts.Context(
     {

@@ -53,7 +53,7 @@ def read_metrics(run_dir: epath.Path | Path) -> list[Row]:
 
 
 def iterate_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
-    """Yield the lines of the metrics in order, reading one at a time."""
+    """Yield the lines of the metrics in order, reading as `iterate_rows` does."""
     return iterate_rows(run_dir, "metrics", is_metrics_row)
 
 

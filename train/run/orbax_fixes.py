@@ -4,8 +4,9 @@
   both, TensorStore reads and writes the arrays, and fsspec reads and writes all other
   files. A step is complete once `commit_success.txt` exists; no folder is renamed.
 - `run/checkpoint.py` reports a failed save in one line. Orbax also logs this failure
-  seven times with tracebacks, and reports work that it left to a closed event loop.
-  This module drops these records.
+  seven times with tracebacks. It leaves unfinished work to an event loop that is then
+  closed; when Python discards this work, it reports the exception "Event loop is
+  closed". This module drops these messages.
 
 Source: orbax-checkpoint 0.12.8, tensorstore 0.1.80.
 """
@@ -33,7 +34,8 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     `retention` says which steps survive later saves; with None the folder is only read.
 
     Raises:
-        DataError: the description of a step cannot be opened.
+        DataError: the file `_CHECKPOINT_METADATA`, which describes a step, cannot be
+            opened.
     """
     from orbax.checkpoint import v1 as ocp  # the import takes a second
 
@@ -58,7 +60,8 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     if retention.keep_best:
         preserved.append(
             policies.BestN(
-                get_metric_fn=lambda metrics: -metrics[SCORE],  # the highest is kept
+                # BestN keeps the highest value, so the loss is negated.
+                get_metric_fn=lambda metrics: -metrics[SCORE],
                 n=1,
                 keep_checkpoints_without_metrics=False,
             )

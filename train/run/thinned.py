@@ -27,7 +27,7 @@ Point = tuple[float, float | None]  # step and value, which is None if not finit
 
 
 class ThinnedMetrics(NamedTuple):
-    """Lines of metrics that represent all lines.
+    """The metrics of a run, thinned if there are too many lines.
 
     rows: the lines, ascending by step; if thinned, the per-layer lines come last.
     num_missing: how many values of each metric were not finite, over all lines.
@@ -65,7 +65,8 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
         points_by_metric = defaultdict[str, list[Point]](list)
         layer_lines = list[Row]()
         for row in rows:
-            # Per-layer metrics are on separate lines, so the last name decides.
+            # A line holds either only per-layer metrics or none, so its last key shows
+            # which (the first is the step).
             if next(reversed(row)).startswith(_LAYER_PREFIX):
                 layer_lines.append(row)
                 continue

@@ -113,7 +113,8 @@ def has_eight_bits(instruction: Instruction) -> bool:
 def multiplied_arrays(instruction: Instruction) -> list[HloArray]:
     """Return the arrays that a product or attention kernel multiplies, otherwise [].
 
-    Omits the scales and addends of a library call, and a kernel's masks and sizes.
+    Omits the scales and addends of a cuBLAS call, and the integer operands of a kernel,
+    such as masks and the number of rows of each expert.
     """
     is_product = product_flops(instruction) > 0
     if not is_product and not attention_kernel_flops(instruction).full:
@@ -181,8 +182,9 @@ def _convolution_flops(instruction: Instruction) -> float:
 def attention_kernel_flops(instruction: Instruction) -> AttentionFlops:
     """Count the FLOPs of an attention kernel; zero for other instructions.
 
-    Splash skips whole blocks above the diagonal and outside of a window; the shape of
-    its mask tells how many. A causal cuDNN kernel is assumed to compute half of the
+    Splash skips whole blocks above the diagonal and outside of a window. The
+    operation's name tells how many (`computed_scope`); otherwise, for causal masks, the
+    shape of the mask does. A causal cuDNN kernel is assumed to compute half of the
     scores, or the scores inside its window. cuDNN's operands may have heads before or
     after positions, so the sizes are read from the shape of the scores.
     """
