@@ -266,11 +266,7 @@ class PrepareConfig:
         OnError, Doc("What to do with a record that cannot be used.")
     ] = OnError.fail
     keep_invalid_utf8: Annotated[
-        bool,
-        Doc(
-            "Text files only: keep invalid bytes, each as a token of its own, instead "
-            "of refusing the text."
-        ),
+        bool, Doc("Keep invalid bytes of text files, one token each.")
     ] = False
     max_record_bytes: Annotated[ByteCount, Doc("Longer records cannot be used.")] = (
         2**26

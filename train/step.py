@@ -138,10 +138,8 @@ def make_gradients(
 ) -> Callable[..., Gradients]:
     """Return `compute_gradients(params, batch, seeds_BT=None) -> Gradients`.
 
-    Each device computes the gradients of its local rows. Each layer gathers its weights
-    and reduce-scatters their gradients (model/gather.py). Replicas (mesh axis `data`)
-    sum gradients once in a step: in the backward pass of each layer, overlapped with
-    the next layer's products, or after all microbatches if there are several.
+    Each device uses its local rows; layers reduce-scatter gradients (model/gather.py).
+    Replicas sum them once a step: in the backward pass, or after all microbatches.
     """
     placement, infos = execution.placement, param_infos(model)
     load_shape = model.config.expert_layers, model.config.num_experts
