@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-_PREEMPTED = 42  # as in train/errors.py, which cannot be imported before unpacking
+_PREEMPTED = 42  # train/errors.py cannot be imported before unpacking.
 
 
 def main(arguments: Sequence[str]) -> None:

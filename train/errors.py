@@ -12,7 +12,7 @@ from data.errors import DataError
 from train.masking import mask, mask_values
 
 FINISHED = 0
-CRASHED = 1  # for an unknown reason; another start may succeed
+CRASHED = 1  # The reason is unknown; another start may succeed.
 DIVERGED = 3
 DOES_NOT_FIT = 4
 PREEMPTED = 42

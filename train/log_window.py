@@ -20,7 +20,7 @@ from train.run.metrics import tokens_at
 from train.step import Metrics
 from train.units import few
 
-_MAX_WAIT_FRACTION = 0.02  # of training time; a longer wait for data gives a warning
+_MAX_WAIT_FRACTION = 0.02  # A warning appears if waiting takes a larger share.
 _WARNING_AFTER_S = 30.0  # There is no warning before this training time.
 _MAX_NAMED = 8  # A note names at most 8 skipped updates; events.jsonl names all.
 

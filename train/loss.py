@@ -22,7 +22,7 @@ from model.placement import ONE_DEVICE
 from model.row_max import row_max
 from model.scopes import part_scope
 
-_LARGE_VOCAB = 8192  # by default, logits of this many ids or more are tiled
+_LARGE_VOCAB = 8192  # Logits of this many ids or more are tiled.
 _TILE = 128
 _NO_ID = 2**31 - 1
 
@@ -218,7 +218,7 @@ class _TiledLoss(NamedTuple):
         logits_BCV, transpose = jax.vjp(
             lambda x, weight: project(x, weight, self.config, execution),
             x_BCD,
-            weight.astype(jnp.float32),  # so that the gradient is float32 too
+            weight.astype(jnp.float32),  # The gradient is then float32, too.
         )
         V = logits_BCV.shape[-1]
         first_id = V * jax.lax.axis_index(vocab_axes) if vocab_axes else 0

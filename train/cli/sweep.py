@@ -88,7 +88,7 @@ def _run_process(flags: Namespace, overrides: list[str]) -> int:
     code = process.wait()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    code = 128 - code if code < 0 else code  # as in a shell, where SIGABRT is 134
+    code = 128 - code if code < 0 else code  # Shells report SIGABRT as 134.
     if signals:
         sys.exit(code or 128 + signals[0])
     if code:

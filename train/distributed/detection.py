@@ -164,7 +164,7 @@ def _shares_host(*variables: str) -> bool:
 def _needs_one_device() -> bool:
     """Return whether this process is not yet restricted to its own devices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    is_restricted = len(visible.split(",")) == 1 and visible  # for example, by srun
+    is_restricted = len(visible.split(",")) == 1 and visible  # srun restricts it.
     return not is_restricted and "JAX_LOCAL_DEVICE_IDS" not in os.environ
 
 

@@ -203,7 +203,7 @@ def _receive_hello(
         if total != processes:
             reason = f"there are {processes} processes"
         message = f"process {number} of {total} came from {host}, but {reason}"
-        arrivals[-1] = connection, host  # so that this process, too, gets the verdict
+        arrivals[-1] = connection, host  # This process gets the verdict, too.
         raise Exit(
             WRONG_CONFIG,
             f"{message}. Give all processes the same distributed.num_processes, each "

@@ -165,5 +165,5 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[memory.fileno()],
-        start_new_session=True,  # so that Ctrl-C does not reach the watchdog
+        start_new_session=True,  # Ctrl-C does not reach the watchdog.
     )

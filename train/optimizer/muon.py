@@ -93,7 +93,7 @@ def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
         compute_dtype: the dtype of the products' operands; sums are float32.
     """
     tall = x_LIO.shape[1] > x_LIO.shape[2]
-    x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # so that x x' is small
+    x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # This keeps x x' small.
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
     a, b, c = 3.4445, -4.7750, 2.0315
     for _ in range(5):
