@@ -163,7 +163,7 @@ def _print(trainer: WatchedTrainer, message: str, details: Callable[[], str]) ->
     try:
         message += threads.submit(details).result(_PATIENCE_S)
     except Exception as error:  # each storage raises its own errors
-        stacks = _read_stacks(trainer).decode()
+        stacks = _wait_for_stacks(trainer).decode()
         message += f". {trainer.folder} does not answer: {error!r}. Stacks:\n{stacks}"
     line = f"\nwatchdog: {message}\n".encode()
     with contextlib.suppress(Exception):
@@ -172,7 +172,7 @@ def _print(trainer: WatchedTrainer, message: str, details: Callable[[], str]) ->
 
 def _keep_stacks(trainer: WatchedTrainer) -> str:
     """Write the stacks to a new file, and return its path."""
-    stacks = _read_stacks(trainer)
+    stacks = _wait_for_stacks(trainer)
     if not stacks:
         return "none, the process did not react"
     timestamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -188,6 +188,14 @@ def _make_folder(folder: str) -> Any:
     storage, path = url_to_fs(folder)
     storage.makedirs(path, exist_ok=True)
     return storage
+
+
+def _wait_for_stacks(trainer: WatchedTrainer) -> bytes:
+    """Return the trainer's stacks, or b"" if it does not react to `DUMP` in time."""
+    deadline = time.monotonic() + _ABORT_S
+    while not _read_stacks(trainer) and time.monotonic() < deadline:
+        time.sleep(_TICK_S)
+    return _read_stacks(trainer)
 
 
 def _read_stacks(trainer: WatchedTrainer) -> bytes:

@@ -115,7 +115,17 @@ def test_a_folder_that_cannot_be_written_to_leaves_the_stacks_on_stderr(
     start, tmp_path
 ):
     (tmp_path / "stacks").write_text("a file")
-    trainer = start("def wait():\n    time.sleep(1000)\nwatchdog.phase('step')\nwait()")
+    # The folder is refused before the trainer can write its stacks.
+    late_stacks = """
+def wait():
+    time.sleep(3.5)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGVTALRM])
+    time.sleep(1000)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGVTALRM])
+watchdog.phase('step')
+wait()
+"""
+    trainer = start(f"import signal{late_stacks}")
     code, said = trainer.end()
     assert code == -signal.SIGABRT
     assert "stacks does not answer: FileExistsError" in said
