@@ -67,9 +67,11 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
         "is for local layers, but there are none; set model.window",
     )
     scaling = model.rope_scaling
-    depends_on_turns = scaling.kind in (Scaling.llama3, Scaling.yarn)
+    # These kinds slow a pair of dims by a factor that depends on its frequency: on how
+    # often the pair turns in a row of `original_length`.
+    scales_by_frequency = scaling.kind in (Scaling.llama3, Scaling.yarn)
     yield (
-        not depends_on_turns or scaling.original_length is not None,
+        not scales_by_frequency or scaling.original_length is not None,
         "rope_scaling.original_length",
         ("rope_scaling.kind",),
         f"must be set with model.rope_scaling.kind={scaling.kind}: how long rows "
@@ -77,7 +79,7 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
     )
     fast_turns = scaling.fast_turns_or_default
     yield (
-        not depends_on_turns or scaling.slow_turns < fast_turns,
+        not scales_by_frequency or scaling.slow_turns < fast_turns,
         "rope_scaling.slow_turns",
         ("rope_scaling.kind", "rope_scaling.fast_turns"),
         f"must be below model.rope_scaling.fast_turns={fast_turns:g}",

@@ -89,7 +89,7 @@ class SelfAttention(nnx.Module):
         bias = config.bias or config.qkv_bias
         linear_in = partial(Linear, std=std, bias=bias, dtype=dtype, rngs=rngs)
         query_axes, kv_axes = (
-            ("embed", heads, "head_dim") for heads in ("heads", "kv_heads")
+            ("embed", head_axis, "head_dim") for head_axis in ("heads", "kv_heads")
         )
         self.query = linear_in("query", "btd,dnh->btnh", (D, N, H), query_axes)
         self.key = linear_in("key", "btd,dkh->btkh", (D, K, H), kv_axes)
@@ -98,11 +98,11 @@ class SelfAttention(nnx.Module):
         axes = ("heads", "head_dim", "embed")
         self.output = linear_out("output", "btnh,nhd->btd", (N, H, D), axes, rngs=rngs)
 
-        def make_norm(**heads: int) -> Normalize | None:
+        def make_norm(**num_heads_by_axis: int) -> Normalize | None:
             if not config.qk_norm:
                 return None
             over_head = config.qk_norm_over is NormSpan.head
-            dims = {"head_dim": H} if over_head else heads | {"head_dim": H}
+            dims = {"head_dim": H} if over_head else num_heads_by_axis | {"head_dim": H}
             return Normalize(config, Norm.rmsnorm, **dims)
 
         self.query_norm, self.key_norm = make_norm(heads=N), make_norm(kv_heads=K)

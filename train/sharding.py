@@ -32,7 +32,7 @@ def axis_rules(config: MeshConfig) -> AxisRules:
 
 
 def param_specs(
-    params: Any, infos: Any, sizes: Mapping[str, int], table: dict[str, Any]
+    params: Any, infos: Any, axis_sizes: Mapping[str, int], table: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the PartitionSpec of each parameter under the table `mesh.params`.
 
@@ -49,10 +49,10 @@ def param_specs(
         except ValueError as error:
             mistakes.setdefault(str(error), Mistake("mesh.params", name, str(error)))
             return PartitionSpec()
-        result = PartitionSpec(*(_simplify(entry, sizes) for entry in entries))
+        result = PartitionSpec(*(_simplify(entry, axis_sizes) for entry in entries))
         for dim, axis, entry in zip(param.shape, info.axes, result, strict=True):
             dim_name = f"the {axis} dim {dim} of {name}"
-            if mistake := dim_mistake(sizes, str(axis), entry, dim, dim_name):
+            if mistake := dim_mistake(axis_sizes, str(axis), entry, dim, dim_name):
                 mistakes.setdefault(mistake.key, mistake)
         return result
 
@@ -62,11 +62,11 @@ def param_specs(
     return specs
 
 
-def _simplify(entry: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
+def _simplify(entry: MeshAxes, axis_sizes: Mapping[str, int]) -> MeshAxes:
     """Remove mesh axes of size 1 from an entry with several axes; keep at least one."""
     if not isinstance(entry, tuple):
         return entry
-    kept_axes = tuple(axis for axis in entry if sizes[axis] > 1) or entry[:1]
+    kept_axes = tuple(axis for axis in entry if axis_sizes[axis] > 1) or entry[:1]
     return kept_axes[0] if len(kept_axes) == 1 else kept_axes
 
 
@@ -105,8 +105,11 @@ def state_shardings(
             if len(shape) != leaf.ndim or not spec:
                 continue
             dims = [*zip(leaf.shape, shape, spec, strict=True)]
-            if all(size in (1, dim) for size, dim, _ in dims):
-                entries = (entry if size == dim else None for size, dim, entry in dims)
+            if all(leaf_dim in (1, param_dim) for leaf_dim, param_dim, _ in dims):
+                entries = (
+                    entry if leaf_dim == param_dim else None
+                    for leaf_dim, param_dim, entry in dims
+                )
                 return NamedSharding(mesh, PartitionSpec(*entries))
         return NamedSharding(mesh, PartitionSpec())
 
@@ -140,6 +143,6 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
     assert isinstance(sharding.mesh, Mesh)
-    sizes = sharding.mesh.shape
-    shards = math.prod(num_shards(sizes, entry) for entry in sharding.spec)
+    axis_sizes = sharding.mesh.shape
+    shards = math.prod(num_shards(axis_sizes, entry) for entry in sharding.spec)
     return leaf.size * leaf.dtype.itemsize // shards

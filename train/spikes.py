@@ -24,7 +24,7 @@ class Recent(NamedTuple):
     num_accepted: jax.Array
 
 
-def no_steps(window: int) -> Recent:
+def empty_recent(window: int) -> Recent:
     """Return an empty ring buffer."""
     return Recent(jnp.zeros((2, window), jnp.float32), jnp.zeros((), jnp.int32))
 

@@ -17,7 +17,7 @@ from model.gpt import GPT, params_of
 from model.params import named
 from train.config import TrainConfig
 from train.optimizer.update import Optimizer, OptimizerState
-from train.spikes import Recent, no_steps
+from train.spikes import Recent, empty_recent
 
 
 class TrainState(NamedTuple):
@@ -39,7 +39,7 @@ def initial_state(
 ) -> TrainState:
     """Return the state of step 0, the same on any mesh. Call it under `jit`."""
     params = params_of(GPT(model, nnx.Rngs(seed)))
-    recent = None if train.skip_sigma is None else no_steps(train.skip_window)
+    recent = None if train.skip_sigma is None else empty_recent(train.skip_window)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
 
 

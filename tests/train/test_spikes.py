@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.spikes import is_spike, no_steps, remember_accepted
+from train.spikes import empty_recent, is_spike, remember_accepted
 
 WINDOW, SIGMA = 6, 2.0
 
@@ -25,7 +25,7 @@ whole = st.integers(0, 50)  # then no two roundings of a limit disagree on a ste
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(whole, whole), max_size=40))
 def test_a_step_is_judged_by_the_last_accepted_ones(steps):
-    accepted, recent = [], no_steps(WINDOW)
+    accepted, recent = [], empty_recent(WINDOW)
     for step in steps:
         spike, with_it = judge(recent, jnp.array(step, jnp.float32))
         last, above = accepted[-WINDOW:], []

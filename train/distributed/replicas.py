@@ -91,8 +91,10 @@ def compare_replicas(checksums: jax.Array, state: Any, mesh: Mesh) -> list[Findi
         axes = _replica_axes(sharding)
         num_replicas = math.prod(mesh.devices.shape[axis] for axis in axes)
         replicas_last = np.moveaxis(device_numbers, axes, range(-len(axes), 0))
-        replicas = replicas_last.reshape(-1, num_replicas)
-        for group in replicas[(sums[replicas] != sums[replicas[:, :1]]).any(axis=1)]:
+        # [shards, replicas] device numbers
+        replica_groups = replicas_last.reshape(-1, num_replicas)
+        group_sums = sums[replica_groups]
+        for group in replica_groups[(group_sums != group_sums[:, :1]).any(axis=1)]:
             values, counts = np.unique(sums[group], return_counts=True)
             most_common = values[counts == counts.max()]
             certain = len(most_common) == 1

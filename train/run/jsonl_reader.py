@@ -35,11 +35,11 @@ def log_part(run_dir: epath.Path, name: str, number: int) -> epath.Path:
 def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
     """Return the paths of a log's existing parts by number, ascending."""
     run_dir = epath.Path(run_dir)
-    single, folder = log_part(run_dir, name, 0), run_dir / name
-    numbers = [0] if single.exists() else []
+    first_part, folder = log_part(run_dir, name, 0), run_dir / name
+    numbers = [0] if first_part.exists() else []
     if folder.exists():
-        names = (path.name.removesuffix(".jsonl") for path in folder.iterdir())
-        numbers += sorted(int(name) for name in names if name.isdigit())
+        stems = (path.name.removesuffix(".jsonl") for path in folder.iterdir())
+        numbers += sorted(int(stem) for stem in stems if stem.isdigit())
     return {number: log_part(run_dir, name, number) for number in numbers}
 
 

@@ -100,16 +100,16 @@ class _Stretches(Generic[Item]):
 
     def extend(self, items: Sequence[Item]) -> None:
         self._unreduced += items
-        num_reduced = 0
-        while len(self._unreduced) - num_reduced >= self._length:
-            stretch = self._unreduced[num_reduced : num_reduced + self._length]
-            num_reduced += self._length
+        num_consumed = 0
+        while len(self._unreduced) - num_consumed >= self._length:
+            stretch = self._unreduced[num_consumed : num_consumed + self._length]
+            num_consumed += self._length
             self._reduced.append(self._reduce(stretch))
             if len(self._reduced) == self._max_stretches:
                 pairs = zip(self._reduced[::2], self._reduced[1::2], strict=True)
                 self._reduced = [self._reduce([*left, *right]) for left, right in pairs]
                 self._length *= 2
-        del self._unreduced[:num_reduced]
+        del self._unreduced[:num_consumed]
 
     def items(self) -> list[Item]:
         """Return the items of all reduced stretches, including the incomplete last."""

@@ -53,7 +53,7 @@ def count_flops(module: Module) -> Flops:
             kernel = attention_kernel_flops(inner)
             attention += executed.count * kernel.computed
             whole_attention += executed.count * kernel.full
-            if not flops and not kernel.full and is_kernel(inner):
+            if not flops and not kernel.full and may_multiply(inner):
                 unknown.add(inner.target)
     return Flops(
         products,
@@ -139,8 +139,13 @@ def is_grouped(instruction: Instruction) -> bool:
 
 
 def _grouped_flops(instruction: Instruction) -> float:
-    """Count the FLOPs of a grouped product for the expected number of used rows."""
-    if not is_kernel(instruction):
+    """Count the FLOPs of a grouped product over the rows that are used on average.
+
+    A row is used if it belongs to one of the device's experts. The operation's name
+    states the fraction of rows that are used if all experts have the same load
+    (`expected_scope`).
+    """
+    if not may_multiply(instruction):
         return 0.0
     rows, *_ = _float_arrays(_operand_arrays(instruction))
     flops = 2.0 * math.prod(rows.dims) * instruction.arrays[0].dims[-1]
@@ -201,19 +206,21 @@ def attention_kernel_flops(instruction: Instruction) -> AttentionFlops:
         window = int(instruction.find(r'"sliding_window_length": ?(\d+)') or 0)
         fraction = (T * window - window * (window - 1) / 2) / (T * S) if window else 0.5
         return AttentionFlops(full, full * fraction)
-    for name, products in SPLASH_PRODUCTS.items():
+    for name, num_products in SPLASH_PRODUCTS.items():
         if target == "tpu_custom_call" and name in instruction.op_name:
             q, k = _float_arrays(arrays)[:2]
             batch_heads = math.prod(q.dims[:-2])
-            full = 2.0 * products * batch_heads * q.dims[-2] * k.dims[-2] * q.dims[-1]
+            num_scores = batch_heads * q.dims[-2] * k.dims[-2]
+            full = 2.0 * num_products * num_scores * q.dims[-1]
             masks = [a.dims for a in arrays if a.dtype == "s8" and len(a.dims) == 3]
-            causal = causal_blocks(masks[0][-2:]) if masks else (1, 1)
-            computed, blocks = computed_blocks(instruction.op_name) or causal
+            causal_counts = causal_blocks(masks[0][-2:]) if masks else (1, 1)
+            stated_counts = computed_blocks(instruction.op_name)
+            computed, blocks = stated_counts or causal_counts
             return AttentionFlops(full, full * (computed / blocks))
     return AttentionFlops(0.0, 0.0)
 
 
-def is_kernel(instruction: Instruction) -> bool:
+def may_multiply(instruction: Instruction) -> bool:
     """Return whether a custom call may multiply matrices."""
     prefixes = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cu", "__triton")
     is_call = instruction.opcode == "custom-call"
