@@ -216,6 +216,11 @@ class GPT(nnx.Module):
         return tuple(caches)
 
 
+def head_spec(config: ModelConfig) -> str:
+    """Return the einsum of features and the head's weight."""
+    return "btd,vd->btv" if config.tied_head else _HEAD
+
+
 def project(
     x_BTD: Float[Array, "B T D"],
     weight: Float[Array, "in out"],
@@ -223,9 +228,8 @@ def project(
     execution: Execution,
 ) -> Float[Array, "B T V"]:
     """Return float32 logits [B, T, vocab_rows], including the logits of padding."""
-    spec = "btd,vd->btv" if config.tied_head else _HEAD
     compute = execution.numerics.compute_dtype
-    logits_BTV = product(spec, x_BTD.astype(jnp.float32), weight, compute)
+    logits_BTV = product(head_spec(config), x_BTD.astype(jnp.float32), weight, compute)
     logits_BTV = execution.placement.constrain(logits_BTV, "batch", "seq", "vocab")
     cap = config.logit_soft_cap
     return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)

@@ -17,7 +17,7 @@ from model.params import param_infos
 from model.placement import Placement
 from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
-from train.loss import loss_sum, row_sums
+from train.loss.loss import loss_sum, row_sums
 from train.numerics import compute_layer_metrics
 from train.optimizer.update import Optimizer
 from train.rows import (

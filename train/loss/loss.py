@@ -1,0 +1,123 @@
+"""Next-token cross-entropy in float32, with a gradient that is computed at once.
+
+Shapes: B batch, T time, D embed, V vocab.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from data.batches import Batch
+from model.execution import NO_CONTEXT, CallContext, Execution
+from model.experts.router import Routing
+from model.gpt import GPT
+from model.scopes import part_scope
+from train.loss.form import LossOptions, choose_form
+from train.loss.pieces import sum_pieces
+from train.loss.tiles import sum_tiles
+
+
+def loss_sum(
+    model: GPT,
+    batch: Batch,
+    execution: Execution,
+    z_loss: float,
+    chunk: int | None,
+    num_tokens: int | None = None,
+    call: CallContext = NO_CONTEXT,
+) -> tuple[Float[Array, ""], Float[Array, ""], Routing | None]:
+    """Sum the loss over a batch's targets; negative targets are ignored.
+
+    Args:
+        model: the model with bound parameters.
+        batch: int32 [B, T] fields.
+        execution: how the program runs the model.
+        z_loss: weight of log²Z, which keeps logits from drifting (PaLM, section 5).
+        chunk: the largest number of positions of a row whose logits exist at once.
+            None chooses a form (train/loss/form.py).
+        num_tokens: the number of ids that the tokenizer has. Larger ids only pad the
+            vocabulary and have no probability. None: the whole vocabulary.
+        call: the random keys and taps of this call.
+
+    Returns:
+        The loss to minimize and the cross-entropy in nats, which has no gradient, as
+        float32 scalars; and the routing, whose auxiliary loss is not included.
+    """
+    x_BTD, _, routing = model.features(
+        batch.inputs, batch.positions, batch.segment_ids, execution, call=call
+    )
+    options = _make_options(model, x_BTD, execution, chunk, num_tokens)
+    options = options._replace(z_loss=z_loss)
+    with jax.named_scope("loss"), part_scope("head"):
+        sums: tuple[jax.Array, jax.Array] = _sums(
+            options, x_BTD, model.head_weight, batch.targets
+        )
+        return *sums, routing
+
+
+def row_sums(
+    model: GPT,
+    batch: Batch,
+    execution: Execution,
+    num_tokens: int | None,
+    chunk: int | None,
+) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
+    """Sum the cross-entropy of each row's targets, and count the missed targets.
+
+    A target is missed unless it is the most likely token (in a tie, the token with the
+    lowest id). The arguments are those of `loss_sum`.
+    """
+    x_BTD, _, _ = model.features(
+        batch.inputs, batch.positions, batch.segment_ids, execution
+    )
+    options = _make_options(model, x_BTD, execution, chunk, num_tokens)
+    options = options._replace(by_row=True)
+    with jax.named_scope("loss"), part_scope("head"):
+        weight = options.gather(model.head_weight)
+        return sum_tiles(options, x_BTD, weight, batch.targets, gradients=False)[0]
+
+
+def _make_options(
+    model: GPT,
+    x_BTD: Float[Array, "B T D"],
+    execution: Execution,
+    chunk: int | None,
+    num_tokens: int | None,
+) -> LossOptions:
+    """Return the options of the loss for features of this shape."""
+    config, (B, T, _) = model.config, x_BTD.shape
+    form = choose_form(config, execution, model.head_axes, (B, T), chunk)
+    num_tokens = num_tokens or config.vocab_size or 0
+    return LossOptions(form, config, execution, model.head_axes, num_tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(options: LossOptions, x_BTD, local_weight, targets_BT):
+    weight = options.gather(local_weight)
+    return sum_tiles(options, x_BTD, weight, targets_BT, gradients=False)[0]
+
+
+def _forward(options: LossOptions, x_BTD, local_weight, targets_BT):
+    # Compute the gradients here, so that logits are computed only once. The loss is a
+    # sum, so the backward pass only multiplies them by the cotangent.
+    if options.form.ids is not None:
+        sums, (dx_BTD, dlocal) = sum_pieces(options, x_BTD, local_weight, targets_BT)
+    else:
+        weight = options.gather(local_weight)
+        results: Any = sum_tiles(options, x_BTD, weight, targets_BT, gradients=True)
+        sums, (dx_BTD, dweight) = results
+        dlocal = options.head_placement.reduce_scatter(dweight)
+    dlocal = dlocal.astype(local_weight.dtype)
+    # Without this barrier, the float32 gradient lives until the backward pass ends.
+    return sums, jax.lax.optimization_barrier((dx_BTD, dlocal))
+
+
+def _backward(options: LossOptions, gradients, cotangents):
+    factor, _ = cotangents
+    dx, dweight = jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients)
+    return dx, dweight, None
+
+
+_sums.defvjp(_forward, _backward)
