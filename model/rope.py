@@ -10,6 +10,7 @@ Shapes: B batch, T time, N heads, H head dim, P rotated pairs, R = 2P.
 import math
 from typing import NamedTuple, assert_never
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -99,12 +100,36 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
     return unscaled_share * unscaled + (1 - unscaled_share) * slowed
 
 
+@jax.custom_vjp
 def rotate(
     x_BTNH: Float[Array, "B T N H"], rotation: Rotation
 ) -> Float[Array, "B T N H"]:
-    """Rotate the first 2P head dims, in pairs (i, i + P). Do not change the others."""
-    cos, sin = rotation
-    num_pairs, x = cos.shape[-1], x_BTNH.astype(jnp.float32)
-    first, second = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs]
+    """Rotate the first 2P head dims, in pairs (i, i + P). Do not change the others.
+
+    The rotation itself has no gradient.
+    """
+    return _rotate(x_BTNH, rotation.cos, rotation.sin)
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    num_pairs = cos.shape[-1]
+    # Slice before the conversion: XLA would store all of x in float32 otherwise.
+    first, second = (
+        x[..., start : start + num_pairs].astype(jnp.float32)
+        for start in (0, num_pairs)
+    )
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*rotated, x[..., 2 * num_pairs :]], -1).astype(x_BTNH.dtype)
+    rotated = [half.astype(x.dtype) for half in rotated]
+    return jnp.concatenate([*rotated, x[..., 2 * num_pairs :]], -1)
+
+
+def _rotate_forward(x_BTNH: Array, rotation: Rotation):
+    return rotate(x_BTNH, rotation), rotation
+
+
+def _rotate_backward(rotation: Rotation, dy_BTNH: Array):
+    # The transpose of a rotation is the rotation by the opposite angle.
+    return _rotate(dy_BTNH, rotation.cos, -rotation.sin), None
+
+
+rotate.defvjp(_rotate_forward, _rotate_backward)

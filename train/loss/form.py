@@ -26,7 +26,7 @@ from model.gather import WeightPlacement
 
 _LARGE_VOCAB = 8192  # Logits of this many ids or more are divided.
 _TILE = 128  # The least positions of a row in a tile.
-_TILE_TOKENS = 2048  # More tokens do not make products faster (docs/log/compiled.md).
+_TILE_TOKENS = 4096  # More tokens do not make products faster (docs/log/compiled.md).
 
 
 class LossForm(NamedTuple):
@@ -116,8 +116,8 @@ def choose_form(
         # The logits of a piece need no more than the float32 gradient of x [N, D].
         return LossForm(smallest, _piece_size(config.vocab_rows, D // 2))
     hidden = max(config.mlp_size, config.experts_per_token * config.expert_size)
-    # At its peak, a layer's backward pass holds about four arrays of each width.
-    layer_bytes = 8 * B * T * (hidden + D)
+    # At its peak, a layer's backward pass holds about six arrays of each width.
+    layer_bytes = 12 * B * T * (hidden + D)
     tokens = (layer_bytes / V - 6 * D) / 4  # 6 D V bytes: the weight and its gradient
     positions = int(min(tokens, _TILE_TOKENS)) // B
     return LossForm(max(smallest, largest_divisor(T, max(1, positions))))
