@@ -91,6 +91,7 @@ class Execution(NamedTuple):
             gather_again=bool(sharded_dims) and self.remat == "none",
             platform=placement.platform,
             axis_steps=placement.axis_steps,
+            is_stack=len(axes) == 3 and axes[0] == "experts",
         )
 
 

@@ -64,6 +64,7 @@ class WeightPlacement(NamedTuple):
         forward pass saves the gathered weight.
     platform: the platform that XLA compiles for.
     axis_steps: the mesh axes along which collectives take several steps.
+    is_stack: whether the weight is a stack of matrices [E, D, F], one for each expert.
     """
 
     sharded_dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -73,6 +74,7 @@ class WeightPlacement(NamedTuple):
     gather_again: bool = False
     platform: str = "cpu"
     axis_steps: tuple[AxisSteps, ...] = ()
+    is_stack: bool = False
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
@@ -90,6 +92,16 @@ class WeightPlacement(NamedTuple):
             return shard
         return on_shards(self._gather, self.automatic_spec)(shard)
 
+    def gather_as(self, shard: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Return the weight, rounded to `dtype` and gathered."""
+        if self.sharded_dims and self.platform == "tpu" and shard.dtype == jnp.float32:
+            # Otherwise XLA would round the shards of all layers before the loop over
+            # layers, and keep the copies until its end. It does not round integers.
+            bits = jax.lax.bitcast_convert_type(shard, jnp.uint32)
+            bits = jax.lax.optimization_barrier(bits)
+            shard = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return self.gather(shard.astype(dtype))
+
     def _gather(self, weight: jax.Array) -> jax.Array:
         num_shards = math.prod(jax.lax.psum(1, axes) for _, axes in self.sharded_dims)
         form = "small" if num_shards * weight.nbytes < _SMALL_BYTES else "gather"
@@ -97,10 +109,13 @@ class WeightPlacement(NamedTuple):
             gather = partial(
                 jax.lax.all_gather, axis_name=axis, axis_index_groups=groups, tiled=True
             )
-            if self.platform == "tpu":
-                weight = weight_of_rows(gather(rows_of(weight, dim)), weight.shape, dim)
-            else:
+            if self.platform != "tpu":
                 weight = gather(self._constrain_to_row_major(weight, dim), axis=dim)
+            elif self.is_stack:
+                rows = gather(stack_of_rows(weight, dim), axis=1)
+                weight = stack_of_rows(rows, dim)
+            else:
+                weight = weight_of_rows(gather(rows_of(weight, dim)), weight.shape, dim)
         return weight
 
     def reduce_scatter(self, gradient: jax.Array) -> jax.Array:
@@ -113,7 +128,8 @@ class WeightPlacement(NamedTuple):
     def _reduce_scatter(self, sums: jax.Array) -> jax.Array:
         for dim, steps in groupby(self._steps("scatter"), lambda step: step.dim):
             if self.platform == "tpu":
-                sums = _scatter_rows(sums, [*steps])
+                scatter = _scatter_stack if self.is_stack else _scatter_rows
+                sums = scatter(sums, [*steps])
                 continue
             for _, axis, groups in steps:
                 scatter = partial(jax.lax.psum_scatter, axis_index_groups=groups)
@@ -176,6 +192,27 @@ def _scatter_rows(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
         rows = with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
         rows = jax.lax.psum_scatter(rows, axis, tiled=True, axis_index_groups=groups)
     return weight_of_rows(rows[..., :size], shape, dim)
+
+
+def _scatter_stack(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
+    """Reduce-scatter each matrix of a stack along one dim, on a TPU."""
+    dim = steps[0].dim
+    stack = stack_of_rows(sums, dim)
+    for _, axis, groups in steps:
+        stack = with_layout_constraint(stack, Layout((0, 1, 2)))
+        stack = jax.lax.psum_scatter(
+            stack, axis, scatter_dimension=1, axis_index_groups=groups, tiled=True
+        )
+    return stack_of_rows(stack, dim)
+
+
+def stack_of_rows(x: jax.Array, dim: int) -> jax.Array:
+    """Return a stack of matrices [E, D, F] with `dim` as dim 1; its own inverse.
+
+    The order of a kernel's matrices in memory is fixed, and moving `dim` to the front
+    would copy them.
+    """
+    return x.swapaxes(1, dim)
 
 
 def rows_of(x: jax.Array, dim: int) -> jax.Array:

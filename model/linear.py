@@ -76,7 +76,7 @@ def _quantize_left(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Qu
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(options: ProductOptions, a: jax.Array, b: jax.Array) -> jax.Array:
-    gathered = options.placement.gather(b.astype(options.compute))
+    gathered = options.placement.gather_as(b, options.compute)
     return einsum(options.spec, a, gathered, options.compute, a.dtype)
 
 
@@ -96,7 +96,7 @@ def _forward(options: ProductOptions, a: jax.Array, b: jax.Array):
     # gathered copy is then freed after the layer.
     spec, compute, placement, _ = options
     a_rounded = a.astype(compute)
-    gathered = placement.gather(b.astype(compute)) if placement.sharded_dims else b
+    gathered = placement.gather_as(b, compute) if placement.sharded_dims else b
     y = einsum(spec, a_rounded, gathered, compute, a.dtype)
     saved_b = b if placement.gather_again else gathered
     return y, (a_rounded, saved_b, jnp.zeros((), a.dtype), jnp.zeros((), b.dtype))
@@ -106,7 +106,7 @@ def _backward(options: ProductOptions, residuals, dy: jax.Array):
     spec, compute, placement, _ = options
     a, b, like_a, like_b = residuals
     if placement.gather_again:
-        b = placement.gather(b.astype(compute))
+        b = placement.gather_as(b, compute)
     dy, (spec_da, spec_db) = dy.astype(compute), gradient_specs(spec)
     da = einsum(spec_da, dy, b, compute, like_a.dtype)
     db = einsum(spec_db, a, dy, compute, like_b.dtype)
@@ -125,26 +125,29 @@ def gather_weight(
 ) -> jax.Array:
     """Gather a weight in the compute dtype or in float8; reduce-scatter its gradient.
 
-    `product` gathers its weight itself. This function is for a weight that several
-    products use. The result has the dtype of the local shard, so that the products'
-    gradients are summed in this dtype. The values are already rounded, so a product
-    that rounds them again does not change them.
+    `product` gathers its weight itself. This function is for a weight of which others
+    compute the products. The values are already rounded, so a product that rounds them
+    again does not change them. The gradient has the dtype of the result, which holds
+    rounded values and sums over devices exactly. Products that are added up need a
+    result in float32.
     """
-    if float8 is None:
-        return placement.gather(shard.astype(compute)).astype(shard.dtype)
     if not placement.sharded_dims:
         return shard
+    if float8 is None:
+        dtype = jnp.promote_types(compute, placement.reduce_dtype)
+        return placement.gather_as(shard, compute).astype(dtype)
     scale = float8_scale(shard, FORWARD, placement.sharded_axes)
     values, scale = to_float8(shard, FORWARD, scale)
     return (placement.gather(values).astype(jnp.float32) * scale).astype(shard.dtype)
 
 
 def _gather_forward(shard, placement: WeightPlacement, compute, float8):
-    return gather_weight(shard, placement, compute, float8), None
+    like_shard = jnp.zeros((), shard.dtype)
+    return gather_weight(shard, placement, compute, float8), like_shard
 
 
-def _gather_backward(placement: WeightPlacement, compute, float8, _, dweight):
-    return (placement.reduce_scatter(dweight),)
+def _gather_backward(placement: WeightPlacement, compute, float8, like_shard, dweight):
+    return (placement.reduce_scatter(dweight).astype(like_shard.dtype),)
 
 
 gather_weight.defvjp(_gather_forward, _gather_backward)

@@ -44,6 +44,7 @@ def grouped_product(
     compute: DTypeLike,
     kernel: Grouped = Grouped.scan,
     float8: Quantization | None = None,
+    swapped: bool = False,
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
 
@@ -51,9 +52,10 @@ def grouped_product(
     their sum is at most M. Operands are rounded to the dtype `compute`, or to float8
     with one scale for all experts. Sums are float32. The result has x's dtype, and each
     gradient has its operand's dtype. Rows after the last expert's rows are unused:
-    their results and gradients are zero.
+    their results and gradients are zero. `swapped` says that the matrices, and their
+    gradients, lie in memory as [E, F, D]; megablox then reads and writes this order.
     """
-    options = _Options(compute, kernel, float8)
+    options = _Options(compute, kernel, float8, swapped)
     return _product(options, x_MD, w_EDF, sizes_E)  # pyright: ignore[reportReturnType]
 
 
@@ -63,6 +65,7 @@ class _Options(NamedTuple):
     compute: DTypeLike
     kernel: Grouped
     float8: Quantization | None
+    swapped: bool
 
     def round(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
         """Round arrays; return each with its scale, or with None if not in float8."""
@@ -82,17 +85,22 @@ def _forward(options: _Options, x, w, sizes):
     # Save the rounded x, as in `product`, but w itself, which is in memory anyway.
     rounded = x.astype(options.compute)
     (a, scale_a), (b, scale_b) = options.round(rounded, w)
-    dtype, kernel = x.dtype, options.kernel
-    y = grouped_rows(a, b, sizes, transposed=False, dtype=dtype, kernel=kernel)
+    kernel, swapped = options.kernel, options.swapped
+    multiply = partial(grouped_rows, dtype=x.dtype, kernel=kernel, swapped=swapped)
+    y = _zero_unused(multiply(a, b, sizes, transposed=False), sizes, kernel)
     return _scale(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
 
 
 def _backward(options: _Options, residuals, dy: jax.Array):
     x, w, sizes, like_x = residuals
     (dy, scale_dy), (a, scale_a), (b, scale_b) = options.round(dy, x, w)
-    dtype, kernel = like_x.dtype, options.kernel
-    dx = grouped_rows(dy, b, sizes, transposed=True, dtype=dtype, kernel=kernel)
-    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel)
+    kernel, swapped = options.kernel, options.swapped
+    multiply = partial(grouped_rows, dtype=like_x.dtype, kernel=kernel, swapped=swapped)
+    dx = multiply(dy, b, sizes, transposed=True)
+    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel, swapped=swapped)
+    # Otherwise XLA would compute dw later, and keep x and dy until then.
+    dx, dw = jax.lax.optimization_barrier((dx, dw))
+    dx = _zero_unused(dx, sizes, kernel)
     return _scale(dx, scale_dy, scale_b), _scale(dw, scale_a, scale_dy), None
 
 
@@ -105,7 +113,7 @@ _product.defvjp(_forward, _backward)
 
 
 # `jit` puts the function's name into the compiled program, where a plan looks for it.
-@partial(jax.jit, static_argnames=("transposed", "dtype", "kernel"))
+@partial(jax.jit, static_argnames=("transposed", "dtype", "kernel", "swapped"))
 def grouped_rows(
     x: jax.Array,
     w: jax.Array,
@@ -114,14 +122,17 @@ def grouped_rows(
     transposed: bool,
     dtype: DTypeLike,
     kernel: Grouped,
+    swapped: bool = False,
 ) -> jax.Array:
-    """Multiply rows [M, D] by w[e] of their expert e, or rows [M, F] by w[e]^T."""
+    """Multiply rows [M, D] by w[e] of their expert e, or rows [M, F] by w[e]^T.
+
+    Unused rows of the result may have any value.
+    """
     match kernel:
         case Grouped.ragged:
             dim_numbers = (((1,), (2 if transposed else 1,)), ((), ()))
             dims = RaggedDotDimensionNumbers(dim_numbers, (0,), (0,))
-            y = ragged_dot_general(x, w, sizes, dims, preferred_element_type=dtype)
-            return _zero_unused(y, sizes)
+            return ragged_dot_general(x, w, sizes, dims, preferred_element_type=dtype)
         case Grouped.scan:
             return grouped_scan.multiply_rows(x, w, sizes, transposed, dtype)
         case Grouped.triton:
@@ -129,20 +140,30 @@ def grouped_rows(
         case Grouped.megablox:
             tiling = _tiling(x.shape[0])
             padded = _pad_rows(x, tiling[0])
-            y = gmm(padded, w, sizes, dtype, tiling, transpose_rhs=transposed)
-            # The kernel does not initialise tiles that have no rows of any expert.
-            return _zero_unused(y[: x.shape[0]], sizes)
+            w = w.swapaxes(1, 2) if swapped else w
+            y = gmm(
+                padded, w, sizes, dtype, tiling, transpose_rhs=transposed != swapped
+            )
+            return y[: x.shape[0]]
         case _:
             assert_never(kernel)
 
 
-def _zero_unused(y: jax.Array, sizes: jax.Array) -> jax.Array:
+def _zero_unused(y: jax.Array, sizes: jax.Array, kernel: Grouped) -> jax.Array:
+    if kernel in (Grouped.scan, Grouped.triton):  # These kernels write zeros.
+        return y
     return jnp.where(jnp.arange(y.shape[0])[:, None] < jnp.sum(sizes), y, 0)
 
 
-@partial(jax.jit, static_argnames=("dtype", "kernel"))
+@partial(jax.jit, static_argnames=("dtype", "kernel", "swapped"))
 def grouped_matrices(
-    x: jax.Array, dy: jax.Array, sizes: jax.Array, *, dtype: DTypeLike, kernel: Grouped
+    x: jax.Array,
+    dy: jax.Array,
+    sizes: jax.Array,
+    *,
+    dtype: DTypeLike,
+    kernel: Grouped,
+    swapped: bool = False,
 ) -> jax.Array:
     """Return x^T dy [E, D, F] over the rows of each expert in x [M, D], dy [M, F]."""
     match kernel:
@@ -156,7 +177,9 @@ def grouped_matrices(
         case Grouped.megablox:
             tiling = _tiling(x.shape[0])
             x, dy = _pad_rows(x, tiling[0]), _pad_rows(dy, tiling[0])
-            return tgmm(x.swapaxes(0, 1), dy, sizes, dtype, tiling)
+            a, b = (dy, x) if swapped else (x, dy)
+            dw = tgmm(a.swapaxes(0, 1), b, sizes, dtype, tiling)
+            return dw.swapaxes(1, 2) if swapped else dw
         case _:
             assert_never(kernel)
 

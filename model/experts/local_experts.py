@@ -5,6 +5,7 @@ experts of the device.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -142,8 +143,16 @@ def run_mlps(
                 x_8 = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))
                 used_R1 = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes_E)
                 counts.append(count_rounding(rounded, x_8, used_R1))
-            kernel, compute = experts.execution.grouped, numerics.compute_dtype
-            return grouped_product(x, w, sizes_E, compute, kernel=kernel, float8=float8)
+            return grouped_product(
+                x,
+                w,
+                sizes_E,
+                numerics.compute_dtype,
+                kernel=experts.execution.grouped,
+                float8=float8,
+                # The collectives of `down` swap its dims (model/gather.py).
+                swapped=name == "down",
+            )
 
     inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
     if biases:
@@ -153,11 +162,36 @@ def run_mlps(
         shares_RE = is_in_expert_RE.astype(x_RD.dtype)
         sums = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, sums, strict=True)]
-    h_RF = activate(experts.config, inner[0], inner[1] if gate else None)
-    # Apply the router's weights before `down`, so that their gradient does not need the
-    # result of `down`.
-    y_RD = multiply("down", (h_RF * weights_R1).astype(x_RD.dtype), down)
+    h_RF = _weigh_hidden(experts.config, inner, weights_R1)
+    y_RD = multiply("down", h_RF, down)
     return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if is_monitored else None)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weigh_hidden(
+    config: ModelConfig, inner: Sequence[jax.Array], weights_R1: jax.Array
+) -> jax.Array:
+    """Return the hidden values, times the router's weights, in the dtype of `inner`.
+
+    `inner` are the results of `up` and `gate`. The weights are applied before `down`,
+    so that their gradient does not need the result of `down`.
+    """
+    h_RF = activate(config, *inner, *[None] * (2 - len(inner)))
+    return (h_RF * weights_R1).astype(inner[0].dtype)
+
+
+def _weigh_forward(config: ModelConfig, inner, weights_R1):
+    return _weigh_hidden(config, inner, weights_R1), (inner, weights_R1)
+
+
+def _weigh_backward(config: ModelConfig, residuals, dh_RF: jax.Array):
+    weigh = partial(_weigh_hidden.__wrapped__, config)
+    # XLA would otherwise compute the gradient of the weights later, and keep `inner`
+    # until then.
+    return jax.lax.optimization_barrier(jax.vjp(weigh, *residuals)[1](dh_RF))
+
+
+_weigh_hidden.defvjp(_weigh_forward, _weigh_backward)
 
 
 def add_bias(
