@@ -71,7 +71,9 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
     if num_chunks == 1:
         return run_chunk(tokens)
     # The chunks' gradients are added up.
-    experts = experts._replace(matrices=[w.astype(jnp.float32) for w in experts.matrices])
+    experts = experts._replace(
+        matrices=[w.astype(jnp.float32) for w in experts.matrices]
+    )
     chunked = [x.reshape(num_chunks, n // num_chunks, x.shape[-1]) for x in tokens]
     y, counts = jax.lax.map(jax.checkpoint(run_chunk), Tokens._make(chunked))
     counts = jax.tree.map(lambda c: jnp.sum(c, axis=0), counts)

@@ -97,10 +97,10 @@ def _backward(options: _Options, residuals, dy: jax.Array):
     kernel, swapped = options.kernel, options.swapped
     multiply = partial(grouped_rows, dtype=like_x.dtype, kernel=kernel, swapped=swapped)
     dx = multiply(dy, b, sizes, transposed=True)
-    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel, swapped=swapped)
-    # Otherwise XLA would compute dw later, and keep x and dy until then.
-    dx, dw = jax.lax.optimization_barrier((dx, dw))
+    # The barrier makes XLA compute x before it uses dx, and not keep what x is made of.
+    a, dx = jax.lax.optimization_barrier((a, dx))
     dx = _zero_unused(dx, sizes, kernel)
+    dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel, swapped=swapped)
     return _scale(dx, scale_dy, scale_b), _scale(dw, scale_a, scale_dy), None
 
 

@@ -137,7 +137,10 @@ def _piece_size(V: int, limit: int) -> int:
     lanes = math.ceil(V / 128)
     fewest = math.ceil(V / limit * 4 / 5)
     size = min(
-        (math.ceil(lanes / pieces) for pieces in range(fewest, fewest + fewest // 4 + 1)),
+        (
+            math.ceil(lanes / pieces)
+            for pieces in range(fewest, fewest + fewest // 4 + 1)
+        ),
         key=lambda size: (math.ceil(lanes / size) * size, -size),
     )
     return min(V, 128 * size)

@@ -72,9 +72,7 @@ def _scan_sharded_head(
     return sums, (dx_BTD, placement.reduce_scatter(dweight) / num_replicas)
 
 
-def _scan(
-    options: LossOptions, x_BTD, weight, targets_BT, vocab_axes, gradients: bool
-):
+def _scan(options: LossOptions, x_BTD, weight, targets_BT, vocab_axes, gradients: bool):
     C = options.form.positions
 
     def split_tiles(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T/C, B, C, ...]
