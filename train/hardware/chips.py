@@ -29,8 +29,8 @@ class Chip:
     program_bytes: the HBM of one JAX device that a program may use under XLA:TPU.
     matrix_unit: the rows and columns of a matrix unit (TPU); smaller dims waste it.
     sparse_cores: whether the TPU has SparseCores that are known to hide collectives.
-    scatters_in_one_step: whether XLA:TPU does not replace a reduce-scatter over a whole
-        slice by an all-reduce.
+    scatters_in_one_step: whether XLA:TPU runs a reduce-scatter over a whole slice as
+        one ring through all devices, not as an all-reduce.
     achievable: the fractions of these rates that programs achieve.
     """
 

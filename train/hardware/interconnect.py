@@ -53,17 +53,23 @@ class Group:
     links: int = 0  # links of a chip that a group uses in a TPU slice; 0 if unknown
 
 
-def group_along(axes: Sequence[str], mesh: Mesh, members: Sequence[int] = ()) -> Group:
+def group_along(
+    axes: Sequence[str],
+    mesh: Mesh,
+    members: Sequence[int] = (),
+    dims: int | None = None,
+) -> Group:
     """Return the group of devices that differ only in their position along some axes.
 
     `members` selects the positions of a smaller group in this group; () selects all.
+    `dims` has the same meaning as in `num_links`.
     """
-    dims = [mesh.axis_names.index(axis) for axis in axes]
+    numbers = [mesh.axis_names.index(axis) for axis in axes]
     positions = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
-    positions = np.moveaxis(positions, dims, range(-len(dims), 0))
+    positions = np.moveaxis(positions, numbers, range(-len(numbers), 0))
     size = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
     positions = positions.reshape(-1, size)
-    return group_at(positions[:, members] if members else positions, mesh)
+    return group_at(positions[:, members] if members else positions, mesh, dims)
 
 
 def group_at(positions: np.ndarray, mesh: Mesh, dims: int | None = None) -> Group:

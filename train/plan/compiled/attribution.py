@@ -32,12 +32,24 @@ def scope_of(executed: Executed, instruction: Instruction) -> str:
     instruction's own name decides, because XLA moves peeled trips and invariants out of
     loops.
     """
-    name = instruction.op_name or executed.instruction.op_name
+    name = _own_name(executed, instruction)
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
     scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
     inner_scopes = [scope for scope in scopes if scope and scope != _MICROBATCHES]
     return next(iter(inner_scopes), _MICROBATCHES if _MICROBATCHES in scopes else "")
+
+
+def _own_name(executed: Executed, instruction: Instruction) -> str:
+    """Return the name of an instruction, or of the executed one around it, or "".
+
+    XLA:TPU copies a computation of its SparseCores with the names for equal arrays, so
+    that only the call names the array.
+    """
+    outer = executed.instruction
+    if outer.opcode == "call-start":
+        return outer.op_name or instruction.op_name
+    return instruction.op_name or outer.op_name
 
 
 def scope_in_name(name: str) -> str:
@@ -59,7 +71,7 @@ def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]
     """Return the part of the model and the bytes of each operand of a collective."""
     outer, operands = executed.instruction, inner.operands
     callers = () if inner.computation is outer.computation else (outer,)
-    collective_name = inner.op_name or outer.op_name
+    collective_name = _own_name(executed, inner)
     names = split_name(collective_name)
     if len(operands) == 1 and names:  # GPU: several arrays were concatenated.
         arrays = _concatenated_arrays(operands[0])

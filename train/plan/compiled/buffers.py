@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from train.plan.compiled.attribution import part_in_name, producers, scope_of
+from train.plan.compiled.hbm_bytes import is_view
 from train.plan.compiled.hlo import (
     Computation,
     Executed,
@@ -172,6 +173,6 @@ def _updated_operand(body: Computation, element: int) -> int | None:
     if result.opcode == "tuple":
         operands = result.operands
         result = operands[element] if element < len(operands) else result
-    while result.opcode in ("bitcast", "dynamic-update-slice"):
+    while result.opcode == "dynamic-update-slice" or is_view(result):
         result = result.operands[0]
     return int(result.arguments) if result.opcode == "parameter" else None

@@ -29,6 +29,7 @@ _RING = {"ag": "all-gather", "rs": "reduce-scatter"}
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # shared by a send and a recv
 _CHAIN = r'chain_id="(\d+)"'  # shared by the fusions that a collective is split over
+_ONE_WAY = r"(UniDirection\w*Strategy\w*\{colors|RING_TYPE_UNIDIR)"
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -171,15 +172,17 @@ def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
     """Return how many dims of the torus XLA:TPU uses at once; None if not stated.
 
     XLA annotates the collective, or the fusion around it, with the algorithm of a
-    gather (2DAllGather...) or a reduction (colors:2). Each color is a ring that passes
-    along one dim after the other. A UniDirection strategy needs two colors for a dim.
+    gather (2DAllGather...) or a reduction (colors:2), or with the phases of each color
+    on a SparseCore. Each color is a ring that passes along one dim after the other. If
+    the rings have one direction, a dim needs two colors.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
             return int(gather)
-        if colors := instruction.find(r"Strategy\w*\{colors:(\d+)"):
-            one_way = instruction.find(r"(UniDirection)\w*Strategy\w*\{colors")
-            return max(1, int(colors) // 2) if one_way else int(colors)
+        colors = int(instruction.find(r"Strategy\w*\{colors:(\d+)") or 0)
+        if colors := colors or instruction.attributes.count('"phase_rings"'):
+            one_way = instruction.find(_ONE_WAY)
+            return max(1, colors // 2) if one_way else colors
     return None
 
 

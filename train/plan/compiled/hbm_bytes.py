@@ -51,6 +51,10 @@ def memory_traffic(instruction: Instruction) -> int:
             for number, operand in enumerate(operands)
         )
         return read + _written_by_fusion(body)
+    if instruction.opcode == "call-start":  # the work of a TPU's SparseCores
+        body = instruction.called[0]
+        if body.root.opcode not in _NOT_WRITTEN:
+            return sum(map(memory_traffic, body.order))
     read, written = sum(map(_main_bytes, operands)), _main_bytes(instruction)
     if instruction.opcode in ("dynamic-slice", "gather", "slice"):
         read = min(written, read)
@@ -89,7 +93,7 @@ def _bytes_read_of(value: Instruction) -> int:
         is_first_operand = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and is_first_operand:
             total += user.num_bytes
-        elif user.opcode == "bitcast" or _is_bitcast(user):
+        elif is_view(user):
             total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             total += sum(
@@ -102,11 +106,18 @@ def _bytes_read_of(value: Instruction) -> int:
     return total
 
 
-def _is_bitcast(fusion: Instruction) -> bool:
-    """Return whether a nested fusion only changes the shape of its operand."""
-    if fusion.opcode != "fusion":
-        return False
-    return {i.opcode for i in fusion.called[0].order} <= {"parameter", "bitcast"}
+def is_view(instruction: Instruction) -> bool:
+    """Return whether an instruction of a fusion changes only its operand's layout.
+
+    Some bitcasts are nested fusions. XLA:TPU also writes a change of tiles as a nested
+    fusion, with a copy that aliases its operand.
+    """
+    if instruction.opcode != "fusion":
+        return instruction.opcode == "bitcast"
+    views = {"parameter", "bitcast"}
+    if "output_to_operand_aliasing" in instruction.attributes:
+        views.add("copy")
+    return {inner.opcode for inner in instruction.called[0].order} <= views
 
 
 def _written_by_fusion(body: Computation) -> int:

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEADER = re.compile(r"(ENTRY )?%(\S+) \(.*\{")
@@ -18,6 +18,7 @@ _OPCODE = re.compile(r" ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _END = re.compile(r"\}(, execution_thread=.*)?")
 _BODY = r" body=%([\w.-]+)"
+_CALLED = r" (?:to_apply=|called_computations=\{)%([\w.-]+)"
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
@@ -103,7 +104,7 @@ class Instruction:
         """The computations of a fusion or call, or the branches of a conditional."""
         names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
         if self.opcode in ("call", "call-start"):
-            names += re.findall(r" to_apply=%([\w.-]+)", self.attributes)
+            names += re.findall(_CALLED, self.attributes)
         branches = self.find(r" branch_computations=\{(.*?)\}")
         names += re.findall(r"%([\w.-]+)", branches)
         return [self.computation.module.computations[name] for name in names]
@@ -169,7 +170,8 @@ class Executed:
 class Module:
     """A parsed program.
 
-    unread: lines that could not be read, and loops without a known trip count.
+    unread: lines that could not be read, loops without a known trip count, and
+        collectives that no executed instruction contains.
     executed, loops (by the body's name): filled in by `trip_counts.read_module`.
     """
 
@@ -213,6 +215,8 @@ def _parse_computation(name: str, lines: list[str], module: Module) -> Computati
         if not match or not instruction:
             module.unread.append(line.strip())
             continue
+        if instruction.opcode == "custom-call-update":
+            instruction = _as_call_start(instruction)
         computation.instructions[instruction.name] = instruction
         if match[1]:
             computation.root = instruction
@@ -233,6 +237,21 @@ def _parse_line(name: str, text: str, computation: Computation) -> Instruction |
         arguments=text[opcode.end() : close],
         attributes=text[close + 1 :],
         computation=computation,
+    )
+
+
+def _as_call_start(update: Instruction) -> Instruction:
+    """Return the `call-start` that says the same as a `custom-call-update` (TPU).
+
+    XLA writes a call of the SparseCores in one of two forms. In the longer form,
+    `custom-call-start()` names the computation, and `custom-call-update(%start, %x)`
+    passes the operands later, when the work begins.
+    """
+    start_name, _, operands = update.arguments.partition(", ")
+    start = update.computation.instructions[start_name.removeprefix("%")]
+    attributes = start.attributes + update.attributes
+    return replace(
+        update, opcode="call-start", arguments=operands, attributes=attributes
     )
 
 

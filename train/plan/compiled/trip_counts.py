@@ -13,8 +13,9 @@ iteration off a loop, and each branch of that iteration counts once.
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.hlo import (
     Computation,
     Executed,
@@ -55,7 +56,19 @@ def read_module(text: str) -> Module:
     """
     module = parse(text)
     _list_executed(module.entry, 1, (), _unknown_scalar)
+    module.unread += _collectives_not_executed(module)
     return module
+
+
+def _collectives_not_executed(module: Module) -> Iterator[str]:
+    """Describe collectives in computations that no executed instruction contains."""
+    contained = (executed.instruction.with_nested for executed in module.executed)
+    computations = {inner.computation for nested in contained for inner in nested}
+    for computation in module.computations.values():
+        for instruction in computation.order:
+            is_collective = instruction.opcode.removesuffix("-start") in KINDS
+            if is_collective and computation not in computations:
+                yield f"{instruction.name}: no executed instruction contains it"
 
 
 def _unknown_scalar(number: int, element: int | None) -> int | None:

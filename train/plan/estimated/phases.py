@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from model.gather import AxisSteps, scatter_groups
+from train.hardware.chips import chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.plan.estimated.collectives import Exchange
 
@@ -42,7 +43,7 @@ def phases(
     kind, payload, inner_size = exchange.kind, exchange.payload, group.size // slices
     if group.network != "DCN":
         for step in _in_steps(exchange, steps):
-            group, _ = _group(step.axes, step.members, mesh)
+            group, _ = _group(step.axes, step.members, mesh, _dims(step.kind, mesh))
             yield Phase(step, group.network, group.size, group.links)
         return
     kinds = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
@@ -51,6 +52,13 @@ def phases(
         yield Phase(in_slice, "ICI", inner_size, group.links)
         payload /= inner_size
     yield Phase(exchange._replace(payload=payload), "DCN", slices)
+
+
+def _dims(kind: str, mesh: Mesh) -> int | None:
+    """Return the dims of the torus that a collective uses at once; None means all."""
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    is_ring = kind == "reduce-scatter" and chip and chip.scatters_in_one_step
+    return 1 if is_ring else None
 
 
 def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
@@ -70,7 +78,11 @@ def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exch
 
 @functools.lru_cache(maxsize=128)
 def _group(
-    axes: tuple[str, ...], members: tuple[int, ...], mesh: Mesh
+    axes: tuple[str, ...],
+    members: tuple[int, ...],
+    mesh: Mesh,
+    dims: int | None = None,
 ) -> tuple[Group, int]:
     """Return the group of an exchange, and the number of slices that it spans."""
-    return group_along(axes, mesh, members), num_slices_along(mesh, axes, members)
+    slices = num_slices_along(mesh, axes, members)
+    return group_along(axes, mesh, members, dims), slices

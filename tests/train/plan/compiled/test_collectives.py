@@ -14,6 +14,8 @@ from train.plan.compiled.collectives import (
 from train.plan.cost import sent_bytes
 
 BF16, F32 = 2, 4
+LARGE_DOWN = 512 * 1024
+LARGE_MATRICES = 4 * 512 * 512 + 3 * LARGE_DOWN  # of a layer of LARGE
 
 
 def of(collectives: list[Collective], scope: str, kind: str) -> list[Collective]:
@@ -118,6 +120,44 @@ def test_sparse_cores_gather_and_scatter_beside_products(stored_step):
         assert row.overlapped > share
 
 
+class TestSparseCoreCalls:
+    """Calls whose start names the collective, and whose update passes the operand."""
+
+    @pytest.fixture
+    def step(self, stored_step):
+        return stored_step("sparse_core_calls")
+
+    @pytest.mark.parametrize(
+        ("way", "kind"),
+        [
+            ("forward", "all-gather"),
+            ("backward", "all-gather"),
+            ("backward", "reduce-scatter"),
+        ],
+    )
+    def test_each_matrix_of_a_layer_travels_once_for_its_part(self, step, way, kind):
+        layers = of(step.collectives, f"layers {way}", kind)
+        assert payload(layers) == L * BF16 * LARGE_MATRICES
+        for part in ("mlp.up", "mlp.gate", "mlp.down"):
+            assert payload(layers, part) == L * BF16 * LARGE_DOWN
+        for part in ("query", "key", "value", "output"):
+            assert payload(layers, f"attention.{part}") == L * BF16 * 512 * 512
+        assert sum(c.count * c.sent for c in layers) == 15 / 16 * payload(layers)
+
+    def test_products_run_between_the_update_and_the_end(self, step):
+        for kind, share in (("all-gather", 0.9), ("reduce-scatter", 0.7)):
+            found = [c for c in large(step.collectives) if c.kind == kind]
+            assert all(c.is_async and c.waiter.endswith("call-done") for c in found)
+            (row,) = sum_collectives(found)
+            assert row.overlapped > share
+
+    def test_one_ring_in_both_directions_uses_two_of_three_links(self, step):
+        """The slice is 2 x 2 x 2 chips. XLA's all-reduces use all three dims."""
+        links = {(c.kind, c.group.links) for c in step.collectives}
+        expected = {("all-gather", 2), ("reduce-scatter", 2), ("all-reduce", 3)}
+        assert links == expected
+
+
 def test_products_gather_and_scatter_in_rings(stored_step):
     """Each shard goes to the next device while the one before is multiplied.
 
@@ -125,14 +165,13 @@ def test_products_gather_and_scatter_in_rings(stored_step):
     round are in vain.
     """
     rings = [c for c in stored_step("rings").collectives if c.is_ring]
-    matrices = 4 * 512 * 512 + 3 * 512 * 1024
     for way, kind, width in (
         ("forward", "all-gather", BF16),
         ("backward", "all-gather", BF16),
         ("backward", "reduce-scatter", F32),
     ):
         layers = of(rings, f"layers {way}", kind)
-        assert payload(layers) == L * width * matrices
+        assert payload(layers) == L * width * LARGE_MATRICES
         for ring in layers:
             assert ring.sent == pytest.approx(9 / 8 * ring.payload)
             assert ring.is_async

@@ -3,8 +3,10 @@
 import pytest
 
 from tests.train.compiled import in_one
+from train.plan.compiled.buffers import largest_buffers
 from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import parse
+from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read_module
 
 FUSED = """HloModule fused
@@ -73,6 +75,74 @@ def test_a_fusion_inside_another_reads_what_it_takes():
     index, row, weight, result = 4, 4 * 64, 4 * 4 * 64, 4 * 4
     moved = memory_traffic(module.entry.root)
     assert moved == index + row + weight + result
+
+
+TILES = """HloModule tiles
+
+%tiled (p: f32[16,64]) -> f32[16,64] {
+  %p = f32[16,64]{1,0:T(16,128)} parameter(0)
+  ROOT %c = f32[16,64]{1,0:T(8,128)} copy(%p)
+}
+
+%inside (p: f32[16,64], i: s32[], q: f32[1,64]) -> f32[16,64] {
+  %p = f32[16,64] parameter(0)
+  %i = s32[] parameter(1)
+  %q = f32[1,64] parameter(2)
+  %z = s32[] constant(0)
+  %t = f32[16,64] fusion(%p), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, \
+calls=%tiled
+  ROOT %u = f32[16,64] dynamic-update-slice(%t, %q, %i, %z)
+}
+
+ENTRY %main (a: f32[16,64], i: s32[], b: f32[1,64]) -> f32[16,64] {
+  %a = f32[16,64] parameter(0)
+  %i = s32[] parameter(1)
+  %b = f32[1,64] parameter(2)
+  %n = f32[16,64] negate(%a)
+  %f = f32[16,64] fusion(%n, %i, %b), kind=kLoop, calls=%inside
+  ROOT %r = f32[16,64] add(%f, %f)
+}
+"""
+
+
+def test_a_change_of_tiles_inside_a_fusion_moves_nothing():
+    """A row is read and a row is written, into the buffer of the operand."""
+    module = read_module(TILES)
+    index, row = 4, 4 * 64
+    moved = memory_traffic(module.entry.instructions["f"])
+    assert moved == index + 2 * row
+    buffers = largest_buffers(module, SourceLines(TILES), 3)
+    assert [buffer.bytes for buffer in buffers] == [16 * row]
+
+
+COPYING = """HloModule copying
+
+%copied (p: f32[16,64]) -> f32[16,64] {{
+  %p = f32[16,64] parameter(0)
+  ROOT %c = f32[16,64]{{0,1}} {work}
+}}
+
+ENTRY %main (a: f32[16,64]) -> f32[16,64] {{
+  %a = f32[16,64] parameter(0)
+  %start = ((), (), (s32[8192])) custom-call-start(), called_computations={{%copied}}
+  %update = ((f32[16,64]), f32[16,64], (s32[8192])) custom-call-update(%start, %a)
+  ROOT %done = f32[16,64] custom-call-done(%update)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "arrays"),
+    [
+        ("copy(%p)", 2),
+        ("all-reduce(%p), replica_groups={}", 1),  # as if a core had started it
+    ],
+)
+def test_a_sparse_core_moves_what_its_work_moves(work, arrays):
+    """No instruction of the call counts the arrays again."""
+    module = read_module(COPYING.format(work=work))
+    moved = sum(memory_traffic(e.instruction) for e in module.executed)
+    assert moved == arrays * 16 * 64 * 4
 
 
 PASSING = """HloModule passing

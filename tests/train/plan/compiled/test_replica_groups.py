@@ -107,6 +107,34 @@ def test_a_program_of_a_slice_numbers_its_own_devices(slow_axis):
     assert (found.axes, found.network) == (axes, "ICI")
 
 
+ONE_WAY = '{"phase_rings":[{"ring_type":"ICI_RING_TYPE_UNIDIR_CW"}]},'
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "links"),
+    [
+        ("", 6),  # not stated: all three rings of the slice, in both directions
+        ('"emitter":"1DAllGatherOnMajorDim"', 2),
+        ('"emitter":"3DAllGatherOnMajorDim"', 6),
+        ('"strategy":"StrategyND{colors:3 phases:3}"', 6),
+        ('"strategy":"SubgroupNDStrategy{colors:2 phases:2}"', 4),
+        ('"strategy":"UniDirectionNDRingStrategy{colors:6 phases:3}"', 6),
+        ('"strategy":"UniDirectionRingStrategy{colors:2 phases:1}"', 2),
+        (f'"color_strategies":[{2 * ONE_WAY}]', 2),  # on a SparseCore
+        (f'"color_strategies":[{6 * ONE_WAY}]', 6),
+    ],
+)
+def test_a_collective_uses_the_links_that_its_algorithm_states(algorithm, links):
+    mesh = a_mesh((1, 64, 1))
+    for place, device in enumerate(mesh.devices.flat):
+        device.device_kind = "TPU v5"
+        device.coords = np.unravel_index(place, (4, 4, 4))
+    line = f"  ROOT %c = f32[1] all-reduce(%a), backend_config={{{algorithm}}}"
+    text = in_one("  %a = f32[1] parameter(0)\n" + line)
+    (found,) = list_collectives(read_module(text), mesh)
+    assert found.group.links == links
+
+
 SEND = """  %a = bf16[8,128] parameter(0)
   %t = token[] after-all()
   ROOT %send = (bf16[8,128], u32[], token[]) send(%a, %t), channel_id=1, \

@@ -87,3 +87,20 @@ def test_loops_in_loops_multiply():
     assert {e.count for e in module.executed if len(e.loops) == 2} == {15}
     outer = next(loop for loop in module.loops.values() if loop.trips == 5)
     assert outer.op_name == "jit(step)/while"
+
+
+def test_a_collective_that_nothing_executes_is_listed():
+    text = """HloModule lost
+
+%gather (p: bf16[4]) -> bf16[16] {
+  %p = bf16[4] parameter(0)
+  ROOT %g = bf16[16] all-gather(%p), dimensions={0}
+}
+
+ENTRY %main (a: bf16[4]) -> bf16[16] {
+  %a = bf16[4] parameter(0)
+  ROOT %f = bf16[16] another-form(%a), runs=%gather
+}
+"""
+    assert read_module(text).unread == ["g: no executed instruction contains it"]
+    assert read_module(text.replace("runs=", "calls=")).unread == []

@@ -73,3 +73,11 @@ def test_a_scatter_over_a_torus_is_timed_in_the_steps_that_it_takes(composed):
     ]
     (gather,) = phases(exchange("all-gather"), mesh, steps)
     assert (gather.size, gather.links) == (64, 6)
+
+
+@pytest.mark.parametrize(("kind", "links"), [("all-gather", 6), ("reduce-scatter", 2)])
+def test_a_scatter_of_tpu7x_is_one_ring_as_compiled(composed, kind, links):
+    """The slice has rings along three dims."""
+    mesh = machine(composed, "tpu7x-128", "mesh=fsdp", "data.batch_size=128").mesh
+    (phase,) = phases(exchange(kind), mesh)
+    assert phase.links == links
