@@ -38,7 +38,7 @@ from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.config import PlanConfig
-from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
+from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
@@ -120,13 +120,24 @@ def cost_of(values: dict[str, Any]) -> StepCost:
     def totals(rows: list[dict[str, Any]]) -> list[CollectiveTotal]:
         return [CollectiveTotal(**{**row, "axes": tuple(row["axes"])}) for row in rows]
 
-    work = dict(values["work"])
-    products, moved = work.pop("product_bytes"), work.pop("memory_bytes")
+    def section(name: str, flops: dict, hbm_bytes: HbmBytes, sent: list) -> SectionCost:
+        unknown = tuple(flops["unknown"])
+        return SectionCost(
+            name, Flops(**{**flops, "unknown": unknown}), hbm_bytes, totals(sent)
+        )
+
+    sections = [
+        section(s["name"], s["flops"], HbmBytes(**s["hbm_bytes"]), s["sent"])
+        for s in values.get("sections", [])
+    ]
+    if not sections:  # The cost was stored before costs had sections.
+        work = dict(values["work"])
+        products, moved = work.pop("product_bytes"), work.pop("memory_bytes")
+        traffic = HbmBytes(products, moved - products)
+        sections = [section("step", work, traffic, values["sent"])]
     return StepCost(
         model_flops=values["model_flops"],
-        flops=Flops(**{**work, "unknown": tuple(work["unknown"])}),
-        hbm_bytes=HbmBytes(products, moved - products),
-        sent=totals(values["sent"]),
+        sections=tuple(sections),
         outside_layers=totals(values["outside_layers"]),
         host_bytes=values.get("host_bytes", 0),
         unread=tuple(values["unread"]),
