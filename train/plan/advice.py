@@ -23,11 +23,11 @@ _RANGE = {
     "tpu": "low: everything that can overlap does; high: only what is scheduled to",
     "gpu": "20 % above and below the time of kernels that run one after another",
 }
-# Accuracy on public runs, by platform (benchmarks/results/*_published.json).
+# Accuracy on public runs, by platform (docs/log/planner.md).
 _ACCURACY = {
     "tpu": "nine public runs that no constant was fitted to took 0.93 to 1.19 times "
     "the middle, 6 % off on average; six were inside the range",
-    "gpu": "40 of 43 public runs on A100 and H100 that no constant was fitted to were "
+    "gpu": "41 of 43 public runs on A100 and H100 that no constant was fitted to were "
     "within 20 % of the middle, 6 % off on average",
 }
 
@@ -273,7 +273,7 @@ def _memory_sentences(prediction: Prediction) -> list[tuple[str, str]]:
         if section.bound_by == MEMORY
     ]
     sentence = f"main memory bounds {' and '.join(texts)} of the step"
-    return [("memory", sentence)] if texts else []
+    return [("sections", sentence)] if texts else []
 
 
 def print_remedy(advice: Advice) -> None:
