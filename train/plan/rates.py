@@ -18,13 +18,7 @@ from jax.sharding import Mesh
 from model.config import ModelConfig
 from train.config import Config
 from train.hardware.chips import Chip
-from train.hardware.interconnect import (
-    Group,
-    bandwidth,
-    hops,
-    num_slices_along,
-    stated,
-)
+from train.hardware.interconnect import Group, bandwidth, hops, num_slices_along, stated
 from train.plan.cost import ACTIVATION_AXES, CollectiveTotal, SectionCost, StepCost
 
 PCIE = "PCIe"  # between a device and its host's memory
