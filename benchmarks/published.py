@@ -8,9 +8,9 @@ what the keys cannot express. The program compiles the step for the row's machin
 estimates it (`--estimated`), and predicts its speed. Constants of
 train/hardware/achievable.py are fitted to the rows with the use "settled on"; the rows
 with the use "judged by" validate them. The costs of compiled steps are cached in
-~/.cache/longhaul/published. A row that is not in the cache is skipped with a message if
-its compiler is not installed. MFU follows train/model_flops.py, also for published
-speeds.
+~/.cache/longhaul/published_sections. A row that is not in the cache is skipped with a
+message if its compiler is not installed. MFU follows train/model_flops.py, also for
+published speeds.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.config import PlanConfig
-from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
+from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
@@ -120,13 +120,21 @@ def cost_of(values: dict[str, Any]) -> StepCost:
     def totals(rows: list[dict[str, Any]]) -> list[CollectiveTotal]:
         return [CollectiveTotal(**{**row, "axes": tuple(row["axes"])}) for row in rows]
 
-    work = dict(values["work"])
-    products, moved = work.pop("product_bytes"), work.pop("memory_bytes")
+    def section(row: dict[str, Any]) -> SectionCost:
+        flops = {**row["flops"], "unknown": tuple(row["flops"]["unknown"])}
+        hbm_bytes = HbmBytes(**row["hbm_bytes"])
+        return SectionCost(row["name"], Flops(**flops), hbm_bytes, totals(row["sent"]))
+
+    rows = values.get("sections")
+    if rows is None:  # Results of 25 November 2026 and earlier have no sections.
+        flops = dict(values["work"])
+        products, moved = flops.pop("product_bytes"), flops.pop("memory_bytes")
+        hbm_bytes = {"products": products, "others": moved - products}
+        whole = {"name": "step", "flops": flops, "hbm_bytes": hbm_bytes}
+        rows = [{**whole, "sent": values["sent"]}]
     return StepCost(
         model_flops=values["model_flops"],
-        flops=Flops(**{**work, "unknown": tuple(work["unknown"])}),
-        hbm_bytes=HbmBytes(products, moved - products),
-        sent=totals(values["sent"]),
+        sections=tuple(map(section, rows)),
         outside_layers=totals(values["outside_layers"]),
         host_bytes=values.get("host_bytes", 0),
         unread=tuple(values["unread"]),
@@ -249,7 +257,7 @@ def _summary(results: list[dict[str, Any]]) -> str:
 
 def _kept(overrides: tuple[str, ...]) -> Path:
     key = hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:16]
-    return cache_folder() / "published" / f"{key}.json"
+    return cache_folder() / "published_sections" / f"{key}.json"
 
 
 if __name__ == "__main__":

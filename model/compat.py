@@ -5,7 +5,8 @@ This module binds cuDNN's primitives instead of calling
 derivative ignores the log-sum-exp's cotangent. In jax 0.10.2 (not in later versions),
 the function also multiplies the offsets of packed keys by the number of query heads,
 even if there are fewer key heads. The public derivative of jax's TPU kernel ("splash")
-does not accept a log-sum-exp that includes other keys, which a step of a ring needs.
+does not accept a log-sum-exp that includes other keys, which a step of a ring needs, nor
+masks that depend on the device.
 
 Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands).
 """
@@ -132,8 +133,10 @@ def _splash_ids(chunks: Chunks) -> Any:
     return splash.SegmentIds(q=queries_T, kv=keys_S)
 
 
-def splash_step_forward(kernel: Any, chunks: Chunks) -> Result:
-    """Return the result of one step of a ring for one row, without a batch dim."""
+def splash_step_forward(
+    kernel: Any, chunks: Chunks, sinks_N: jax.Array | None = None
+) -> Result:
+    """Return the result of the kernel for one row, without a batch dim."""
     splash, _ = splash_library()
     o_NTH, (lse_NT,) = splash._splash_attention_forward(
         kernel.fwd_mask_info,
@@ -141,20 +144,24 @@ def splash_step_forward(kernel: Any, chunks: Chunks) -> Result:
         k=chunks.k_BKSH,
         v=chunks.v_BKSH,
         segment_ids=_splash_ids(chunks),
-        sinks=None,
+        sinks=sinks_N,
         **kernel.kwargs,
     )
     return Result(o_NTH, lse_NT)
 
 
 def splash_step_backward(
-    kernel: Any, chunks: Chunks, result: Result, do_NTH: jax.Array
-) -> Sequence[jax.Array]:
-    """Return the gradients of q, k and v from one step of a ring for one row."""
+    kernel: Any,
+    chunks: Chunks,
+    result: Result,
+    do_NTH: jax.Array,
+    sinks_N: jax.Array | None = None,
+) -> Sequence[Any]:
+    """Return the gradients of q, k, v and sinks for one row; None without sinks."""
     splash, _ = splash_library()
     residuals = (
-        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, _splash_ids(chunks), None),
+        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, _splash_ids(chunks), sinks_N),
         *(result.o_BNTH, result.lse_BNT, kernel.dq_mask_info, kernel.dkv_mask_info),
     )
     grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=do_NTH)
-    return grads[3:6]
+    return *grads[3:6], grads[7]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from model import compat
 from model.attention.inputs import Chunks, Inputs, Result
+from model.remat import saveable
 from model.scopes import computed_scope
 
 LENGTH_MULTIPLE = 128  # The smallest block, in positions.
@@ -29,53 +30,53 @@ def attend(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Run the Pallas kernel on local rows and heads.
+    """Run the Pallas kernel on local rows and heads. Queries are already scaled.
 
     With a window, the kernel also skips blocks before the window. `interpret` runs the
     kernel without a TPU, in tests.
     """
-    splash, masks = compat.splash_library()
-    q_BTNH, k_BSKH, v_BSKH, ids_BS, sinks_N = inputs
-    (T, N, H), S = q_BTNH.shape[1:], k_BSKH.shape[1]
-    if ids_BS is None:
-        ids_BS = jnp.ones(k_BSKH.shape[:2], jnp.int32)
+    _, masks = compat.splash_library()
+    (T, N), S = inputs.q_BTNH.shape[1:3], inputs.k_BSKH.shape[1]
     mask = masks.CausalMask((T, S), S - T)
     if window is not None:
         mask = masks.LocalMask((T, S), (window - 1, 0), S - T)
     kernel = _make_kernel(
         mask,
         N,
-        residual_checkpoint_name="attention",
+        save_residuals=True,
         attn_logits_soft_cap=soft_cap,
         interpret=interpret,
     )
-
-    def attend_row(q_NTH, k_KSH, v_KSH, ids_S):
-        ids = splash.SegmentIds(ids_S[S - T :], ids_S)
-        sinks = None if sinks_N is None else _with_gradient_dtype(sinks_N)
-        return kernel(q_NTH, k_KSH, v_KSH, segment_ids=ids, sinks=sinks)
-
-    q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH * H**-0.5, k_BSKH, v_BSKH))
+    q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
+    ids = inputs.segment_ids_BS
+    documents = None if ids is None else (ids[:, S - T :], ids)
     with nullcontext() if S == T else _blocks_scope(T, S, window or S):
-        out = jax.vmap(attend_row)(q, k, v, ids_BS)
-    assert isinstance(out, jax.Array)  # The kernel does not return its residuals here.
-    return out.swapaxes(1, 2)
+        o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
+    return o_BNTH.swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _with_gradient_dtype(sinks_N: Array) -> Array:
-    """Return the sinks unchanged, and convert their gradient to the dtype of the sinks.
-
-    The kernel returns this gradient in the dtype of the queries (see
-    `_splash_attention_bwd`, which is the same in jax 0.10.2 and 0.12.0).
-    """
-    return sinks_N
+def _attend(kernel: Any, chunks: Chunks, sinks_N: Array | None) -> Any:
+    """Run the kernel forward and, for the gradient, backward."""
+    return _attend_forward(kernel, chunks, sinks_N)[0]
 
 
-_with_gradient_dtype.defvjp(
-    lambda sinks_N: (sinks_N, jnp.zeros((), sinks_N.dtype)),
-    lambda dtype_like, dsinks_N: (dsinks_N.astype(dtype_like.dtype),),
-)
+def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
+    run = jax.vmap(partial(compat.splash_step_forward, kernel, sinks_N=sinks_N))
+    o, lse = (saveable(x, "attention") for x in run(chunks))
+    return o, (kernel, chunks, sinks_N, Result(o, lse))
+
+
+def _attend_backward(residuals, do_BNTH: Array):
+    kernel, chunks, sinks_N, result = residuals
+    run = jax.vmap(partial(compat.splash_step_backward, kernel, sinks_N=sinks_N))
+    dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTH)
+    # The kernel returns the gradient of the sinks in the dtype of the queries.
+    dsinks = None if sinks_N is None else jnp.sum(dsinks_BN, 0).astype(sinks_N.dtype)
+    return None, Chunks(dq, dk, dv, None), dsinks
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def forward(
@@ -102,7 +103,7 @@ def backward(
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
     run = jax.vmap(partial(compat.splash_step_backward, kernel))
     with _step_scope(chunks, causal):
-        return run(chunks, result, do_BNTH)
+        return run(chunks, result, do_BNTH)[:3]
 
 
 def _make_step_kernel(

@@ -199,7 +199,7 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
         size = passes * 2 * matrices + tables + head
         assert sent == pytest.approx(size, rel=0.01)  # and vectors
         assert {c.group.network for c in found} == {"NVLink"}
-    done, scores = count_flops(module), ROWS * HEADS * T * T * 64
+    done, scores = count_flops(module.executed), ROWS * HEADS * T * T * 64
     assert done.whole_attention == 2 * (2 + 5) * 2 * scores  # two layers
     assert done.attention == done.whole_attention / 2  # what causality leaves
     assert done.products == 6 * (matrices + 512 * 256) * ROWS * T
@@ -214,7 +214,7 @@ def test_linear_layers_multiply_float8_and_the_head_bfloat16(compiled, name):
     pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
     assert {*result.of_linear_layers()} == {*pairs}
     assert ("bf16", "bf16") in {(a, b) for a, b, _ in result.products()}
-    done = count_flops(read_module(result.text))
+    done = count_flops(read_module(result.text).executed)
     head, wide = 512 * 512, 512 * 1024
     matrices = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * wide)  # of both layers
     assert done.eight_bits * head == (done.products - done.eight_bits) * matrices
@@ -232,9 +232,9 @@ def test_cublas_multiplies_float8_where_triton_does_not(compiled):
     text = compiled["float8_cublas"].text
     found = {kind: text.count(f'custom_call_target="{kind}"') for kind in CUBLAS}
     assert found[CUBLAS[0]] == 3  # of the head
-    done = count_flops(read_module(text))
+    done = count_flops(read_module(text).executed)
     assert found[CUBLAS[1]] >= 7 * 3
-    assert done == count_flops(read_module(compiled["float8"].text))
+    assert done == count_flops(read_module(compiled["float8"].text).executed)
 
 
 def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
@@ -243,7 +243,7 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     assert result.error is None
     pairs = [("f8e4m3fn", "f8e4m3fn"), ("f8e4m3fn", "f8e5m2"), ("f8e5m2", "f8e4m3fn")]
     assert {*result.of_linear_layers()} == {*pairs, ("bf16", "bf16")}
-    done = count_flops(read_module(result.text))
+    done = count_flops(read_module(result.text).executed)
     head, wide = 512 * 512, 512 * 1024
     matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * wide  # of a layer
     assert done.eight_bits * (head + matrices) == (
@@ -255,5 +255,5 @@ def test_experts_multiply_float8(compiled):
     result = compiled["float8_grouped"]
     assert result.error is None
     assert result.text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    done = count_flops(read_module(result.text))
+    done = count_flops(read_module(result.text).executed)
     assert done.eight_bits == done.products > 0

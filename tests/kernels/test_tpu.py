@@ -133,7 +133,7 @@ def test_linear_layers_multiply_int8_but_for_the_weights_gradient(compiled, chip
     weights = 7
     found = Counter(result.of_linear_layers())
     assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): weights}
-    done = count_flops(read_module(result.text))
+    done = count_flops(read_module(result.text).executed)
     rows = 2 if chip == "v5p" else 1  # of a device; v5p-8 has four
     head = 6 * 512 * 512 * T * rows
     assert done.eight_bits == pytest.approx(2 / 3 * (done.products - head))
@@ -147,7 +147,7 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     assert result.error is None
     found = Counter(result.of_linear_layers())
     assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): 4 * weights}
-    done = count_flops(read_module(result.text))
+    done = count_flops(read_module(result.text).executed)
     layers = done.products - 6 * 512 * 512 * T
     assert done.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)
 

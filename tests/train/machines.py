@@ -1,6 +1,7 @@
 """Meshes on machines that are not there, without compilers, and steps on them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -11,7 +12,7 @@ from train.hardware import devices as topology
 from train.hardware.chips import Chip
 from train.hardware.targets import parse_target
 from train.mesh import make_mesh
-from train.plan.cost import CollectiveTotal, Flops, HbmBytes, StepCost
+from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
 from train.plan.roofline import Prediction, predict
 
 # A model that fills every matrix unit.
@@ -58,7 +59,14 @@ def execution(
 ) -> StepCost:
     """A step with these FLOPs and bytes; it needs as many FLOPs unless told."""
     moved = HbmBytes(beside, memory - beside)
-    return StepCost(needed or products, Flops(products), moved, list(sent), [])
+    step = SectionCost("step", Flops(products), moved, list(sent))
+    return StepCost(needed or products, (step,), [])
+
+
+def in_one_section(cost: StepCost, flops: Flops | None = None) -> StepCost:
+    """Join the sections of a step, which then overlap; `flops` replaces its FLOPs."""
+    whole = SectionCost("step", flops or cost.flops, cost.hbm_bytes, cost.sent)
+    return replace(cost, sections=(whole,))
 
 
 def total(

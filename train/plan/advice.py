@@ -10,8 +10,9 @@ from train.cli.rules import config_mistakes
 from train.config import Config
 from train.console import print_table
 from train.mesh_sizes import mesh_mistakes
+from train.plan.rates import PCIE, Link
 from train.plan.recomputing import format_policy, policies_keeping_more
-from train.plan.roofline import PCIE, Link, Prediction, Range
+from train.plan.roofline import MEMORY, Prediction, Range
 from train.units import format_bytes, format_count, format_seconds
 
 # The advice names recomputation, exposed collectives and dims only beyond these limits.
@@ -22,11 +23,11 @@ _RANGE = {
     "tpu": "low: everything that can overlap does; high: only what is scheduled to",
     "gpu": "20 % above and below the time of kernels that run one after another",
 }
-# Accuracy on public runs, by platform (benchmarks/results/*_published.json).
+# Accuracy on public runs, by platform (docs/log/planner.md).
 _ACCURACY = {
     "tpu": "nine public runs that no constant was fitted to took 0.93 to 1.19 times "
     "the middle, 6 % off on average; six were inside the range",
-    "gpu": "40 of 43 public runs on A100 and H100 that no constant was fitted to were "
+    "gpu": "41 of 43 public runs on A100 and H100 that no constant was fitted to were "
     "within 20 % of the middle, 6 % off on average",
 }
 
@@ -143,19 +144,15 @@ def _for_memory(prediction: Prediction, config: Config) -> Advice:
 
 
 def _microbatches_override(config: Config) -> str:
-    microbatches = config.train.accumulation_steps
-    microbatches //= _least_prime_factor(microbatches)
-    return f"train.accumulation_steps={microbatches}"
+    steps = config.train.accumulation_steps
+    return f"train.accumulation_steps={steps // _least_prime_factor(steps)}"
 
 
 def _for_network(bottleneck: str, link: Link, config: Config, mesh: Mesh) -> Advice:
     """Return advice that makes `link` less busy."""
     if link.network == PCIE:
-        override = "train.offload=[]" if config.train.offload else ""
-        override = override or "optimizer.offload=false"
-        return Advice(
-            bottleneck, "keep more in the device's memory, if it fits", override
-        )
+        key = "train.offload=[]" if config.train.offload else "optimizer.offload=false"
+        return Advice(bottleneck, "keep more in the device's memory, if it fits", key)
     reshard = partial(_reshard_overrides, config, mesh)
     within = "inside a slice or node, and let only the data axis span several"
     is_slow = link.network in ("DCN", "network")
@@ -205,10 +202,9 @@ def _reshard_overrides(
         data = replace(config.data, batch_size=batch_size)
         candidate = replace(config, mesh=new_mesh, data=data)
         if not (config_mistakes(candidate) or mesh_mistakes(candidate, mesh.size)):
-            batch_override = (
-                [f"data.batch_size={batch_size}"] if batch_size != rows else []
-            )
-            return " ".join([*overrides, *batch_override])
+            if batch_size != rows:
+                overrides.append(f"data.batch_size={batch_size}")
+            return " ".join(overrides)
     return ""
 
 
@@ -226,15 +222,10 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
     rows = [
         ["matrix products", format_seconds(prediction.products), "", source],
         ["main memory", format_seconds(prediction.memory), "", f"{source}, at most"],
-    ] + [
-        [
-            link.name,
-            format_seconds(link.seconds),
-            f"{link.hidden / link.seconds:.0%}" if link.seconds else "",
-            source,
-        ]
-        for link in prediction.links
     ]
+    for link in prediction.links:
+        hidden = f"{link.hidden / link.seconds:.0%}" if link.seconds else ""
+        rows.append([link.name, format_seconds(link.seconds), hidden, source])
     headers = ["resource", "busy", "overlapped", "source"]
     print_table(rows, headers, "time of a step by resource (computed)")
     print_texts(summary_sentences(prediction, advice))
@@ -270,8 +261,19 @@ def summary_sentences(prediction: Prediction, advice: Advice) -> list[tuple[str,
             f"{mfu.low:.0%} to {mfu.high:.0%}, middle {middle.mfu:.0%} (6N + 12LCT, "
             "causal not halved)",
         ),
+        *_memory_sentences(prediction),
         *remedy_sentences(advice),
     ]
+
+
+def _memory_sentences(prediction: Prediction) -> list[tuple[str, str]]:
+    texts = [
+        f"the {section.name} with {_format_share(section.memory, prediction.step_s)}"
+        for section in prediction.sections
+        if section.bound_by == MEMORY
+    ]
+    sentence = f"main memory bounds {' and '.join(texts)} of the step"
+    return [("sections", sentence)] if texts else []
 
 
 def print_remedy(advice: Advice) -> None:
@@ -289,10 +291,8 @@ def print_remedy(advice: Advice) -> None:
 def remedy_sentences(advice: Advice) -> list[tuple[str, str]]:
     """Return titles and sentences about the bottleneck and its remedy."""
     override = f": {advice.override}" if advice.override else ""
-    return [
-        ("bottleneck", advice.bottleneck),
-        ("to change", f"{advice.change}{override}"),
-    ]
+    change = f"{advice.change}{override}"
+    return [("bottleneck", advice.bottleneck), ("to change", change)]
 
 
 def _format_range(values: Range, format_value: Callable[[float], str]) -> str:

@@ -1,4 +1,4 @@
-"""The FLOPs, bytes and collectives of one device in one step.
+"""The FLOPs, bytes and collectives of one device in one step, by section of the step.
 
 The costs are read from the compiled program (compiled/step.py) or estimated without a
 compiler (estimated/step.py). Both count the same quantities.
@@ -15,6 +15,7 @@ of an all-to-all or a permute. `sent` is the bytes that each device sends in a r
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -46,7 +47,7 @@ class Flops:
     grouped: the FLOPs in `products` that multiply rows grouped by expert.
     """
 
-    products: float
+    products: float = 0.0
     attention: float = 0.0
     whole_attention: float = 0.0
     unknown: tuple[str, ...] = ()
@@ -57,6 +58,12 @@ class Flops:
     def total(self) -> float:
         """All executed FLOPs."""
         return self.products + self.attention
+
+    def __add__(self, other: "Flops") -> "Flops":
+        """Return the sum of both FLOPs, and the unknown kernels of both."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        total = Flops(*(one + two for one, two in pairs))
+        return dataclasses.replace(total, unknown=tuple(sorted({*total.unknown})))
 
 
 def expected_fraction(scope: str) -> float:
@@ -109,13 +116,17 @@ class HbmBytes:
     others: bytes of all other instructions.
     """
 
-    products: int
-    others: int
+    products: int = 0
+    others: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
         return self.products + self.others
+
+    def __add__(self, other: "HbmBytes") -> "HbmBytes":
+        """Return the sum of both bytes."""
+        return HbmBytes(self.products + other.products, self.others + other.others)
 
 
 @dataclass(frozen=True)
@@ -142,12 +153,26 @@ class CollectiveTotal:
 
 
 @dataclass(frozen=True)
+class SectionCost:
+    """The costs of one device in one section of a step (train/plan/sections.py).
+
+    name: one of SECTIONS, or "step" if the sections are not known.
+    flops: the executed FLOPs.
+    sent: collectives by mesh axes, network and kind.
+    """
+
+    name: str
+    flops: Flops
+    hbm_bytes: HbmBytes
+    sent: list[CollectiveTotal]
+
+
+@dataclass(frozen=True)
 class StepCost:
     """The costs of one device in one step.
 
     model_flops: a device's share of the model's FLOPs (train/model_flops.py).
-    flops: the executed FLOPs.
-    sent: collectives by mesh axes, network and kind.
+    sections: the costs of the sections, which run one after another.
     outside_layers: the collectives outside the layers, split by `serves` too.
     host_bytes: bytes sent to host memory; the same number comes back.
     unread: the parts of the program's text that could not be read.
@@ -155,29 +180,54 @@ class StepCost:
     """
 
     model_flops: float
-    flops: Flops
-    hbm_bytes: HbmBytes
-    sent: list[CollectiveTotal]
+    sections: tuple[SectionCost, ...]
     outside_layers: list[CollectiveTotal]
     host_bytes: int = 0
     unread: tuple[str, ...] = ()
     how: str = COMPILED
 
+    @property
+    def flops(self) -> Flops:
+        """The executed FLOPs."""
+        return sum((section.flops for section in self.sections), Flops())
+
+    @property
+    def hbm_bytes(self) -> HbmBytes:
+        """The main-memory traffic."""
+        return sum((section.hbm_bytes for section in self.sections), HbmBytes())
+
+    @property
+    def sent(self) -> list[CollectiveTotal]:
+        """The collectives by mesh axes, network and kind."""
+        return add_totals(total for section in self.sections for total in section.sent)
+
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values, under the keys of plan.json."""
         flops, hbm_bytes = self.flops, self.hbm_bytes
-        values = dataclasses.asdict(self)
-        del values["flops"], values["hbm_bytes"]
-        flops_values = dataclasses.asdict(flops)
         traffic_values = {
             "memory_bytes": hbm_bytes.total,
             "product_bytes": hbm_bytes.products,
         }
-        ratio = flops.total / self.model_flops
-        return values | {
-            "work": flops_values | traffic_values,
-            "executed_over_model_flops": ratio,
+        return dataclasses.asdict(self) | {
+            "work": dataclasses.asdict(flops) | traffic_values,
+            "sent": list(map(dataclasses.asdict, self.sent)),
+            "executed_over_model_flops": flops.total / self.model_flops,
         }
+
+
+def add_totals(totals: Iterable[CollectiveTotal]) -> list[CollectiveTotal]:
+    """Add up the totals of the same axes, network, kind, use and links."""
+    groups = defaultdict[tuple, list[CollectiveTotal]](list)
+    for t in totals:
+        groups[t.axes, t.network, t.kind, t.serves, t.links].append(t)
+    sums = []
+    for _, group in sorted(groups.items()):
+        count, payload = sum(t.count for t in group), sum(t.payload for t in group)
+        sent = sum(t.sent for t in group)
+        overlapped = sum(t.sent * t.overlapped for t in group) / (sent or 1.0)
+        total = dataclasses.replace(group[0], count=count, payload=payload, sent=sent)
+        sums.append(dataclasses.replace(total, overlapped=overlapped))
+    return sorted(sums, key=lambda total: -total.sent)
 
 
 def sent_bytes(kind: str, payload: float, size: int) -> float:

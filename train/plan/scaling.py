@@ -18,7 +18,8 @@ from train.hardware.chips import Chip
 from train.hardware.interconnect import num_slices, num_slices_along
 from train.mesh_sizes import num_shards
 from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
-from train.plan.roofline import FAR, Prediction, Range, predict
+from train.plan.rates import FAR
+from train.plan.roofline import Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
 # The unit of scaling, its network, and the error seen in public runs, by platform.
@@ -66,10 +67,14 @@ def weak_scaling(
         return []
 
     def predict_at(slices: int) -> tuple[float, Prediction]:
-        totals = [_scale_total(total, mesh, slices) for total in cost.sent]
-        prediction = predict(replace(cost, sent=totals), config, mesh, chip, slices)
+        sections = tuple(
+            replace(s, sent=[_scale_total(total, mesh, slices) for total in s.sent])
+            for s in cost.sections
+        )
+        scaled = replace(cost, sections=sections)
+        prediction = predict(scaled, config, mesh, chip, slices)
         growth = slices / planned_slices
-        far_bytes = sum(total.sent for total in totals if total.network in FAR)
+        far_bytes = sum(total.sent for total in scaled.sent if total.network in FAR)
         return far_bytes * chip.devices, replace(
             prediction,
             tokens=round(prediction.tokens * growth),

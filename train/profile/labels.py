@@ -12,7 +12,6 @@ from typing import NamedTuple
 from train.plan.compiled.attribution import (
     part_in_name,
     producers,
-    scope_in_name,
     scope_of,
     split_name,
 )
@@ -20,6 +19,7 @@ from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Executed
 from train.plan.compiled.trip_counts import read_module
+from train.plan.sections import scope_in_name
 
 WAITING, UNNAMED, OTHER = "waiting", "unnamed", "other programs"
 _SCOPE = re.compile(r"(?:transpose\(|jvp\()*(\w+)\)*")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.train.machines import execution, machine, total
+from tests.train.machines import execution, in_one_section, machine, total
 from train.mesh_sizes import mesh_mistakes
 from train.plan.advice import advise, print_prediction
 from train.plan.cost import Flops
@@ -172,8 +172,24 @@ def test_the_room_that_is_left_is_named(composed):
 def test_idle_matrix_units_are_named(composed):
     at = machine(composed, "v6e-8", "mesh=fsdp", "model=llama3_1b", "data.batch_size=8")
     done = execution(1e14, 0)
-    done = dataclasses.replace(done, flops=Flops(0.0, attention=1e14))
+    done = in_one_section(done, Flops(0.0, attention=1e14))
     model = dataclasses.replace(at.config.model, head_dim=64)
     config = dataclasses.replace(at.config, model=model)
     found = predict(done, config, at.mesh, at.chip)
     assert "25% of matrix units" in advise(found, at.config, at.mesh).bottleneck
+
+
+def test_sections_that_main_memory_bounds_are_named(composed, capsys):
+    """Products bound the step as a whole; the loss has one second of memory."""
+    at = machine(composed, "v5e-256", "mesh=fsdp", BATCH)
+    layers, loss = step(products=3.0), step(products=0.5, memory=1.0)
+    (first,), (second,) = layers.sections, loss.sections
+    sections = (first, dataclasses.replace(second, name="loss"))
+    found = at.predict(dataclasses.replace(layers, sections=sections))
+    advice = advise(found, at.config, at.mesh)
+    assert advice.bottleneck.startswith("bound by computing")
+    print_prediction(found, advice)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "main memory bounds the loss with 1.0 s (22%) of the step" in printed
+    print_prediction(at.predict(step()), advice)
+    assert "memory bounds" not in capsys.readouterr().out

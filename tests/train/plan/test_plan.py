@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.train.machines import in_one_section
 from train.plan import plan as planning
 from train.plan.__main__ import _print
 from train.plan.budget import MemoryBudget
@@ -47,11 +48,11 @@ def test_a_step_that_computes_less_than_the_model_needs_is_a_bug(laid_out):
     plan = estimate(laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64"), AMPLE)
     too_few = 0.8 * plan.cost.model_flops
     flops = dataclasses.replace(plan.cost.flops, products=too_few, attention=0.0)
-    wrong = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, flops=flops))
+    wrong = dataclasses.replace(plan, cost=in_one_section(plan.cost, flops))
     with pytest.raises(planning.ImpossibleCost, match="bug of"):
         wrong.as_json()
     unread = dataclasses.replace(flops, unknown=("a kernel",))
-    cost = dataclasses.replace(plan.cost, flops=unread)
+    cost = in_one_section(plan.cost, unread)
     assert dataclasses.replace(plan, cost=cost).prediction, "more may be computed"
 
 
@@ -70,9 +71,7 @@ def test_recomputing_less_is_advised_where_it_is_faster(
     def bound(of, budget, factor=1.0):
         plan = estimate(of, budget)
         flops = dataclasses.replace(plan.cost.flops, products=factor * 1e15)
-        return dataclasses.replace(
-            plan, cost=dataclasses.replace(plan.cost, flops=flops)
-        )
+        return dataclasses.replace(plan, cost=in_one_section(plan.cost, flops))
 
     def estimated(of, budget):
         return bound(of, budget, 1.0 if of is program else factor)

@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train.machines import execution, machine, total
+from tests.train.machines import execution, in_one_section, machine, total
 from train.hardware.achievable import HOPPER, slowest_ratio
 from train.hardware.achievable import TPU as OF_TPU
 from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
 from train.hardware.interconnect import Group, NotStated
 from train.hardware.targets import parse_target
-from train.plan.rates import BusyTimes, depth_fill, matrix_fill, rates_of
-from train.plan.roofline import GPU_SPREAD, Link, _step_seconds
+from train.plan.compiled.step import read_step
+from train.plan.rates import BusyTimes, Link, depth_fill, matrix_fill, rates_of
+from train.plan.roofline import GPU_SPREAD, MEMORY, PRODUCTS, predict, time_section
 from train.program import make_program
 
 TPU = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -60,7 +61,7 @@ def test_products_of_eight_bits_go_at_their_own_rate(composed, target, dtype, ra
     at = machine(composed, target, "mesh=fsdp", "data.batch_size=256", key)
     cost = execution(3e14, 0)
     flops = replace(cost.flops, eight_bits=2e14)
-    plain, found = at.predict(cost), at.predict(replace(cost, flops=flops))
+    plain, found = at.predict(cost), at.predict(in_one_section(cost, flops))
     part = at.chip.achievable.products
     saved = 2e14 / part * (1 / rates[0] - 1 / rates[1])
     assert plain.products - found.products == pytest.approx(saved)
@@ -74,7 +75,7 @@ def test_rows_grouped_by_expert_take_longer_than_one_product_of_them(composed):
         at = machine(composed, target, "mesh=fsdp", "data.batch_size=16")
         cost = execution(1e15, 0)
         flops = replace(cost.flops, grouped=4e14)
-        plain, found = at.predict(cost), at.predict(replace(cost, flops=flops))
+        plain, found = at.predict(cost), at.predict(in_one_section(cost, flops))
         took[target] = 1 + (found.products - plain.products) / (0.4 * plain.products)
     part = OF_TPU.grouped
     assert took["v5p-32"] == pytest.approx(1 / part.rate)
@@ -156,6 +157,48 @@ def test_kernels_of_a_gpu_run_one_after_the_other(composed):
     assert width == pytest.approx(2 * GPU_SPREAD)
 
 
+def test_memory_of_one_section_does_not_hide_under_products_of_another(v5e):
+    """Two seconds of products in the layers, then one of memory in the loss."""
+    layers = execution(2 * TPU["products"], round(0.5 * TPU["memory"]))
+    loss = execution(0.5 * TPU["products"], round(TPU["memory"]))
+    cost = replace(layers, sections=layers.sections + loss.sections)
+    found = v5e.predict(cost)
+    assert (found.products, found.memory) == pytest.approx((2.5, 1.5))
+    assert [section.bound_by for section in found.sections] == [PRODUCTS, MEMORY]
+    assert found.step_s.low == pytest.approx(2 + 1)
+    assert found.step_s.high == pytest.approx(2.5 + 1.5)
+
+
+def test_gathers_of_one_section_do_not_hide_under_products_of_another(v5e):
+    layers = execution(2 * TPU["products"], 0, total("fsdp", "ICI", TPU["ici"]))
+    update = execution(0, 0, total("fsdp", "ICI", TPU["ici"]), needed=1.0)
+    cost = replace(layers, sections=layers.sections + update.sections)
+    found = v5e.predict(cost)
+    (link,) = found.links
+    assert link.seconds == pytest.approx(2)
+    assert found.step_s.low == pytest.approx(2 + 1)
+    assert found.sections[1].bound_by == "fsdp over ICI"
+
+
+def test_transfers_to_the_host_may_hide_under_all_sections(v5e):
+    one = execution(TPU["products"], 0)
+    cost = replace(one, sections=2 * one.sections, host_bytes=3 * 16 * 10**9)
+    found = v5e.predict(cost).step_s
+    assert (found.low, found.high) == pytest.approx((3, 2 + 3))
+
+
+def test_the_update_of_a_compiled_step_does_not_hide_under_its_layers(stored_step):
+    step = stored_step("ddp_full")
+    cost = read_step(step.program, step.text)
+    place = step.program.config, step.program.mesh, CHIPS["v5e"]
+    found, overlapped = predict(cost, *place), predict(in_one_section(cost), *place)
+    *others, update = found.sections
+    assert [section.bound_by for section in others] == [PRODUCTS] * 3
+    assert (update.name, update.bound_by) == ("embedding and update", MEMORY)
+    assert update.memory < overlapped.products == overlapped.step_s.low
+    assert found.step_s.low == pytest.approx(overlapped.step_s.low + update.memory)
+
+
 def test_devices_of_one_chip_share_its_rates(composed):
     at = machine(composed, "tpu7x-128", "mesh=fsdp", "data.batch_size=128")
     found = at.predict(execution(0.865 * 2307e12 / 2, round(0.85 * 7380e9 / 2)))
@@ -202,8 +245,8 @@ def test_ranges_are_in_order(products, memory, beside, networks):
         Link(("fsdp",), "ICI", 1, 1, s, s * hidden, s * (1 - hidden) * waits)
         for s, hidden, waits in networks
     ]
-    busy_times = BusyTimes(products, memory, memory * beside, 1.0)
-    found = _step_seconds(busy_times, links, on_tpu=True)
+    busy = BusyTimes(products, memory, memory * beside, tuple(links), fill=1.0)
+    found = time_section("loss", busy).seconds
     assert found.low <= found.high * (1 + 1e-9) + 1e-9
     assert found.low <= found.middle * (1 + 1e-9) + 1e-9
 

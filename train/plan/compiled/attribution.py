@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from train.plan.compiled.hlo import Executed, Instruction
+from train.plan.sections import ENCLOSING, scope_in_name
 
 OTHER, SCALARS = "other", "scalars"
 _PART = re.compile(r"[/(]part\.([\w.]+)")
-_MICROBATCHES = "microbatches"  # encloses the scopes of layers and loss
-_SCOPES = ("layers", "loss", _MICROBATCHES, "optimizer")
-_SCOPE = re.compile(rf"[/(](transpose\()?(jvp\()?({'|'.join(_SCOPES)})(?=[/)])")
 _SCALARS_BYTES = 64  # arrays up to this size count as scalars
 _MAX_VISITED = 40  # instructions in a search through neighbours
 _FUSIONS = ("fusion", "fusion-start")
@@ -36,8 +34,8 @@ def scope_of(executed: Executed, instruction: Instruction) -> str:
     names = [name] if name else list(_user_names(executed))
     loops = [loop.op_name for loop in reversed(executed.loops)]
     scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
-    inner_scopes = [scope for scope in scopes if scope and scope != _MICROBATCHES]
-    return next(iter(inner_scopes), _MICROBATCHES if _MICROBATCHES in scopes else "")
+    scopes.sort(key=lambda scope: scope.startswith(ENCLOSING))
+    return next(filter(None, scopes), "")
 
 
 def _own_name(executed: Executed, instruction: Instruction) -> str:
@@ -50,16 +48,6 @@ def _own_name(executed: Executed, instruction: Instruction) -> str:
     if outer.opcode == "call-start":
         return outer.op_name or instruction.op_name
     return instruction.op_name or outer.op_name
-
-
-def scope_in_name(name: str) -> str:
-    """Return the innermost scope in a name, formatted as by `scope_of`, or ""."""
-    matches = _SCOPE.findall(name)
-    if not matches:
-        return ""
-    transposed, differentiated, scope = matches[-1]
-    direction = " backward" if transposed else " forward" if differentiated else ""
-    return scope + direction
 
 
 def part_in_name(name: str) -> str:

@@ -7,8 +7,7 @@ slices.
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from train.plan.compiled.attribution import operand_uses, scope_of
 from train.plan.compiled.flops import sum_flops
 from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.compiled.replica_groups import group_of, slices_group
-from train.plan.cost import CollectiveTotal, sent_bytes
+from train.plan.cost import CollectiveTotal, add_totals, sent_bytes
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
@@ -100,42 +99,24 @@ def sum_collectives(
     collectives: Iterable[Collective], by_use: bool = False
 ) -> list[CollectiveTotal]:
     """Sum collectives by axes, network, kind and links, and optionally by use."""
-    groups = defaultdict[tuple, list[tuple[Collective, int]]](list)
+    totals = []
     for collective in collectives:
-        group = collective.group
+        group, count = collective.group, collective.count
         uses = collective.uses if by_use else [("", collective.payload)]
         for use, payload in uses:
-            key = (group.axes, group.network, collective.kind, use, group.links)
-            groups[key].append((collective, payload))
-    totals = []
-    for (axes, network, kind, use, links), members in sorted(groups.items()):
-        sent = overlapped = 0.0
-        for collective, payload in members:
-            sent_for_use = collective.count * collective.sent * payload
-            sent_for_use /= max(1, collective.payload)
-            sent += sent_for_use
-            overlapped += sent_for_use if collective.overlap_flops else 0.0
-        totals.append(
-            CollectiveTotal(
-                axes,
-                network,
-                kind,
-                count=sum(collective.count for collective, _ in members),
-                payload=sum(payload * c.count for c, payload in members),
-                sent=sent,
-                overlapped=overlapped / sent if sent else 0.0,
+            total = CollectiveTotal(
+                group.axes,
+                group.network,
+                collective.kind,
+                count=count,
+                payload=count * payload,
+                sent=count * collective.sent * payload / max(1, collective.payload),
+                overlapped=1.0 if collective.overlap_flops else 0.0,
                 serves=use,
-                links=links,
+                links=group.links,
             )
-        )
-    return sorted(totals, key=lambda total: -total.sent)
-
-
-def sum_outside_layers(collectives: Sequence[Collective]) -> list[CollectiveTotal]:
-    """Sum the collectives outside the layers by axes, network, kind, links and use."""
-    return sum_collectives(
-        (c for c in collectives if not c.scope.startswith("layers")), by_use=True
-    )
+            totals.append(total)
+    return add_totals(totals)
 
 
 def _read_collective(

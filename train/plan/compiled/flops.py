@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.plan.compiled.hlo import HloArray, Instruction, Module
+from train.plan.compiled.hlo import Executed, HloArray, Instruction
 from train.plan.cost import (
     CUDNN_PRODUCTS,
     SPLASH_PRODUCTS,
@@ -38,11 +38,11 @@ class AttentionFlops(NamedTuple):
     computed: float
 
 
-def count_flops(module: Module) -> Flops:
-    """Return the FLOPs of a program by kind, and the kernels of unknown FLOPs."""
+def count_flops(all_executed: Iterable[Executed]) -> Flops:
+    """Return the FLOPs of instructions by kind, and the kernels of unknown FLOPs."""
     products = attention = whole_attention = eight_bits = grouped = 0.0
     unknown = set[str]()
-    for executed in module.executed:
+    for executed in all_executed:
         for inner in executed.instruction.with_nested:
             flops = executed.count * product_flops(inner)
             products += flops

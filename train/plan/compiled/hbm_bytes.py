@@ -7,7 +7,7 @@ the next.
 from collections.abc import Iterable
 
 from train.plan.compiled.flops import multiplies
-from train.plan.compiled.hlo import Computation, HloArray, Instruction, Module
+from train.plan.compiled.hlo import Computation, Executed, HloArray, Instruction
 from train.plan.cost import HbmBytes
 
 _NO_TRAFFIC = {
@@ -21,10 +21,10 @@ _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-
 NO_TRAFFIC_TARGETS = ("AllocateBuffer", "ConcatBitcast")
 
 
-def count_memory_traffic(module: Module) -> HbmBytes:
+def count_memory_traffic(all_executed: Iterable[Executed]) -> HbmBytes:
     """Return the memory traffic of products and of all other instructions."""
     products = others = 0
-    for executed in module.executed:
+    for executed in all_executed:
         num_bytes = executed.count * memory_traffic(executed.instruction)
         if num_bytes and multiplies(executed.instruction):
             products += num_bytes

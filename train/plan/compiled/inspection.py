@@ -122,7 +122,7 @@ def _kernel_name(call: Instruction) -> str:
 
 
 def _copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
-    total, copies = count_memory_traffic(module).total, list[CostlyCopy]()
+    total, copies = count_memory_traffic(module.executed).total, list[CostlyCopy]()
     for executed in module.executed:
         instruction = executed.instruction
         if not _only_moves(instruction):

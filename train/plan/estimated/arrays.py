@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from train.mesh_sizes import num_shards
+from train.plan.sections import scope_in_name, section_of
 
 Axes = tuple[str, ...]
 
@@ -33,6 +34,11 @@ class OperationPosition(NamedTuple):
     def in_layers(self) -> bool:
         """Whether the operation is in the loop over layers (model/gpt.py's scope)."""
         return "layers" in self.scope
+
+    @property
+    def section(self) -> str:
+        """The section of the step (train/plan/sections.py)."""
+        return section_of(scope_in_name(self.scope))
 
     @property
     def in_stages(self) -> bool:

@@ -20,6 +20,7 @@ class Exchange(NamedTuple):
 
     payload: the payload of all `count` executions together.
     label: the part of the model that uses the result, for printing.
+    section: the section of the step (train/plan/sections.py).
     once: whether the collective runs once a step, not in each microbatch.
     body: the id of the loop body around the collective.
     members: the positions along `axes` of the devices in one group; () means all.
@@ -30,6 +31,7 @@ class Exchange(NamedTuple):
     count: int
     payload: float
     label: str
+    section: str
     in_layers: bool
     once: bool
     body: int
@@ -64,6 +66,7 @@ class CollectiveRecorder:
                 count,
                 count * payload,
                 label,
+                section=position.section,
                 in_layers=position.in_layers,
                 # The scope `copies` is outside the microbatches (train/rows.py).
                 once="copies" in position.scope,

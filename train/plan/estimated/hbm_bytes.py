@@ -7,28 +7,33 @@ these arrays again. XLA:TPU keeps some arrays in a core's own memory, so its com
 program moves less. `benchmarks/estimates.py` compares estimated and compiled traffic.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from train.plan.cost import HbmBytes
 from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
 from train.plan.estimated.operation import Operation
+from train.plan.sections import OTHERS
 
 _INDEXED = ("gather", "scatter-add")
 
 
-def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> HbmBytes:
-    """Return the bytes that a device reads and writes in a step.
+def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> defaultdict[str, HbmBytes]:
+    """Return the bytes that a device reads and writes in each section of a step.
 
     `state_bytes` is the size of the local state.
     """
-    products = others = 0
+    by_section = defaultdict[str, HbmBytes](HbmBytes)
     for loop in step.gradients.flatten():
         for operation in loop.body:
             if operation.flops or operation.name in _INDEXED:
                 count = step.microbatches * loop.position.count * loop.trips
-                products += count * _sum_bytes(_arrays_of(operation))
-                others += count * _pass_bytes(operation, loop.position.in_layers)
+                by_section[operation.position.section] += HbmBytes(
+                    count * _sum_bytes(_arrays_of(operation)),
+                    count * _pass_bytes(operation, loop.position.in_layers),
+                )
+    products = others = 0
     gradients = FLOAT32 * sum(param.size for param in step.params)
     if step.microbatches > 1:
         # Each gradient and the running sum are read, and the new sum is written.
@@ -40,7 +45,8 @@ def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> HbmBytes:
             products += _sum_bytes(_arrays_of(operation))
             # Accumulating and rounding a result takes three accesses.
             others += 3 * operation.results[0].bytes
-    return HbmBytes(products, others)
+    by_section[OTHERS] += HbmBytes(products, others)
+    return by_section
 
 
 def _arrays_of(operation: Operation) -> list[LocalArray]:

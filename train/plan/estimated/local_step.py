@@ -1,6 +1,7 @@
 """Walk the gradients and the update of one device's step."""
 
 import functools
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.operation import Operation
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
+from train.plan.sections import OTHERS
 from train.program import Program
 
 FLOAT32 = 4  # bytes
@@ -61,27 +63,32 @@ class LocalStep:
         return [loop for loop in self.loops if loop.position.in_layers]
 
     @property
-    def flops(self) -> Flops:
-        """The FLOPs of matrix products and attention kernels."""
+    def flops(self) -> defaultdict[str, Flops]:
+        """The FLOPs of matrix products and attention kernels, by section."""
         products = sum(op.position.count * op.flops for op in self.update.flatten())
-        full = attention = eight_bits = grouped = 0.0
-        backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
+        by_section = defaultdict(Flops, {OTHERS: Flops(products)})
         for op in (*self.gradients.flatten(), *self.gradients.branch_operations):
-            flops = self.microbatches * op.position.count * op.flops
-            if not op.is_kernel:
-                products += flops
-                grouped += flops if op.name == "ragged_dot_general" else 0.0
-                if all(array.itemsize == 1 for array in op.operands[:2]):
-                    eight_bits += flops
-                continue
-            fraction = op.computed_fraction
-            if self.attention.is_cudnn:  # the traced kernel is Splash's
-                kernel_ratio = CUDNN_PRODUCTS[True] / backward
-                flops *= kernel_ratio if op.position.is_backward else 1.0
-                fraction = _cudnn_fraction(op)
-            full += flops
-            attention += flops * fraction
-        return Flops(products, attention, full, eight_bits=eight_bits, grouped=grouped)
+            if op.flops:
+                by_section[op.position.section] += self._gradient_flops(op)
+        return by_section
+
+    def _gradient_flops(self, op: Operation) -> Flops:
+        """Return the FLOPs of an operation of the gradients in all microbatches."""
+        flops = self.microbatches * op.position.count * op.flops
+        if not op.is_kernel:
+            has_eight_bits = all(array.itemsize == 1 for array in op.operands[:2])
+            return Flops(
+                flops,
+                eight_bits=flops if has_eight_bits else 0.0,
+                grouped=flops if op.name == "ragged_dot_general" else 0.0,
+            )
+        fraction = op.computed_fraction
+        if self.attention.is_cudnn:  # the traced kernel is Splash's
+            backward = sum(n for name, n in SPLASH_PRODUCTS.items() if name != _FORWARD)
+            kernel_ratio = CUDNN_PRODUCTS[True] / backward
+            flops *= kernel_ratio if op.position.is_backward else 1.0
+            fraction = _cudnn_fraction(op)
+        return Flops(attention=flops * fraction, whole_attention=flops)
 
 
 def _cudnn_fraction(kernel: Operation) -> float:

@@ -18,6 +18,7 @@ from train.plan.cost import (
     ACTIVATION_AXES,
     ESTIMATED,
     CollectiveTotal,
+    SectionCost,
     StepCost,
     sent_bytes,
 )
@@ -27,6 +28,7 @@ from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.estimated.phases import Phase, phases
 from train.plan.estimated.temporaries import saved_bytes, temporaries
 from train.plan.memory import HELD, DeviceMemory, Figure, device_memory
+from train.plan.sections import SECTIONS
 from train.program import Program
 from train.sharding import bytes_per_device
 
@@ -51,11 +53,14 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     step = step or local_step(program)
     state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
     outside_layers = [e for e in step.exchanges if not e.in_layers]
+    flops, hbm_bytes = step.flops, estimate_hbm_bytes(step, state)
+    exchanges = {s: [e for e in step.exchanges if e.section == s] for s in SECTIONS}
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        flops=step.flops,
-        hbm_bytes=estimate_hbm_bytes(step, state),
-        sent=_totals(step.exchanges, program, by_use=False),
+        sections=tuple(
+            SectionCost(name, flops[name], hbm_bytes[name], _totals(sent, program))
+            for name, sent in exchanges.items()
+        ),
         outside_layers=_totals(outside_layers, program, by_use=True),
         host_bytes=count_host_bytes(program, step),
         how=ESTIMATED,
@@ -104,7 +109,7 @@ def estimate_items(
 
 
 def _totals(
-    exchanges: Iterable[Exchange], program: Program, by_use: bool
+    exchanges: Iterable[Exchange], program: Program, by_use: bool = False
 ) -> list[CollectiveTotal]:
     def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str, int]:
         e, use = phase.exchange, phase.exchange.label if by_use else ""

@@ -9,7 +9,6 @@ from tests.train.compiled import DOWN, MATRICES, NORMS, B, D, L, T, V
 from train.plan.compiled.collectives import (
     Collective,
     sum_collectives,
-    sum_outside_layers,
 )
 from train.plan.cost import sent_bytes
 
@@ -57,7 +56,8 @@ class TestData:
         assert dict(layer.uses)["mlp.down"] == BF16 * DOWN
 
     def test_the_rest_is_itemized(self, step):
-        rows = {row.serves: row.payload for row in sum_outside_layers(step.collectives)}
+        others = (c for c in step.collectives if not c.scope.startswith("layers"))
+        rows = {row.serves: row.payload for row in sum_collectives(others, by_use=True)}
         assert rows.pop("scalars") <= 64
         assert rows.pop("norm") <= F32 * NORMS  # some are reduced with their layer
         assert rows == {"embedding": BF16 * V * D, "head": BF16 * V * D}

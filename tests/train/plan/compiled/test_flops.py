@@ -37,7 +37,7 @@ def test_executed_flops_are_those_derived_by_hand(
     leaves the other products of `full`.
     """
     step = stored_step(name)
-    done, chips = count_flops(step.module), step.program.mesh.size
+    done, chips = count_flops(step.module.executed), step.program.mesh.size
     products = 6 * (L * matrices + V * D) * TOKENS
     products += 2 * L * (matrices - DOWN) * TOKENS if remat in ALL else 0
     assert done.products * chips == products
@@ -55,7 +55,7 @@ def test_executed_flops_are_those_derived_by_hand(
 def test_a_window_leaves_blocks_out(stored_step):
     """Of 4 x 4 blocks a global layer computes 10, a local one of 300 keys 7."""
     step, tokens, length = stored_step("local"), 8 * TOKENS, 2048
-    done, chips = count_flops(step.module), step.program.mesh.size
+    done, chips = count_flops(step.module.executed), step.program.mesh.size
     layer = (FORWARD + BACKWARD) * 2 * length * D * tokens
     assert done.whole_attention * chips == L * layer
     assert done.attention * chips == (2 * 7 + 10) / 16 * layer
@@ -69,7 +69,7 @@ def test_a_window_leaves_blocks_out(stored_step):
 def test_on_a_cpu_attention_is_products_in_blocks_of_queries(compile_step, mesh):
     """Of two, the first meets half of the keys; a model's FLOPs are of all."""
     step = compile_step(mesh, "model.compute_dtype=float32")
-    done = count_flops(step.module)
+    done = count_flops(step.module.executed)
     hidden = 6 * ATTENTION / 4
     assert done.products * 8 == step.program.flops_per_step - hidden
     assert done.attention == 0
@@ -109,7 +109,7 @@ def test_products_of_eight_bits_count_apart(left, right, eight):
         "  ROOT %c = f32[16,32] dot(%a, %b), "
         "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     )
-    done = count_flops(read_module(text))
+    done = count_flops(read_module(text).executed)
     assert done.products == 2 * 16 * 64 * 32
     assert done.eight_bits == (done.products if eight else 0)
 
@@ -123,7 +123,7 @@ def test_cublas_is_read():
         'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
         '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}}}'
     )
-    done = count_flops(read_module(text))
+    done = count_flops(read_module(text).executed)
     assert done.products == done.eight_bits == 2 * 16 * 64 * 32
     assert done.unknown == ()
 
@@ -147,7 +147,7 @@ def test_cudnn_may_have_heads_before_positions(queries, keys, mask, part):
         f'"is_flash_attention": true, "mask_type": "{mask}", '
         '"sliding_window_length": 0}}'
     )
-    done = count_flops(read_module(text))
+    done = count_flops(read_module(text).executed)
     assert done.whole_attention == 2 * 2 * (2 * 4 * 64 * 32) * 8
     assert done.attention == part * done.whole_attention
     assert done.unknown == ()
@@ -165,6 +165,6 @@ def test_products_of_rows_grouped_by_expert_count_apart():
         'custom_call_target="tpu_custom_call", '
         'metadata={op_name="jit(step)/expected.64.96/(grouped_rows)"}'
     )
-    done = count_flops(read_module(text))
+    done = count_flops(read_module(text).executed)
     assert done.grouped == 2 * 64 * 64 * 32
     assert done.products == done.grouped + 2 * 96 * 64 * 8

@@ -11,7 +11,7 @@ EIGHT = ("mesh=fsdp", "data.batch_size=16")
 
 
 def exchange(kind, members=(), axis="fsdp"):
-    return Exchange((axis,), kind, 1, 800.0, "", True, False, 0, members)
+    return Exchange((axis,), kind, 1, 800.0, "", "", True, False, 0, members)
 
 
 def seen(mesh, *sent):
