@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from data.batches import Batch, Order
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
-from train.loss import loss_sum, tile_size
+from train.loss.loss import loss_sum
 from train.program import make_program
 from train.rows import (
     REPLICATED,
@@ -190,20 +190,6 @@ def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
     (loss, found), _ = whole
     assert float(found) == pytest.approx(nats, rel=1e-5)
     assert float(loss) == pytest.approx(nats + 0.1 * z, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("T", "V", "chunk", "expected"),
-    [
-        (1024, 384, None, 1024),
-        (1000, 50304, None, 125),
-        (1024, 384, 100, 64),
-        (32, 50304, None, 32),
-        (31, 384, 30, 1),
-    ],
-)
-def test_a_tile_is_a_divisor_of_the_row(T, V, chunk, expected):
-    assert tile_size(T, V, chunk) == expected
 
 
 def largest_float(program) -> int:
