@@ -99,9 +99,13 @@ def sum_pieces(
         exps_BTJ = piece.exps_BTJ.astype(jnp.float32)
         dlogits_BTJ = scale_BT[..., None] * exps_BTJ - is_target_BTJ
         if (cap := config.logit_soft_cap) is not None:
-            # exp(logit - max) tells the logit, which is cap tanh(y) at y.
-            tanh_BTJ = (piece.max_BT[..., None] + jnp.log(exps_BTJ)) / cap
-            dlogits_BTJ *= 1 - jnp.square(jnp.clip(tanh_BTJ, -1, 1))
+            # exp(logit - max) tells the logit, which is cap tanh(y) at y. If it is
+            # zero, it does not matter, unless the logit is the target's.
+            logits_BTJ = piece.max_BT[..., None] + jnp.log(exps_BTJ)
+            logits_BTJ = jnp.where(
+                is_target_BTJ, target_logit_BT[..., None], logits_BTJ
+            )
+            dlogits_BTJ *= 1 - jnp.square(jnp.clip(logits_BTJ / cap, -1, 1))
         dx += einsum(spec_dx, dlogits_BTJ, weight_piece, compute, jnp.float32)
         dpiece = einsum(spec_dweight, x_BTD, dlogits_BTJ, compute, jnp.float32)
         dpiece = options.head_placement.reduce_scatter(dpiece).astype(dlocal.dtype)
