@@ -6,6 +6,7 @@ from data.batches import Order
 from model.params import ParamInfo, named
 from train.console import print_table
 from train.hardware.chips import peak_flops
+from train.loss.form import choose_form
 from train.mesh_sizes import num_shards
 from train.program import Program
 from train.sharding import bytes_per_device
@@ -42,6 +43,7 @@ def describe_program(program: Program) -> None:
     print(f"parameters  {program.num_params:,}{active_note}{arrays}")
     print(f"state       {format_bytes(state_bytes)} a device, with optimizer")
     _describe_layers(program)
+    _describe_loss(program)
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)
@@ -69,6 +71,22 @@ def _describe_layers(program: Program) -> None:
         layers = [str(n) for n, flag in enumerate(model.high_precision_flags) if flag]
         if layers:
             print(f"            those of layer {', '.join(layers)} in {dtype}")
+
+
+def _describe_loss(program: Program) -> None:
+    """Print which logits exist at once on a device, unless all of them do."""
+    config, shards = program.config, program.batch_shards
+    num_rows = config.data.batch_size // config.train.accumulation_steps
+    local_length = config.data.sequence_length // shards.sequence
+    form = choose_form(
+        config.model,
+        program.execution,
+        program.model.head_axes,
+        rows=(num_rows // shards.rows, local_length),
+        chunk=config.train.loss_chunk_tokens,
+    )
+    if form.ids is not None or form.positions < local_length:
+        print(f"loss        logits of {form}")
 
 
 def describe_data(order: Order, num_steps: int) -> None:

@@ -8,8 +8,12 @@ import jax
 import pytest
 
 from model.params import named
-from tests.train.conftest import CUBE
+from tests.train.conftest import CUBE, MOE
+from train import describe
 from train.describe import describe_data, describe_program, print_parameters
+from train.loss import loss
+from train.loss.form import LossForm
+from train.step import make_gradients
 from train.units import format_flops
 
 
@@ -57,3 +61,47 @@ def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
     assert float(state[1]) == pytest.approx(3 * 4 * params / 4 / 1024, rel=0.02)
     matrices = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 384 * 32  # no embedding, no norms
     assert program.flops_per_step == 256 * (6 * matrices + 12 * 2 * 32 * 32)
+
+
+@pytest.mark.parametrize(
+    ("devices", "mesh"),
+    [
+        (1, ()),
+        (8, CUBE),
+        (4, ("mesh.fsdp=2", "mesh.context=2", "train.accumulation_steps=2")),
+        (2, ("mesh.tensor=2", "train.accumulation_steps=4")),
+        (4, ("mesh.pipeline=2", "mesh.data=2", "train.pipeline_microbatches=4")),
+        (4, (*MOE, "mesh.expert=2", "mesh.fsdp=2")),
+    ],
+)
+def test_the_line_of_the_loss_is_what_a_step_chooses(
+    programs, monkeypatch, capsys, devices, mesh
+):
+    """Both choose for the same rows, those of a device in a microbatch."""
+    large = "model.vocab_size=8192", "data.sequence_length=512"
+    program = programs(*large, *mesh, devices=devices)
+    chosen = []
+    choose_form = loss.choose_form
+
+    def record(
+        config, execution, head_axes, rows: tuple[int, int], chunk: int | None
+    ) -> LossForm:
+        form = choose_form(config, execution, head_axes, rows, chunk)
+        chosen.append((rows, head_axes, form))
+        return form
+
+    for module in (loss, describe):
+        monkeypatch.setattr(module, "choose_form", record)
+    step = make_gradients(program.model, program.execution, program.config.train)
+    jax.eval_shape(step, program.state.params, program.batch)
+    in_step = {*chosen}
+    chosen.clear()
+    describe_program(program)
+    assert in_step == {*chosen}
+    ((_, _, form),) = chosen
+    assert f"\nloss        logits of {form}\n" in capsys.readouterr().out
+
+
+def test_a_loss_with_all_logits_at_once_has_no_line(program, capsys):
+    describe_program(program)
+    assert "\nloss " not in capsys.readouterr().out
