@@ -216,13 +216,24 @@ class ContextAttention(StrEnum):
 
     `ring`: keys and values travel from device to device. `ulysses`: each device gets
     whole rows of some heads. `all_gather`: each device gathers all keys and values.
-    `auto` selects the first of these three that can run.
+    `auto` gathers with splash if this needs little memory. Otherwise it selects the
+    first of these three that can run.
     """
 
     auto = "auto"
     ring = "ring"
     ulysses = "ulysses"
     all_gather = "all_gather"
+
+    def has_ring_order(self, kernel: Attention) -> bool:
+        """Return whether devices have the chunks of a ring (model/attention/ring.py).
+
+        All of them then have the same amount of work.
+        """
+        is_gathered = self is ContextAttention.all_gather
+        return self is ContextAttention.ring or (
+            is_gathered and kernel is Attention.splash
+        )
 
 
 class ExpertExchange(StrEnum):

@@ -5,8 +5,7 @@ This module binds cuDNN's primitives instead of calling
 derivative ignores the log-sum-exp's cotangent. In jax 0.10.2 (not in later versions),
 the function also multiplies the offsets of packed keys by the number of query heads,
 even if there are fewer key heads. The public derivative of jax's TPU kernel ("splash")
-does not accept a log-sum-exp that includes other keys, which a step of a ring needs, nor
-masks that depend on the device.
+does not accept a log-sum-exp that includes other keys, which a step of a ring needs.
 
 Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands).
 """
@@ -17,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from model.attention.inputs import Chunks, Inputs, Result
@@ -123,6 +123,44 @@ def splash_library() -> tuple[Any, Any]:
     )
 
     return splash_attention_kernel, splash_attention_mask
+
+
+def splash_with_blocks(kernel: Any, seen_QS: jax.Array, size: int) -> Any:
+    """Return a kernel that computes only the blocks of scores that queries see.
+
+    The kernel was made for a full mask. seen_QS says for each block of `size` queries
+    and each block of `size` keys whether queries see no keys (0), those up to the
+    diagonal (1), or all keys (2). It may depend on the device.
+
+    Source: MaskInfo in splash_attention_mask_info.py.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask_info as infos,
+    )
+
+    def next_blocks(seen: jax.Array) -> jax.Array:
+        """Return the column of the next block to compute, in the order of rows."""
+        order = jnp.arange(seen.size)
+        later = jnp.where(seen.reshape(-1) > 0, order, seen.size)
+        following = jax.lax.cummin(later, reverse=True)
+        following = jnp.where(following < seen.size, following, following[0])
+        return (following % seen.shape[1]).reshape(seen.shape)
+
+    triangle = np.tri(size, dtype=bool)[None]
+
+    def info(data_next: jax.Array, partial_blocks: np.ndarray) -> Any:
+        return infos.MaskInfo(
+            data_next=data_next[None].astype(jnp.int32),
+            mask_next=jnp.zeros((1, *seen_QS.shape), jnp.int8),
+            block_mask=seen_QS[None].astype(jnp.int8),
+            partial_mask_blocks=jnp.asarray(partial_blocks),
+            q_sequence=None,
+        )
+
+    by_query = info(next_blocks(seen_QS), triangle)
+    # The kernel of dk and dv goes through the queries of each block of keys.
+    by_key = info(next_blocks(seen_QS.T).T, triangle.swapaxes(1, 2))
+    return type(kernel)(by_query, by_query, by_key, **kernel.kwargs)
 
 
 def _splash_ids(chunks: Chunks) -> Any:

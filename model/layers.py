@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
 from model.attention.masks import LocalFlag
-from model.choices import Activation, Init, Norm, NormSpan
+from model.choices import Activation, Attention, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
@@ -129,8 +129,11 @@ class SelfAttention(nnx.Module):
         q_BTNH = placement.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if self.query_scale != 1:
-            q_BTNH = q_BTNH * self.query_scale
+        scale = self.query_scale
+        if cache is None and execution.attention is Attention.splash:
+            scale *= q_BTNH.shape[-1] ** -0.5  # Scaling later would take another pass.
+        if scale != 1:
+            q_BTNH = q_BTNH * scale
         if call.rotations is not None:
             # Without the barrier, XLA would store the queries before their rotation in
             # float32, the dtype in which they are rotated.

@@ -28,7 +28,7 @@ from model.execution import Execution, Numerics
 from model.experts.grouped import choose_grouped
 from model.gather import AxisSteps
 from model.placement import Placement
-from train.config import Config, MomentDtype
+from train.config import Config, MomentDtype, Remat
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
 from train.mesh import Device
@@ -138,6 +138,10 @@ def _resolve_context_attention(
     kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
     if head_axes != kv_axes:  # `attend` then repeats each key head for its query heads.
         kv_heads = model.num_heads // num_shards(sizes, head_axes)
+    row_shards = num_shards(sizes, rules.spec("batch")[0])
+    rows = config.data.batch_size // (row_shards * config.train.accumulation_steps)
+    # The keys and values are in bfloat16 wherever splash runs.
+    kv_bytes = 2 * rows * length * kv_heads * model.head_size * 2
     if rate := model.dropout.attention:
         rule = (
             f"must be 0 if {devices} devices share a row, because no device has all "
@@ -146,7 +150,14 @@ def _resolve_context_attention(
         )
         raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
     try:
-        return choose_context_attention(setting, kernel, devices, length, kv_heads)
+        return choose_context_attention(
+            setting,
+            kernel,
+            devices,
+            length,
+            kv_heads,
+            None if config.train.remat is Remat.none else kv_bytes,
+        )
     except ValueError as error:
         rule = f"is not possible: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", setting, rule)]) from None

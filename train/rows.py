@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 
 from model.attention.ring import in_ring_order
 from model.axes import mesh_axes
-from model.choices import ContextAttention
 from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
@@ -45,7 +44,7 @@ def run_per_device(
     specs = jax.tree.map(
         lambda info: _manual_spec(info, placement), infos, is_leaf=is_info
     )
-    in_ring = execution.context_attention is ContextAttention.ring
+    in_ring = execution.context_attention.has_ring_order(execution.attention)
     sequence_axes = placement.sequence_axes if in_ring else ()
 
     def on_device(params: Any, batch: Any) -> Any:

@@ -4,8 +4,10 @@
   with a window send only the keys in the window (model/attention/window.py).
 - `ulysses` exchanges positions for heads by all-to-alls. Each device then attends over
   whole rows for some of the heads.
-- `all_gather` gathers all keys and values on each device. The mask then depends on the
-  device, which only the `xla` kernel supports.
+- `all_gather` gathers all keys and values on each device, and reduce-scatters their
+  gradients. This sends less than a ring, but needs memory for whole rows. The mask then
+  depends on the device, which only `xla` and `splash` support. With `splash`, devices
+  have the chunks of a ring, so that all of them have the same amount of work.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509; `all_gather`: Llama 3, arXiv:2407.21783,
 section 3.3.2.
@@ -28,8 +30,11 @@ from model.attention.inputs import Inputs
 from model.attention.ring import Kernel, KeyValueChunks, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
+from model.gather import AxisSteps
 
 Attend = Callable[[Inputs], Array]
+# `auto` does not gather more bytes of keys, values and their gradients.
+_MAX_GATHERED_BYTES = 2**31
 KERNELS = {
     Attention.xla: xla,
     Attention.cudnn: cudnn,
@@ -44,11 +49,20 @@ def choose_context_attention(
     devices: int,
     sequence_length: int,
     kv_heads: int,
+    kv_bytes: int | None = None,
 ) -> ContextAttention:
     """Return the algorithm for shared rows; `auto` selects the first that can run.
 
-    Each row of `sequence_length` positions is divided among `devices` devices.
-    `kv_heads` is the number of key and value heads on one device.
+    With splash, `auto` gathers if a device has the memory, because this sends least.
+
+    Args:
+        setting: the algorithm, or `auto`.
+        kernel: the kernel of attention.
+        devices: the number of devices that share a row.
+        sequence_length: the positions of a row.
+        kv_heads: the key and value heads of one device.
+        kv_bytes: the bytes of the keys and values of a device's whole rows; None if
+            every layer would save them.
 
     Raises:
         ValueError: if the algorithm cannot run; with `auto`, if none can.
@@ -69,8 +83,10 @@ def choose_context_attention(
                 )
             case ContextAttention.ring:
                 multiple = 2 * devices * KERNELS[kernel].LENGTH_MULTIPLE
+            case ContextAttention.all_gather if kernel is Attention.splash:
+                multiple = 2 * devices * splash.LENGTH_MULTIPLE
             case ContextAttention.all_gather if kernel is not Attention.xla:
-                return f"all_gather needs model.attention=xla, not {kernel}"
+                return f"all_gather needs model.attention=xla or splash, not {kernel}"
         if sequence_length % multiple:
             return (
                 f"{algorithm} over {devices} devices with {kernel} attention needs a "
@@ -81,6 +97,10 @@ def choose_context_attention(
     algorithms = [setting]
     if setting is ContextAttention.auto:
         algorithms = [a for a in ContextAttention if a is not ContextAttention.auto]
+        # Gradients take as many bytes again.
+        fits = kv_bytes is not None and 2 * kv_bytes <= _MAX_GATHERED_BYTES
+        if kernel is Attention.splash and fits:
+            algorithms.insert(0, ContextAttention.all_gather)
     reasons = {algorithm: reason_against(algorithm) for algorithm in algorithms}
     for algorithm, reason in reasons.items():
         if reason is None:
@@ -95,28 +115,39 @@ def make_context_parallel_attention(
     *,
     window: int | None,
     soft_cap: float | None,
+    axis_steps: tuple[AxisSteps, ...] = (),
 ) -> Attend:
     """Return the attention function for local rows, heads and positions.
 
-    Devices share rows over the manual mesh axes `axes`. The algorithm is not `auto`,
-    and the window is shorter than a row.
+    Devices share rows over the manual mesh axes `axes`, along which collectives take
+    `axis_steps`. The algorithm is not `auto`, and the window is shorter than a row.
     """
     attend_rows = partial(kernel.attend, window=window, soft_cap=soft_cap)
+    gathers_in_ring_order = (
+        algorithm is ContextAttention.all_gather and kernel is not xla
+    )
+    in_ring_order = algorithm is ContextAttention.ring or gathers_in_ring_order
+    if window is not None and in_ring_order:
+        multiple = kernel.LENGTH_MULTIPLE
+        return partial(attend_in_window, attend_rows, window, multiple, axes)
     match algorithm:
-        case ContextAttention.ring if window is not None:
-            multiple = kernel.LENGTH_MULTIPLE
-            return partial(attend_in_window, attend_rows, window, multiple, axes)
         case ContextAttention.ring:
             options = {} if soft_cap is None else {"soft_cap": soft_cap}
             ring_kernel = Kernel(
                 forward=partial(kernel.forward, **options),
                 backward=partial(kernel.backward, **options),
             )
-            return partial(_attend_in_ring, ring_kernel, axes)
+            return partial(_attend_in_ring, ring_kernel, kernel.SCALES_QUERIES, axes)
         case ContextAttention.ulysses:
             return partial(_exchange_and_attend, attend_rows, axes)
+        case ContextAttention.all_gather if gathers_in_ring_order:
+            return partial(
+                kernel.attend_gathered,
+                axes=axes,
+                axis_steps=axis_steps,
+                soft_cap=soft_cap,
+            )
         case ContextAttention.all_gather:
-            assert kernel is xla
             return partial(_gather_and_attend, axes, window, soft_cap)
         case ContextAttention.auto:
             raise AssertionError("train/execution.py replaces `auto`")
@@ -124,9 +155,11 @@ def make_context_parallel_attention(
             assert_never(algorithm)
 
 
-def _attend_in_ring(kernel: Kernel, axes: tuple[str, ...], inputs: Inputs) -> Array:
+def _attend_in_ring(
+    kernel: Kernel, scales_queries: bool, axes: tuple[str, ...], inputs: Inputs
+) -> Array:
     q, k, v, ids, sinks = inputs
-    scaled_q = q * q.shape[-1] ** -0.5
+    scaled_q = q * q.shape[-1] ** -0.5 if scales_queries else q
     q_BNTH, k_BKTH, v_BKTH = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
     local_kv = KeyValueChunks(k_BKTH, v_BKTH, ids)
     o_BNTH: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)

@@ -11,6 +11,7 @@ from model import compat
 from model.attention.inputs import Inputs
 
 LENGTH_MULTIPLE = 2  # The number of positions must be even.
+SCALES_QUERIES = True
 forward, backward = compat.cudnn_step_forward, compat.cudnn_step_backward
 
 

@@ -29,6 +29,7 @@ from model.compat import PackedCall
 from model.remat import saveable
 
 LENGTH_MULTIPLE = cudnn.LENGTH_MULTIPLE
+SCALES_QUERIES = True
 _DOCUMENTS_PER_CALL = 2  # The minimum for which cuDNN accepts offsets.
 
 

@@ -99,7 +99,8 @@ def attention(
     """Attend from each position to itself and to earlier positions of its document.
 
     S equals T, and the result has the dtype of the queries. `implementation` and
-    `context` must not be `auto`. Each device runs the kernel on its local shard.
+    `context` must not be `auto`. Each device runs the kernel on its local shard. The
+    queries of `splash` are already scaled by 1/sqrt(H); other kernels scale them.
 
     A query sees at most `window` keys, its own included. `local_flag` decides at run
     time whether the window applies to this layer. A soft cap c turns scores into
@@ -163,7 +164,12 @@ def _make_attend_on_shards(
     """
     if placement.sequence_axes:
         attend = make_context_parallel_attention(
-            context, kernel, placement.sequence_axes, window=window, soft_cap=soft_cap
+            context,
+            kernel,
+            placement.sequence_axes,
+            window=window,
+            soft_cap=soft_cap,
+            axis_steps=placement.axis_steps,
         )
     else:
         attend = partial(kernel.attend, window=window, soft_cap=soft_cap)

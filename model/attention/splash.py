@@ -11,14 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from model import compat
 from model.attention.inputs import Chunks, Inputs, Result
+from model.gather import AxisSteps, WeightPlacement
 from model.remat import saveable
 from model.scopes import computed_scope
 
 LENGTH_MULTIPLE = 128  # The smallest block, in positions.
+SCALES_QUERIES = False  # The caller scales them, before their rotation.
 _BLOCK_OPTIONS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv")
 _BLOCK_OPTIONS += ("block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
 
@@ -77,6 +79,89 @@ def _attend_backward(residuals, do_BNTH: Array):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def attend_gathered(
+    inputs: Inputs,
+    *,
+    axes: tuple[str, ...],
+    axis_steps: tuple[AxisSteps, ...] = (),
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Attend from a device's two chunks to the gathered keys of whole rows.
+
+    Devices share rows over the manual mesh axes `axes`, in the order of a ring. A query
+    sees its own and earlier positions, so the kernel's blocks depend on the device. The
+    gradients of keys and values are reduce-scattered in their dtype.
+    """
+    _, masks = compat.splash_library()
+    q, *local_kv = (x.swapaxes(1, 2) for x in inputs[:3])
+    placement = WeightPlacement(
+        sharded_dims=((0, axes),),
+        reduce_dtype=q.dtype,
+        platform="cpu" if interpret else "tpu",
+        axis_steps=axis_steps,
+    )
+    k, v = (_gather_positions(placement, x) for x in local_kv)
+    documents = None
+    if (ids := inputs.segment_ids_BS) is not None:
+        documents = ids, jax.lax.all_gather(ids, axes, axis=1, tiled=True)
+    T, S = q.shape[2], k.shape[2]
+    size = _block_size(T // 2)
+    kernel = _make_kernel(
+        masks.FullMask((size, size)),
+        q.shape[1],
+        save_residuals=True,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
+    n, blocks = T // 2 // size, S // size  # n blocks of a chunk
+    kernel = compat.splash_with_blocks(kernel, _seen_blocks(n, axes), size)
+    # Both chunks of a device together see as many blocks on every device.
+    computed = n * (blocks - n) + n * (n + 1)
+    with computed_scope(computed, 2 * n * blocks):
+        o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
+    return o_BNTH.swapaxes(1, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_positions(placement: WeightPlacement, x_BKTH: Array) -> Array:
+    """Gather positions; `placement` is that of rows of positions."""
+    (_, axes), *_ = placement.sharded_dims
+    placement = placement._replace(sharded_dims=((1, axes),), is_stack=True)
+    B, K, T, H = x_BKTH.shape
+    return placement.gather(x_BKTH.reshape(B * K, T, H)).reshape(B, K, -1, H)
+
+
+def _gather_forward(placement: WeightPlacement, x_BKTH: Array):
+    return _gather_positions(placement, x_BKTH), None
+
+
+def _gather_backward(placement: WeightPlacement, _, dx_BKSH: Array):
+    # XLA:TPU would replace a scatter of a stack of so narrow matrices by an all-reduce.
+    B, K, S, H = dx_BKSH.shape
+    rows = dx_BKSH.transpose(2, 0, 1, 3).reshape(S, B * K * H)
+    dx_TBKH = placement.reduce_scatter(rows).reshape(-1, B, K, H)
+    return (dx_TBKH.transpose(1, 2, 0, 3),)
+
+
+_gather_positions.defvjp(_gather_forward, _gather_backward)
+
+
+def _seen_blocks(n: int, axes: tuple[str, ...]) -> Int[Array, "Q S"]:
+    """Return for each block of a device's queries which blocks of keys they see.
+
+    0 stands for no key of a block, 1 for those up to the diagonal, 2 for all keys. The
+    gathered keys are in the order of the devices. A chunk has n blocks.
+    """
+    c, device = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    devices_c = jnp.arange(c)
+    chunks_c2 = jnp.stack([devices_c, 2 * c - 1 - devices_c], axis=1)
+    positions = chunks_c2[..., None] * n + jnp.arange(n)[None, None]
+    queries_Q, keys_S = positions[device].reshape(-1), positions.reshape(-1)
+    distance_QS = queries_Q[:, None] - keys_S[None]
+    return jnp.sign(distance_QS) + 1
 
 
 def forward(

@@ -21,6 +21,7 @@ from model.attention.inputs import Chunks, Inputs, Result
 from model.linear import einsum
 
 LENGTH_MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
+SCALES_QUERIES = True
 _MIN_BLOCK_SIZE, _MAX_NUM_BLOCKS = 128, 4
 
 Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].

@@ -19,14 +19,25 @@ from model.choices import ContextAttention
 from tests.model.reference import attend, mask
 
 B, N, K, H = 2, 4, 2, 8
+
+
+def scaled(inputs: Inputs) -> Inputs:
+    q = inputs.q_BTNH
+    return inputs._replace(q_BTNH=q * q.shape[-1] ** -0.5)
+
+
 AXES = ("context",)
 RING = ContextAttention.ring
 INTERPRETED = ModuleType("interpreted")
 vars(INTERPRETED).update(
     LENGTH_MULTIPLE=splash.LENGTH_MULTIPLE,
+    SCALES_QUERIES=True,  # `attend` and `attend_gathered` below scale them
     forward=partial(splash.forward, interpret=True),
     backward=partial(splash.backward, interpret=True),
-    attend=partial(splash.attend, interpret=True),
+    attend=lambda inputs, **more: splash.attend(scaled(inputs), interpret=True, **more),
+    attend_gathered=lambda inputs, **more: splash.attend_gathered(
+        scaled(inputs), interpret=True, **more
+    ),
 )
 SINKS = np.array([0.5, -1, 2, 0])
 CAPPED = {"soft_cap": 2.0, "sinks": SINKS}
@@ -77,7 +88,7 @@ def around(kernel, c, q, k, v, sinks, ids, do):
     return *map(joined, parts), *([] if dsinks is None else [dsinks[0]])
 
 
-def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
+def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None, algorithm=RING):
     q, k, v, do = operands(T, H)
     ids = documents(T, 2 * c)
     with jax.enable_x64(True):
@@ -94,7 +105,7 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None):
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
     sinks = None if sinks is None else jnp.float32(sinks)
     own = make_context_parallel_attention(
-        RING, kernel, AXES, window=window, soft_cap=soft_cap
+        algorithm, kernel, AXES, window=window, soft_cap=soft_cap
     )
     found = jax.jit(partial(around, own, c))(q, k, v, sinks, jnp.asarray(ids), do)
     for one, right in zip(found, expected, strict=True):
@@ -142,3 +153,13 @@ def test_so_is_a_window_in_a_rings_order(c, window, more):
 def test_a_ring_of_splash_kernels_is_too(c, more):
     """With jax's private functions, which are the same in all versions we support."""
     check(INTERPRETED, c, T=2 * c * 128, H=64, **more)
+
+
+@pytest.mark.parametrize(
+    ("c", "chunk", "more"),
+    [(2, 256, {}), slow(3, 128, CAPPED), slow(2, 128, {"window": 100} | CAPPED)],
+)
+def test_gathered_keys_in_a_rings_order_are_too(c, chunk, more):
+    """Each device computes only the blocks that its queries see."""
+    gather = ContextAttention.all_gather
+    check(INTERPRETED, c, T=2 * c * chunk, H=64, algorithm=gather, **more)

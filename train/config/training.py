@@ -91,8 +91,9 @@ class TrainConfig:
         Count | None,
         Doc(
             "The largest number of positions of a row, or of a device's part of a row, "
-            "whose logits exist at once. null: 128 for a vocabulary of 8,192 or more, "
-            "otherwise all positions."
+            "whose logits exist at once. null: all positions if the vocabulary has "
+            "fewer than 8,192 ids. Otherwise at most 128 on CPUs. On other devices, as "
+            "many as memory allows, or all positions but only some ids at a time."
         ),
     ] = None
     z_loss: Annotated[

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batches import Batch
 from model.axes import mesh_axes
-from model.choices import Attention, ContextAttention, Grouped
+from model.choices import Attention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
@@ -52,7 +52,8 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
     placement = replace(placement, mesh=mesh)
     context_size = program.batch_shards.sequence
-    if context_size > 1 and execution.context_attention is ContextAttention.ring:
+    context_attention = program.execution.context_attention
+    if context_attention.has_ring_order(program.execution.attention):
         tile *= 2 * context_size
     return _trace_gradients(
         config.model,
