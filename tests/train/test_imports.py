@@ -24,7 +24,8 @@ train.evaluate.validation train.sample.generate train.sample.prompts train.descr
 train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
     train.distributed
     train.run
-    train.plan.config train.plan.aot train.plan.cost train.plan.budget train.plan.memory
+    train.plan.config train.plan.aot train.plan.cost train.plan.budget \
+train.plan.memory train.plan.sections
     train.plan.compiled | train.plan.estimated
     train.plan | train.profile | train.pretrained | train.log_window train.due \
 train.loop train.evaluate.results train.load_run
