@@ -65,7 +65,9 @@ def _attend(kernel: Any, chunks: Chunks, sinks_N: Array | None) -> Any:
 
 def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
     run = jax.vmap(partial(compat.splash_step_forward, kernel, sinks_N=sinks_N))
-    o, lse = (saveable(x, "attention") for x in run(chunks))
+    # The kernel repeats lse over lanes. Without the barrier, XLA would keep that array.
+    result = jax.lax.optimization_barrier(run(chunks))
+    o, lse = (saveable(x, "attention") for x in result)
     return o, (kernel, chunks, sinks_N, Result(o, lse))
 
 
@@ -73,6 +75,8 @@ def _attend_backward(residuals, do_BNTH: Array):
     kernel, chunks, sinks_N, result = residuals
     run = jax.vmap(partial(compat.splash_step_backward, kernel, sinks_N=sinks_N))
     dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTH)
+    # Without the barrier, XLA could compute dq later, and keep gathered keys for it.
+    dq, dk, dv = jax.lax.optimization_barrier((dq, dk, dv))
     # The kernel returns the gradient of the sinks in the dtype of the queries.
     dsinks = None if sinks_N is None else jnp.sum(dsinks_BN, 0).astype(sinks_N.dtype)
     return None, Chunks(dq, dk, dv, None), dsinks
