@@ -96,8 +96,11 @@ class WeightPlacement(NamedTuple):
         """Return the weight, rounded to `dtype` and gathered."""
         if self.sharded_dims and self.platform == "tpu" and shard.dtype == jnp.float32:
             # Otherwise XLA would round the shards of all layers before the loop over
-            # layers, and keep the copies until its end. It does not round integers.
+            # layers, or transpose them all, and keep the copies until its end. It does
+            # not round integers.
             bits = jax.lax.bitcast_convert_type(shard, jnp.uint32)
+            if bits.shape[-1] % _LANES == 0:  # Otherwise padding would fill the lanes.
+                bits = with_layout_constraint(bits, Layout(tuple(range(bits.ndim))))
             bits = jax.lax.optimization_barrier(bits)
             shard = jax.lax.bitcast_convert_type(bits, jnp.float32)
         return self.gather(shard.astype(dtype))
