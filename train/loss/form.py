@@ -25,16 +25,17 @@ from model.execution import Execution
 from model.gather import WeightPlacement
 
 _LARGE_VOCAB = 8192  # Logits of this many ids or more are divided.
-_TILE = 128  # The least positions of a row in a tile.
+_TILE = 128  # The positions of a row in the smallest tile, if they divide the row.
 _TILE_TOKENS = 4096  # More tokens do not make products faster (docs/log/compiled.md).
 
 
 class LossForm(NamedTuple):
     """How the logits are divided.
 
-    positions: the positions of each row in a tile; a divisor of the row's length.
-    ids: the ids of a piece of the vocabulary; None divides into tiles only. Losses
-        without gradients are always computed in tiles.
+    positions: the number of positions of each row in a tile. It divides the row's
+        length.
+    ids: the number of ids of a piece of the vocabulary. None divides into tiles. A
+        loss without gradients is always computed in tiles.
     """
 
     positions: int
@@ -91,14 +92,14 @@ def choose_form(
     rows: tuple[int, int],
     chunk: int | None,
 ) -> LossForm:
-    """Return the form for a device's rows.
+    """Return how to divide the logits of a device's rows.
 
     Args:
         config: the model.
         execution: how the program runs the model.
         head_axes: the logical axes of the head's weight.
-        rows: B and T of the device.
-        chunk: the largest number of positions of a tile; None chooses the form.
+        rows: B and T of a device in one microbatch.
+        chunk: the largest number of positions of a tile. None chooses by memory.
     """
     (B, T), V = rows, config.vocab_size or 0
     if chunk or V < _LARGE_VOCAB:
