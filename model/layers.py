@@ -135,9 +135,10 @@ class SelfAttention(nnx.Module):
         if scale != 1:
             q_BTNH = q_BTNH * scale
         if call.rotations is not None:
-            # Without the barrier, XLA would store the queries before their rotation in
-            # float32, the dtype in which they are rotated.
-            q_BTNH, k_BTKH = jax.lax.optimization_barrier((q_BTNH, k_BTKH))
+            if placement.platform == "tpu":
+                # Otherwise XLA would store the queries before their rotation in
+                # float32, the dtype in which they are rotated.
+                q_BTNH, k_BTKH = jax.lax.optimization_barrier((q_BTNH, k_BTKH))
             rotation = call.rotations.for_layer(local_flag)
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
         options: dict[str, Any] = {

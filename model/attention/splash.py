@@ -64,9 +64,12 @@ def _attend(kernel: Any, chunks: Chunks, sinks_N: Array | None) -> Any:
 
 
 def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
-    run = jax.vmap(partial(compat.splash_step_forward, kernel, sinks_N=sinks_N))
+    # Under `jit`, JAX removes a forward pass whose results are not used.
+    run = jax.jit(
+        jax.vmap(partial(compat.splash_step_forward, sinks_N=sinks_N), (None, 0))
+    )
     # The kernel repeats lse over lanes. Without the barrier, XLA would keep that array.
-    result = jax.lax.optimization_barrier(run(chunks))
+    result = jax.lax.optimization_barrier(run(kernel, chunks))
     o, lse = (saveable(x, "attention") for x in result)
     return o, (kernel, chunks, sinks_N, Result(o, lse))
 

@@ -97,8 +97,9 @@ def _backward(options: _Options, residuals, dy: jax.Array):
     kernel, swapped = options.kernel, options.swapped
     multiply = partial(grouped_rows, dtype=like_x.dtype, kernel=kernel, swapped=swapped)
     dx = multiply(dy, b, sizes, transposed=True)
-    # The barrier makes XLA compute x before it uses dx, and not keep what x is made of.
-    a, dx = jax.lax.optimization_barrier((a, dx))
+    if kernel is Grouped.megablox:
+        # XLA then computes x before it uses dx, and does not keep what x is made of.
+        a, dx = jax.lax.optimization_barrier((a, dx))
     dx = _zero_unused(dx, sizes, kernel)
     dw = grouped_matrices(a, dy, sizes, dtype=w.dtype, kernel=kernel, swapped=swapped)
     return _scale(dx, scale_dy, scale_b), _scale(dw, scale_a, scale_dy), None

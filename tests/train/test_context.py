@@ -60,7 +60,7 @@ def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
 @pytest.mark.parametrize(
     ("asked", "kernel", "length", "kv_heads", "answer"),
     [
-        ("auto", "splash", 4096, 3, "ring"),
+        ("auto", "splash", 4096, 3, "ring"),  # every layer would save what is gathered
         ("auto", "xla", 4100, 3, "all_gather"),
         ("auto", "cudnn", 4100, 8, "ulysses"),
         ("auto", "cudnn_packed", 4096, 8, "ulysses"),
@@ -68,7 +68,9 @@ def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
         ("auto", "splash", 4100, 3, "3 key and value heads"),
         ("ring", "splash", 4096 - 128, 8, "divisible by 1024, not 3968"),
         ("ulysses", "xla", 4096, 6, "6 key and value heads"),
-        ("all_gather", "splash", 4096, 8, "needs model.attention=xla"),
+        ("all_gather", "splash", 4096, 8, "all_gather"),
+        ("all_gather", "splash", 4096 - 128, 8, "divisible by 1024, not 3968"),
+        ("all_gather", "cudnn", 4096, 8, "needs model.attention=xla or splash"),
     ],
 )
 def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, answer):
@@ -78,3 +80,19 @@ def test_what_can_serve_is_taken(asked, kernel, length, kv_heads, answer):
         return
     with pytest.raises(ValueError, match=answer):
         choose_context_attention(ContextAttention(asked), *given)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kv_bytes", "answer"),
+    [
+        ("splash", 2**30, "all_gather"),
+        ("splash", 2**30 + 1, "ring"),  # too large with its gradients
+        ("cudnn", 1, "ring"),
+    ],
+)
+def test_splash_gathers_what_takes_little_memory(kernel, kv_bytes, answer):
+    auto = ContextAttention.auto
+    assert (
+        choose_context_attention(auto, Attention(kernel), 4, 4096, 3, kv_bytes)
+        == answer
+    )
