@@ -75,17 +75,16 @@ def _describe_layers(program: Program) -> None:
 
 def _describe_loss(program: Program) -> None:
     """Print which logits exist at once on a device, unless all of them do."""
-    config, shards = program.config, program.batch_shards
-    num_rows = config.data.batch_size // config.train.accumulation_steps
-    local_length = config.data.sequence_length // shards.sequence
+    config, rows = program.config, program.execution.local_rows
+    assert rows is not None
     form = choose_form(
         config.model,
         program.execution,
         program.model.head_axes,
-        rows=(num_rows // shards.rows, local_length),
+        rows=rows,
         chunk=config.train.loss_chunk_tokens,
     )
-    if form.ids is not None or form.positions < local_length:
+    if form.ids is not None or form.positions < rows[1]:
         print(f"loss        logits of {form}")
 
 

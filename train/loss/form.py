@@ -106,7 +106,7 @@ def choose_form(
         return LossForm(largest_divisor(T, chunk or T))
     placement, D = execution.placement, config.embed_dim
     smallest = largest_divisor(T, _TILE)
-    if placement.platform == "cpu":
+    if placement.platform != "tpu":  # Other programs were not compared.
         return LossForm(smallest)
     sharded_dims = execution.weight_placement(head_axes).sharded_dims
     scatters = bool(sharded_dims) and not placement.automatic_axes
@@ -135,13 +135,8 @@ def _piece_size(V: int, limit: int) -> int:
     A multiple of 128 ids fills the lanes of a TPU. The last piece overlaps the one
     before, so the number of pieces is chosen for a small overlap.
     """
-    lanes = math.ceil(V / 128)
-    fewest = math.ceil(V / limit * 4 / 5)
-    size = min(
-        (
-            math.ceil(lanes / pieces)
-            for pieces in range(fewest, fewest + fewest // 4 + 1)
-        ),
-        key=lambda size: (math.ceil(lanes / size) * size, -size),
-    )
+    lanes, fewest = math.ceil(V / 128), math.ceil(V / limit)
+    numbers = range(math.ceil(0.8 * fewest), fewest + 1)
+    sizes = [math.ceil(lanes / number) for number in numbers]
+    size = min(sizes, key=lambda size: math.ceil(lanes / size) * size)
     return min(V, 128 * size)

@@ -14,7 +14,7 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.gpt import GPT
 from model.scopes import part_scope
-from train.loss.form import LossOptions, choose_form
+from train.loss.form import LossOptions, choose_form, largest_divisor
 from train.loss.pieces import sum_pieces
 from train.loss.tiles import sum_tiles
 
@@ -88,7 +88,10 @@ def _make_options(
 ) -> LossOptions:
     """Return the options of the loss for features of this shape."""
     config, (B, T, _) = model.config, x_BTD.shape
-    form = choose_form(config, execution, model.head_axes, (B, T), chunk)
+    rows = execution.local_rows or (B, T)
+    form = choose_form(config, execution, model.head_axes, rows, chunk)
+    # Evaluations may have rows of another length.
+    form = form._replace(positions=largest_divisor(T, form.positions))
     num_tokens = num_tokens or config.vocab_size or 0
     return LossOptions(form, config, execution, model.head_axes, num_tokens)
 
