@@ -9,10 +9,10 @@ import pytest
 
 from model.params import named
 from tests.train.conftest import CUBE, MOE
-from train import describe
 from train.describe import describe_data, describe_program, print_parameters
 from train.loss import loss
-from train.loss.form import LossForm
+from train.loss.form import LossOptions
+from train.loss.tiles import sum_tiles
 from train.step import make_gradients
 from train.units import format_flops
 
@@ -74,31 +74,24 @@ def test_the_first_screen_says_the_layout_and_the_cost(program, capsys):
         (4, (*MOE, "mesh.expert=2", "mesh.fsdp=2")),
     ],
 )
-def test_the_line_of_the_loss_is_what_a_step_chooses(
+def test_the_line_of_the_loss_is_what_a_step_does(
     programs, monkeypatch, capsys, devices, mesh
 ):
-    """Both choose for the same rows, those of a device in a microbatch."""
+    """The form is chosen for the rows that a device has of a microbatch."""
     large = "model.vocab_size=8192", "data.sequence_length=512"
     program = programs(*large, *mesh, devices=devices)
-    chosen = []
-    choose_form = loss.choose_form
+    found = set()
 
-    def record(
-        config, execution, head_axes, rows: tuple[int, int], chunk: int | None
-    ) -> LossForm:
-        form = choose_form(config, execution, head_axes, rows, chunk)
-        chosen.append((rows, head_axes, form))
-        return form
+    def record(options: LossOptions, x_BTD: jax.Array, *args, **named):
+        found.add((options.form, x_BTD.shape[:2]))
+        return sum_tiles(options, x_BTD, *args, **named)
 
-    for module in (loss, describe):
-        monkeypatch.setattr(module, "choose_form", record)
+    monkeypatch.setattr(loss, "sum_tiles", record)
     step = make_gradients(program.model, program.execution, program.config.train)
     jax.eval_shape(step, program.state.params, program.batch)
-    in_step = {*chosen}
-    chosen.clear()
+    ((form, rows),) = found
+    assert rows == program.execution.local_rows
     describe_program(program)
-    assert in_step == {*chosen}
-    ((_, _, form),) = chosen
     assert f"\nloss        logits of {form}\n" in capsys.readouterr().out
 
 

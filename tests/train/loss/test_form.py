@@ -95,8 +95,11 @@ def test_a_tied_head_takes_the_pieces_of_an_untied_one(form):
         (31, 384, 30, 1),
     ],
 )
-def test_a_tile_of_a_cpu_is_a_divisor_of_the_row(form, T, V, chunk, expected):
-    found = form((8, T), platform="cpu", chunk=chunk, vocab_size=V)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_tile_without_a_tpu_is_a_divisor_of_the_row(
+    form, platform, T, V, chunk, expected
+):
+    found = form((8, T), platform=platform, chunk=chunk, vocab_size=V)
     assert found == LossForm(expected)
 
 
