@@ -59,8 +59,6 @@ class Execution(NamedTuple):
     offload: the names of the results that are saved in host memory.
     pipeline_microbatches: the number of microbatches that pass through the stages.
     pipeline_repeats: how often each microbatch passes through all stages.
-    local_rows: the rows and their positions that a device has in a microbatch. The loss
-        chooses by them how to divide logits (train/loss/form.py). None: those it gets.
     """
 
     numerics: Numerics = Numerics()
@@ -73,7 +71,6 @@ class Execution(NamedTuple):
     offload: tuple[OffloadName, ...] = ()
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
-    local_rows: tuple[int, int] | None = None
 
     def weight_placement(self, axes: tuple[str, ...]) -> WeightPlacement:
         """Return the sharding and the collectives of a weight with logical `axes`."""

@@ -27,6 +27,10 @@ class Placement:
         backward pass. Otherwise the step sums them once, after all microbatches.
     exchange_embedding_rows: whether devices that share an embedding table exchange the
         rows that they look up, instead of gathering the table.
+    microbatch_shape: the rows and their positions that a device has in a microbatch.
+    scatters_tables: whether many devices share the rows of a table [V, D] along D, and
+        no devices share them otherwise. To estimate, a program is traced on another
+        mesh.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -35,6 +39,8 @@ class Placement:
     axis_steps: tuple[AxisSteps, ...] = ()
     reduce_in_layers: bool = False
     exchange_embedding_rows: bool = False
+    microbatch_shape: tuple[int, int] | None = None
+    scatters_tables: bool = False
 
     @cached_property
     def _nontrivial_axes(self) -> tuple[str, ...]:

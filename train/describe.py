@@ -75,12 +75,11 @@ def _describe_layers(program: Program) -> None:
 
 def _describe_loss(program: Program) -> None:
     """Print which logits exist at once on a device, unless all of them do."""
-    config, rows = program.config, program.execution.local_rows
+    config, rows = program.config, program.execution.placement.microbatch_shape
     assert rows is not None
     form = choose_form(
         config.model,
         program.execution,
-        program.model.head_axes,
         rows=rows,
         chunk=config.train.loss_chunk_tokens,
     )

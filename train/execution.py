@@ -5,6 +5,7 @@ A choice that the devices cannot run raises ConfigError before anything is compi
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -57,19 +58,32 @@ def choose_placement(
 ) -> Placement:
     """Return the placement of arrays, and how devices exchange weights."""
     rules, train = axis_rules(config.mesh), config.train
-    tokens = config.data.batch_size * config.data.sequence_length
-    shards = math.prod(batch_shards(rules, mesh.shape))
-    local_tokens = tokens // (train.accumulation_steps * shards)
+    data, shards = config.data, batch_shards(rules, mesh.shape)
+    rows = data.batch_size // (train.accumulation_steps * shards.rows)
+    length = data.sequence_length // shards.sequence
     pipelined = mesh.shape["pipeline"] > 1
-    return Placement(
+    placement = Placement(
         mesh=mesh,
         rules=rules,
         platform=mesh.devices.flat[0].platform,
         axis_steps=axis_steps,
         # Without microbatches, a layer has a single backward pass in a step.
         reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
-        exchange_embedding_rows=local_tokens < config.model.vocab_rows,
+        exchange_embedding_rows=rows * length < config.model.vocab_rows,
+        microbatch_shape=(rows, length),
     )
+    return replace(placement, scatters_tables=scatters_tables(placement))
+
+
+def scatters_tables(placement: Placement) -> bool:
+    """Return `Placement.scatters_tables` for the placement's mesh and rules."""
+    if placement.mesh is None or placement.automatic_axes:
+        return False
+    table_axes = dict(placement.sharded_dims(("vocab", "embed")))
+    if {*table_axes} != {1}:
+        return False
+    # With fewer shards, a shard of the float32 gradient takes much memory.
+    return math.prod(placement.mesh.shape[axis] for axis in table_axes[1]) >= 8
 
 
 def choose_execution(

@@ -243,13 +243,7 @@ def make_program(
         lambda: param_specs(params_of(model), infos, sizes, config.mesh.params),
     )
     placement = choose_placement(config, mesh, collective_steps(mesh))
-    execution = execution._replace(
-        placement=placement,
-        local_rows=(
-            data.batch_size // (train.accumulation_steps * shards.rows),
-            data.sequence_length // shards.sequence,
-        ),
-    )
+    execution = execution._replace(placement=placement)
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule,

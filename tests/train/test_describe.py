@@ -90,7 +90,7 @@ def test_the_line_of_the_loss_is_what_a_step_does(
     step = make_gradients(program.model, program.execution, program.config.train)
     jax.eval_shape(step, program.state.params, program.batch)
     ((form, rows),) = found
-    assert rows == program.execution.local_rows
+    assert rows == program.execution.placement.microbatch_shape
     describe_program(program)
     assert f"\nloss        logits of {form}\n" in capsys.readouterr().out
 

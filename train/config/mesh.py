@@ -61,9 +61,9 @@ class MeshConfig:
     context_attention: Annotated[
         ContextAttention,
         Doc(
-            "How devices that share a row attend to each other's keys. auto: all_gather "
-            "on TPUs if that takes at most 2 GiB of a device, otherwise ring where it "
-            "is possible."
+            "How devices that share a row attend to each other's keys. auto: "
+            "all_gather on TPUs if that takes at most 2 GiB of a device, otherwise "
+            "ring where it is possible."
         ),
     ] = ContextAttention.auto
     expert_exchange: Annotated[

@@ -88,7 +88,6 @@ class LossOptions(NamedTuple):
 def choose_form(
     config: ModelConfig,
     execution: Execution,
-    head_axes: tuple[str, ...],
     rows: tuple[int, int],
     chunk: int | None,
 ) -> LossForm:
@@ -97,7 +96,6 @@ def choose_form(
     Args:
         config: the model.
         execution: how the program runs the model.
-        head_axes: the logical axes of the head's weight.
         rows: B and T of a device in one microbatch.
         chunk: the largest number of positions of a tile. None chooses by memory.
     """
@@ -108,15 +106,14 @@ def choose_form(
     smallest = largest_divisor(T, _TILE)
     if placement.platform != "tpu":  # Other programs were not compared.
         return LossForm(smallest)
-    sharded_dims = execution.weight_placement(head_axes).sharded_dims
-    scatters = bool(sharded_dims) and not placement.automatic_axes
-    scatters = scatters and all(head_axes[dim] == "embed" for dim, _ in sharded_dims)
     itemsize = execution.numerics.compute_dtype.itemsize
-    if scatters and itemsize * B * T <= 4 * D:
+    if placement.scatters_tables and itemsize * B * T <= 4 * D:
         # The exponentials need no more memory than the gradient [D, V] of the tiles.
         # The logits of a piece need no more than the float32 gradient of x [N, D].
         return LossForm(smallest, _piece_size(config.vocab_rows, D // 2))
-    hidden = max(config.mlp_size, config.experts_per_token * config.expert_size)
+    hidden = config.mlp_size
+    if config.expert_layers:
+        hidden = max(hidden, config.experts_per_token * config.expert_size)
     # At its peak, a layer's backward pass holds about six arrays of each width.
     layer_bytes = 12 * B * T * (hidden + D)
     tokens = (layer_bytes / V - 6 * D) / 4  # 6 D V bytes: the weight and its gradient

@@ -88,8 +88,8 @@ def _make_options(
 ) -> LossOptions:
     """Return the options of the loss for features of this shape."""
     config, (B, T, _) = model.config, x_BTD.shape
-    rows = execution.local_rows or (B, T)
-    form = choose_form(config, execution, model.head_axes, rows, chunk)
+    rows = execution.placement.microbatch_shape or (B, T)
+    form = choose_form(config, execution, rows, chunk)
     # Evaluations may have rows of another length.
     form = form._replace(positions=largest_divisor(T, form.positions))
     num_tokens = num_tokens or config.vocab_size or 0

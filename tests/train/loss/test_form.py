@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh
 from model.axes import AxisRules
 from model.execution import Execution, Numerics
 from model.placement import Placement
+from train.execution import scatters_tables
 from train.loss.form import LossForm, choose_form
 from train.sharding import axis_rules
 
@@ -23,10 +24,9 @@ def form(composed):
 
     form(rows=(B, T), **model fields) -> LossForm
 
-    The mesh is fsdp 256 on TPUs unless it is given. The config of a dense model has a
-    number of experts per token, too. It must not matter here, so it is one.
+    The mesh is fsdp 256 on TPUs unless it is given.
     """
-    config = composed("model=llama3_8b", "model.experts_per_token=1")
+    config = composed("model=llama3_8b")
 
     def form(
         rows: tuple[int, int],
@@ -40,9 +40,9 @@ def form(composed):
         model = replace(config.model, **fields)
         abstract_mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
         placement = Placement(abstract_mesh, rules or axis_rules(config.mesh), platform)
+        placement = replace(placement, scatters_tables=scatters_tables(placement))
         execution = Execution(Numerics(compute_dtype=jnp.dtype(dtype)), placement)
-        head_axes = ("vocab", "embed") if model.tied_head else ("embed", "vocab")
-        return choose_form(model, execution, head_axes, rows, chunk)
+        return choose_form(model, execution, rows, chunk)
 
     return form
 

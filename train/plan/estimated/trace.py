@@ -52,8 +52,8 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
     placement = replace(placement, mesh=mesh)
     context_size = program.batch_shards.sequence
-    context_attention = program.execution.context_attention
-    if context_attention.has_ring_order(program.execution.attention):
+    method, kernel = program.execution.context_attention, program.execution.attention
+    if context_size > 1 and method.has_ring_order(kernel):
         tile *= 2 * context_size
     return _trace_gradients(
         config.model,
