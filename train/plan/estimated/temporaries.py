@@ -3,6 +3,7 @@
 The estimate is the largest sum at three points in time:
 
 - the loss: the logits of a tile, the rounded head, and the sum of the head's gradient;
+  or the logits of a piece, the rounded head, and the exponentials of all logits;
 - the layers: the gradients of all layers, the gathered weights of one layer, the
   gradients that are being scattered, and a part of one layer's activations;
 - the update: the gradients, the optimizer's largest product, the matrices that a loop
@@ -106,18 +107,22 @@ def _held_throughout(step: LocalStep) -> dict[str, int]:
         rows, length = (dim.size for dim in step.batch[0].dims)
         items["attention mask"] = rows * length**2 * width
     if step.platform == "tpu" and width < FLOAT32:
-        items["rounded weights"] = sum(  # XLA:TPU rounds all layers before the loop.
-            loop.trips
-            * _sum_bytes(step, [used.source for used in _weights(loop)], width)
+        # XLA:TPU rounds all layers before the loop, except weights that are gathered
+        # (`WeightPlacement.gather_as`).
+        items["rounded weights"] = sum(
+            loop.trips * _sum_bytes(step, [used.source], width)
             for loop in step.layers
+            for used in _weights(loop)
+            if used.size == used.source.size
         )
     return items
 
 
 def _loss_items(step: LocalStep) -> dict[str, int]:
-    """Return the items of a tile of the loss; {} if only layers have products."""
+    """Return the items of a tile or piece of the loss; {} if only layers multiply."""
     tiles = [loop for loop in step.loops if loop not in step.layers]
     carried = [array for loop in tiles for array in loop.carried]
+    stacked = [a for loop in tiles for a in loop.stacked if len(a.dims) > 2]
     for loop in tiles:
         products = [op for op in loop.body if op.flops]
         heads = {a for op in products for a in op.operands if not a.from_batch}
@@ -125,13 +130,18 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
             head = max(heads, key=lambda array: array.size)
             logits = products[0].results[0]
             width = logits.itemsize + head.itemsize
-            return {
-                "logits of a tile": _sum_bytes(step, [logits], width),
-                "rounded head": _sum_bytes(step, [head]),
-                "head's gradient": max(
-                    (_sum_bytes(step, [a]) for a in carried), default=0
-                ),
+            # A piece of the head is a slice of what the loop reads.
+            tables = (a for a in loop.operands if not a.from_batch)
+            table = max((head, *tables), key=lambda array: array.size)
+            items = {
+                "logits at once": _sum_bytes(step, [logits], width),
+                "rounded head": _sum_bytes(step, [table], head.itemsize),
             }
+            if table.size > head.size:
+                exps = loop.trips * max(_sum_bytes(step, [a]) for a in stacked)
+                return items | {"exponentials": exps}
+            sums = (_sum_bytes(step, [array]) for array in carried)
+            return items | {"head's gradient": max(sums, default=0)}
     return {}
 
 
