@@ -110,6 +110,8 @@ def attend_gathered(
         platform="cpu" if interpret else "tpu",
         axis_steps=axis_steps,
     )
+    k: Any
+    v: Any
     k, v = (_gather_positions(placement, x) for x in local_kv)
     documents = None
     if (ids := inputs.segment_ids_BS) is not None:
@@ -133,7 +135,7 @@ def attend_gathered(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather_positions(placement: WeightPlacement, x_BKTH: Array) -> Array:
+def _gather_positions(placement: WeightPlacement, x_BKTH: Array) -> Any:
     """Gather positions; `placement` is that of rows of positions."""
     (_, axes), *_ = placement.sharded_dims
     placement = placement._replace(sharded_dims=((1, axes),), is_stack=True)

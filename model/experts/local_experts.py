@@ -6,7 +6,7 @@ experts of the device.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +162,7 @@ def run_mlps(
         shares_RE = is_in_expert_RE.astype(x_RD.dtype)
         sums = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, sums, strict=True)]
-    h_RF = _weigh_hidden(experts.config, inner, weights_R1)
+    h_RF: Any = _weigh_hidden(experts.config, inner, weights_R1)
     y_RD = multiply("down", h_RF, down)
     return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if is_monitored else None)
 
@@ -170,25 +170,31 @@ def run_mlps(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weigh_hidden(
     config: ModelConfig, inner: Sequence[jax.Array], weights_R1: jax.Array
-) -> jax.Array:
+) -> Any:
     """Return the hidden values, times the router's weights, in the dtype of `inner`.
 
     `inner` are the results of `up` and `gate`. The weights are applied before `down`,
     so that their gradient does not need the result of `down`.
     """
-    h_RF = activate(config, *inner, *[None] * (2 - len(inner)))
+    return _weigh(config, inner, weights_R1)
+
+
+def _weigh(
+    config: ModelConfig, inner: Sequence[jax.Array], weights_R1: jax.Array
+) -> jax.Array:
+    h_RF = activate(config, inner[0], inner[1] if config.gated else None)
     return (h_RF * weights_R1).astype(inner[0].dtype)
 
 
 def _weigh_forward(config: ModelConfig, inner, weights_R1):
-    return _weigh_hidden(config, inner, weights_R1), (inner, weights_R1)
+    return _weigh(config, inner, weights_R1), (inner, weights_R1)
 
 
 def _weigh_backward(config: ModelConfig, residuals, dh_RF: jax.Array):
-    weigh = partial(_weigh_hidden.__wrapped__, config)
+    grads = jax.vjp(partial(_weigh, config), *residuals)[1](dh_RF)
     # XLA would otherwise compute the gradient of the weights later, and keep `inner`
     # until then.
-    return jax.lax.optimization_barrier(jax.vjp(weigh, *residuals)[1](dh_RF))
+    return jax.lax.optimization_barrier(grads)
 
 
 _weigh_hidden.defvjp(_weigh_forward, _weigh_backward)
