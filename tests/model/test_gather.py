@@ -49,6 +49,12 @@ def numbers(*shape):
             "platform": "tpu",
             "axis_steps": (AxisSteps("fsdp", (2, 2), (4,), (2, 1, 2)),),
         },
+        {"platform": "tpu", "is_stack": True},
+        {
+            "platform": "tpu",
+            "is_stack": True,
+            "axis_steps": (AxisSteps("fsdp", (2, 2), (4,), (2, 2)),),
+        },
     ],
 )
 @pytest.mark.parametrize(("dim", "axes"), [(0, ("data", "fsdp")), (2, ("fsdp",))])
@@ -66,6 +72,18 @@ def test_parts_make_the_whole_and_gradients_add_up_to_parts(run, dim, axes, opti
         lambda x: placement.reduce_scatter(x[0]), each, rows, PartitionSpec(*spec)
     )
     np.testing.assert_array_equal(found, each.sum(0))
+
+
+@pytest.mark.parametrize("columns", [24, 128])
+def test_a_tpu_rounds_each_layers_part_by_itself(run, columns):
+    """Not as floats, which XLA would round for all layers at once."""
+    placement = WeightPlacement(((0, ("fsdp",)),), platform="tpu")
+    whole = numbers(16, columns) + 2**-12
+    shard, everywhere = PartitionSpec("fsdp"), PartitionSpec()
+    found = run(
+        lambda x: placement.gather_as(x, jnp.bfloat16), whole, shard, everywhere
+    )
+    np.testing.assert_array_equal(found, whole.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("bfloat16", True)])

@@ -10,7 +10,7 @@ import pytest
 from model.attention.masks import LocalFlag
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
-from model.rope import frequencies, make_rotations, rotate
+from model.rope import Rotation, frequencies, make_rotations, rotate
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -97,3 +97,16 @@ def test_local_layers_may_have_a_base_of_their_own_and_are_not_scaled():
     assert np.abs(both.for_layer(False).cos - alone.cos).max() > 0.1
     told = both.for_layer(LocalFlag(jnp.asarray(False), 1, 2))
     jax.tree.map(np.testing.assert_array_equal, told, both.for_layer(False))
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_the_gradient_of_a_rotation_is_the_opposite_rotation(rotary_dim):
+    """<R v, dy> = <v, R^T dy>; a scale of the rotation, as yarn's, stays."""
+    rng = np.random.default_rng(0)
+    v, dy = rng.normal(size=(2, 1, 5, 2, 8)).astype(np.float32)
+    angles = rng.normal(size=(1, 5, 1, rotary_dim // 2)).astype(np.float32)
+    rotation = Rotation(1.5 * jnp.cos(angles), 1.5 * jnp.sin(angles))
+    rotated, transpose = jax.vjp(lambda x: rotate(x, rotation), jnp.asarray(v))
+    (dx,) = transpose(jnp.asarray(dy))
+    np.testing.assert_allclose(np.sum(rotated * dy), np.sum(v * dx), rtol=1e-5)
+    np.testing.assert_array_equal(dx[..., rotary_dim:], dy[..., rotary_dim:])

@@ -53,14 +53,21 @@ def plain(x, w, dy, sizes):
     return y, dx, dw
 
 
-@pytest.mark.parametrize("body", Grouped)
-def test_values_and_gradients_are_those_of_single_rows(interpreted, body):
+@pytest.mark.parametrize(
+    ("body", "swapped"),
+    [*((body, False) for body in Grouped), (Grouped.megablox, True)],
+)
+def test_values_and_gradients_are_those_of_single_rows(interpreted, body, swapped):
     x, w, dy = operands()
 
     @jax.jit
     def run(sizes):
         y, back = jax.vjp(
-            lambda x, w: grouped_product(x, w, sizes, jnp.float32, body), x, w
+            lambda x, w: grouped_product(
+                x, w, sizes, jnp.float32, body, swapped=swapped
+            ),
+            x,
+            w,
         )
         return y, *back(dy)
 
