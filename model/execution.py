@@ -92,6 +92,7 @@ class Execution(NamedTuple):
             platform=placement.platform,
             axis_steps=placement.axis_steps,
             is_stack=len(axes) == 3 and axes[0] == "experts",
+            has_automatic_axes=bool(placement.automatic_axes),
         )
 
 

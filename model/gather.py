@@ -65,6 +65,7 @@ class WeightPlacement(NamedTuple):
     platform: the platform that XLA compiles for.
     axis_steps: the mesh axes along which collectives take several steps.
     is_stack: whether the weight is a stack of matrices [E, D, F], one for each expert.
+    has_automatic_axes: whether the program has automatic axes of several devices.
     """
 
     sharded_dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -75,6 +76,7 @@ class WeightPlacement(NamedTuple):
     platform: str = "cpu"
     axis_steps: tuple[AxisSteps, ...] = ()
     is_stack: bool = False
+    has_automatic_axes: bool = False
 
     @property
     def sharded_axes(self) -> tuple[str, ...]:
@@ -99,7 +101,9 @@ class WeightPlacement(NamedTuple):
             # layers, or transpose them all, and keep the copies until its end. It does
             # not round integers.
             bits = jax.lax.bitcast_convert_type(shard, jnp.uint32)
-            if bits.shape[-1] % _LANES == 0:  # Otherwise padding would fill the lanes.
+            # Padding would fill the lanes of fewer columns, and XLA's partitioner would
+            # gather what has a fixed layout.
+            if bits.shape[-1] % _LANES == 0 and not self.has_automatic_axes:
                 bits = with_layout_constraint(bits, Layout(tuple(range(bits.ndim))))
             bits = jax.lax.optimization_barrier(bits)
             shard = jax.lax.bitcast_convert_type(bits, jnp.float32)
