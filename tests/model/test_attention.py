@@ -191,7 +191,8 @@ def test_splash_is_the_formula_forward_and_backward(window):
 
     def ours(q, k, v, sinks):
         own = partial(splash.attend, **more, interpret=True)
-        return jnp.sum(own(Inputs(q, k, v, documents, sinks)) * cotangent)
+        scaled_q = q * q.shape[-1] ** -0.5
+        return jnp.sum(own(Inputs(scaled_q, k, v, documents, sinks)) * cotangent)
 
     def xlas(q, k, v, sinks):
         how = {"implementation": XLA, "compute": jnp.float32, **more}
