@@ -93,7 +93,7 @@ def test_copies_of_slices_are_given_up_before_precision_is(composed, lay_out):
     [
         (800, "optimizer.moment_dtype=bfloat16"),
         pytest.param(
-            600,
+            460,
             "optimizer.moment_dtype=int8 optimizer.offload=true "
             "train.offload=[residual]",
             marks=pytest.mark.slow,
