@@ -171,7 +171,7 @@ def _splash_ids(chunks: Chunks) -> Any:
     return splash.SegmentIds(q=queries_T, kv=keys_S)
 
 
-def splash_step_forward(
+def splash_forward(
     kernel: Any, chunks: Chunks, sinks_N: jax.Array | None = None
 ) -> Result:
     """Return the result of the kernel for one row, without a batch dim."""
@@ -188,7 +188,7 @@ def splash_step_forward(
     return Result(o_NTH, lse_NT)
 
 
-def splash_step_backward(
+def splash_backward(
     kernel: Any,
     chunks: Chunks,
     result: Result,

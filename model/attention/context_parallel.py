@@ -115,18 +115,16 @@ def make_context_parallel_attention(
     *,
     window: int | None,
     soft_cap: float | None,
+    in_ring_order: bool = False,
     axis_steps: tuple[AxisSteps, ...] = (),
 ) -> Attend:
     """Return the attention function for local rows, heads and positions.
 
     Devices share rows over the manual mesh axes `axes`, along which collectives take
-    `axis_steps`. The algorithm is not `auto`, and the window is shorter than a row.
+    `axis_steps`. `in_ring_order` says whether they have the chunks of a ring. The
+    algorithm is not `auto`, and the window is shorter than a row.
     """
     attend_rows = partial(kernel.attend, window=window, soft_cap=soft_cap)
-    gathers_in_ring_order = (
-        algorithm is ContextAttention.all_gather and kernel is not xla
-    )
-    in_ring_order = algorithm is ContextAttention.ring or gathers_in_ring_order
     if window is not None and in_ring_order:
         multiple = kernel.LENGTH_MULTIPLE
         return partial(attend_in_window, attend_rows, window, multiple, axes)
@@ -140,7 +138,7 @@ def make_context_parallel_attention(
             return partial(_attend_in_ring, ring_kernel, kernel.SCALES_QUERIES, axes)
         case ContextAttention.ulysses:
             return partial(_exchange_and_attend, attend_rows, axes)
-        case ContextAttention.all_gather if gathers_in_ring_order:
+        case ContextAttention.all_gather if in_ring_order:
             return partial(
                 kernel.attend_gathered,
                 axes=axes,

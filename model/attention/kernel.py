@@ -13,7 +13,6 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +128,7 @@ def attention(
         kv_axis = "heads"
     make_attend = partial(
         _make_attend_on_shards,
-        KERNELS[implementation],
+        implementation,
         placement=placement,
         context=context,
         kv_axis=kv_axis,
@@ -150,7 +149,7 @@ def attention(
 
 
 def _make_attend_on_shards(
-    kernel: ModuleType,
+    implementation: Attention,
     *,
     window: int | None,
     soft_cap: float | None,
@@ -162,6 +161,7 @@ def _make_attend_on_shards(
 
     `kv_axis` is the logical axis of the heads of keys and values.
     """
+    kernel = KERNELS[implementation]
     if placement.sequence_axes:
         attend = make_context_parallel_attention(
             context,
@@ -169,6 +169,7 @@ def _make_attend_on_shards(
             placement.sequence_axes,
             window=window,
             soft_cap=soft_cap,
+            in_ring_order=context.has_ring_order(implementation),
             axis_steps=placement.axis_steps,
         )
     else:

@@ -65,9 +65,7 @@ def _attend(kernel: Any, chunks: Chunks, sinks_N: Array | None) -> Any:
 
 def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
     # Under `jit`, JAX removes a forward pass whose results are not used.
-    run = jax.jit(
-        jax.vmap(partial(compat.splash_step_forward, sinks_N=sinks_N), (None, 0))
-    )
+    run = jax.jit(jax.vmap(partial(compat.splash_forward, sinks_N=sinks_N), (None, 0)))
     # The kernel repeats lse over lanes. Without the barrier, XLA would keep that array.
     result = jax.lax.optimization_barrier(run(kernel, chunks))
     o, lse = (saveable(x, "attention") for x in result)
@@ -76,7 +74,7 @@ def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
 
 def _attend_backward(residuals, do_BNTH: Array):
     kernel, chunks, sinks_N, result = residuals
-    run = jax.vmap(partial(compat.splash_step_backward, kernel, sinks_N=sinks_N))
+    run = jax.vmap(partial(compat.splash_backward, kernel, sinks_N=sinks_N))
     dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTH)
     # Without the barrier, XLA could compute dq later, and keep gathered keys for it.
     dq, dk, dv = jax.lax.optimization_barrier((dq, dk, dv))
@@ -182,7 +180,7 @@ def forward(
     """Compute one step of a ring (model/attention/ring.py)."""
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
     with _step_scope(chunks, causal):
-        return jax.vmap(partial(compat.splash_step_forward, kernel))(chunks)
+        return jax.vmap(partial(compat.splash_forward, kernel))(chunks)
 
 
 def backward(
@@ -195,7 +193,7 @@ def backward(
 ) -> Sequence[Array]:
     """Compute one step of a ring's backward pass."""
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
-    run = jax.vmap(partial(compat.splash_step_backward, kernel))
+    run = jax.vmap(partial(compat.splash_backward, kernel))
     with _step_scope(chunks, causal):
         return run(chunks, result, do_BNTH)[:3]
 

@@ -70,7 +70,7 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
     if num_chunks == 1:
         return run_chunk(tokens)
-    # The chunks' gradients are added up.
+    # The gradients of the chunks are added up, in float32.
     experts = experts._replace(
         matrices=[w.astype(jnp.float32) for w in experts.matrices]
     )

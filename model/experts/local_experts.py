@@ -5,12 +5,12 @@ experts of the device.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from model.choices import Grouped
 from model.config import ModelConfig
 from model.eight_bits.float8 import FORWARD, float8_scale, to_float8
 from model.execution import CallContext, Execution
@@ -162,42 +162,29 @@ def run_mlps(
         shares_RE = is_in_expert_RE.astype(x_RD.dtype)
         sums = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)
         inner = [h + bias for h, bias in zip(inner, sums, strict=True)]
-    h_RF: Any = _weigh_hidden(experts.config, inner, weights_R1)
-    y_RD = multiply("down", h_RF, down)
+    if experts.execution.grouped is Grouped.megablox:
+        *inner, weights_R1 = _differentiate_together([*inner, weights_R1])
+    h_RF = activate(experts.config, inner[0], inner[1] if gate else None)
+    # Apply the router's weights before `down`, so that their gradient does not need the
+    # result of `down`.
+    y_RD = multiply("down", (h_RF * weights_R1).astype(x_RD.dtype), down)
     return Output(y_RD, jnp.sum(jnp.stack(counts), axis=0) if is_monitored else None)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weigh_hidden(
-    config: ModelConfig, inner: Sequence[jax.Array], weights_R1: jax.Array
-) -> Any:
-    """Return the hidden values, times the router's weights, in the dtype of `inner`.
+@jax.custom_vjp
+def _differentiate_together(arrays: list[jax.Array]) -> Any:
+    """Return the arrays. XLA computes all of their gradients before it uses any.
 
-    `inner` are the results of `up` and `gate`. The weights are applied before `down`,
-    so that their gradient does not need the result of `down`.
+    Otherwise it would compute the gradient of the router's weights later, and keep the
+    other arrays until then.
     """
-    return _weigh(config, inner, weights_R1)
+    return arrays
 
 
-def _weigh(
-    config: ModelConfig, inner: Sequence[jax.Array], weights_R1: jax.Array
-) -> jax.Array:
-    h_RF = activate(config, inner[0], inner[1] if config.gated else None)
-    return (h_RF * weights_R1).astype(inner[0].dtype)
-
-
-def _weigh_forward(config: ModelConfig, inner, weights_R1):
-    return _weigh(config, inner, weights_R1), (inner, weights_R1)
-
-
-def _weigh_backward(config: ModelConfig, residuals, dh_RF: jax.Array):
-    grads = jax.vjp(partial(_weigh, config), *residuals)[1](dh_RF)
-    # XLA would otherwise compute the gradient of the weights later, and keep `inner`
-    # until then.
-    return jax.lax.optimization_barrier(grads)
-
-
-_weigh_hidden.defvjp(_weigh_forward, _weigh_backward)
+_differentiate_together.defvjp(
+    lambda arrays: (arrays, None),
+    lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
+)
 
 
 def add_bias(

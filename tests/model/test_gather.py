@@ -74,16 +74,28 @@ def test_parts_make_the_whole_and_gradients_add_up_to_parts(run, dim, axes, opti
     np.testing.assert_array_equal(found, each.sum(0))
 
 
-@pytest.mark.parametrize("columns", [24, 128])
-def test_a_tpu_rounds_each_layers_part_by_itself(run, columns):
-    """Not as floats, which XLA would round for all layers at once."""
-    placement = WeightPlacement(((0, ("fsdp",)),), platform="tpu")
+@pytest.mark.parametrize(("columns", "pinned"), [(24, False), (128, True)])
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_tpu_rounds_each_layers_part_by_itself(run, columns, pinned, automatic):
+    """As integers, which XLA does not round for all layers at once."""
+    placement = WeightPlacement(
+        ((0, ("fsdp",)),), platform="tpu", has_automatic_axes=automatic
+    )
     whole = numbers(16, columns) + 2**-12
     shard, everywhere = PartitionSpec("fsdp"), PartitionSpec()
     found = run(
         lambda x: placement.gather_as(x, jnp.bfloat16), whole, shard, everywhere
     )
     np.testing.assert_array_equal(found, whole.astype(jnp.bfloat16))
+    text = str(
+        jax.make_jaxpr(
+            lambda x: placement.gather_as(x, jnp.bfloat16), axis_env=[("fsdp", 4)]
+        )(whole[:4])
+    )
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert len(barriers) == 1
+    assert "u32" in barriers[0]
+    assert ("layout_constraint" in text) == (pinned and not automatic)
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [("float32", False), ("bfloat16", True)])

@@ -105,7 +105,7 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None, algorithm=R
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
     sinks = None if sinks is None else jnp.float32(sinks)
     own = make_context_parallel_attention(
-        algorithm, kernel, AXES, window=window, soft_cap=soft_cap
+        algorithm, kernel, AXES, window=window, soft_cap=soft_cap, in_ring_order=True
     )
     found = jax.jit(partial(around, own, c))(q, k, v, sinks, jnp.asarray(ids), do)
     for one, right in zip(found, expected, strict=True):

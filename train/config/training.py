@@ -92,7 +92,7 @@ class TrainConfig:
         Doc(
             "The largest number of positions of a row, or of a device's part of a row, "
             "whose logits exist at once. null: all positions if the vocabulary has "
-            "fewer than 8,192 ids. Otherwise at most 128 on CPUs. On other devices, as "
+            "fewer than 8,192 ids, otherwise at most 128. On TPUs, instead of 128, as "
             "many as memory allows, or all positions but only some ids at a time."
         ),
     ] = None

@@ -26,7 +26,7 @@ from model.gather import WeightPlacement
 
 _LARGE_VOCAB = 8192  # Logits of this many ids or more are divided.
 _TILE = 128  # The positions of a row in the smallest tile, if they divide the row.
-_TILE_TOKENS = 4096  # More tokens do not make products faster (docs/log/compiled.md).
+_TILE_TOKENS = 4096  # More tokens save little: memory no longer bounds the products.
 
 
 class LossForm(NamedTuple):
@@ -104,12 +104,12 @@ def choose_form(
         return LossForm(largest_divisor(T, chunk or T))
     placement, D = execution.placement, config.embed_dim
     smallest = largest_divisor(T, _TILE)
-    if placement.platform != "tpu":  # Other programs were not compared.
+    if placement.platform != "tpu":  # Only TPU programs were compared.
         return LossForm(smallest)
     itemsize = execution.numerics.compute_dtype.itemsize
     if placement.scatters_tables and itemsize * B * T <= 4 * D:
-        # The exponentials need no more memory than the gradient [D, V] of the tiles.
-        # The logits of a piece need no more than the float32 gradient of x [N, D].
+        # The exponentials need no more memory than the gradient [D, V] of the tiles,
+        # and the logits of a piece less than the float32 gradient of x [N, D].
         return LossForm(smallest, _piece_size(config.vocab_rows, D // 2))
     hidden = config.mlp_size
     if config.expert_layers:
@@ -127,7 +127,7 @@ def largest_divisor(T: int, limit: int) -> int:
 
 
 def _piece_size(V: int, limit: int) -> int:
-    """Return the ids of a piece, at most about `limit`.
+    """Return the ids of a piece: at most a quarter more than `limit`.
 
     A multiple of 128 ids fills the lanes of a TPU. The last piece overlaps the one
     before, so the number of pieces is chosen for a small overlap.
