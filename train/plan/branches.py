@@ -6,22 +6,29 @@ gathered, because a device lacks the capacity (model/experts/exchange.py); layer
 high precision (true) or not (model/stacks.py).
 """
 
+from collections.abc import Sequence
+
 from model.config import ModelConfig
 
 
-def branch_counts(model: ModelConfig, part: str, count: int) -> tuple[int, int]:
+def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int, int]:
     """Return how often a conditional takes its false and its true branch.
 
+    A conditional that is none of these three is assumed to take its true branch.
+
     Args:
-        model: the model's config.
+        model: the model's config; None if the program contains no model.
         part: the outermost part of the model around the conditional (`part_scope`):
             attention, mlp, or "" around whole layers.
         count: the executions of the conditional. They are divided as all layers of the
             model are, also if the conditional is in a loop over some of them.
     """
-    if part == "mlp":
+    flags: Sequence[bool] = ()
+    if model and part == "attention":
+        flags = [window is not None for window in model.windows]
+    elif model and not part:
+        flags = model.high_precision_flags
+    if len({*flags}) < 2:
         return 0, count
-    local_flags = [window is not None for window in model.windows]
-    flags = local_flags if part == "attention" else model.high_precision_flags
     num_true = round(count * sum(flags) / len(flags))
     return count - num_true, num_true

@@ -14,11 +14,9 @@ of an all-to-all or a permute. `sent` is the bytes that each device sends in a r
 """
 
 import dataclasses
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from train.console import print_table
@@ -27,12 +25,6 @@ from train.units import format_bytes, format_flops
 COMPILED, ESTIMATED = "compiled", "estimated"
 # Layers wait for the activations that are sent along these mesh axes.
 ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
-# The number of products of 2 T S H FLOPs for each head in an attention kernel.
-# Splash's backward pass is two kernels, and each recomputes the scores and their
-# cotangent. cuDNN's backward pass recomputes the scores and computes four gradients.
-SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
-CUDNN_PRODUCTS = {False: 2, True: 5}  # True: the backward pass
-_TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,8 @@ class Flops:
     unknown: kernels whose FLOPs are not counted.
     eight_bits: the FLOPs in `products` whose operands have eight bits.
     grouped: the FLOPs in `products` that multiply rows grouped by expert.
+    padded: the executed FLOPs at the full rate of the matrix units that take as long as
+        all FLOPs here, because dims leave a part of the units idle; 0 if unknown.
     """
 
     products: float = 0.0
@@ -53,6 +47,7 @@ class Flops:
     unknown: tuple[str, ...] = ()
     eight_bits: float = 0.0
     grouped: float = 0.0
+    padded: float = 0.0
 
     @property
     def total(self) -> float:
@@ -64,48 +59,6 @@ class Flops:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         total = Flops(*(one + two for one, two in pairs))
         return dataclasses.replace(total, unknown=tuple(sorted({*total.unknown})))
-
-
-def expected_fraction(scope: str) -> float:
-    """Return the fraction of used rows that a scope states (model/scopes.py), or 1."""
-    numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
-    return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
-
-
-def computed_blocks(scope: str) -> tuple[int, int] | None:
-    """Return the computed and the total score blocks that a kernel's scope states.
-
-    Source: the scope names in model/scopes.py. Returns None if no scope states them.
-    """
-    numbers = re.findall(r"computed\.(\d+)\.(\d+)", scope)
-    return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None
-
-
-def taken_fraction(scopes: Iterable[str], outer_scope: str = "") -> Fraction | None:
-    """Return the fraction of executions that take a branch; None if no scope states it.
-
-    Args:
-        scopes: the scopes of the instructions in the branch.
-        outer_scope: the scope of the conditional, which may itself be in a branch.
-    """
-    depth = len(_TAKEN.findall(outer_scope))
-    matches = [
-        fractions[depth]
-        for fractions in map(_TAKEN.findall, scopes)
-        if len(fractions) > depth
-    ]
-    return Fraction(int(matches[0][0]), int(matches[0][1])) if matches else None
-
-
-def causal_blocks(grid: Sequence[int]) -> tuple[int, int]:
-    """Return the computed and the total score blocks of a causal kernel.
-
-    Args:
-        grid: the shape of the kernel's mask: the number of blocks of queries (or keys)
-            and the number of blocks that a window spans, in any order.
-    """
-    window, blocks = sorted(grid)
-    return sum(min(i + 1, window) for i in range(blocks)), blocks * blocks
 
 
 @dataclass(frozen=True)
@@ -275,3 +228,58 @@ def table_cells(total: CollectiveTotal) -> list[str]:
         format_bytes(total.sent),
         f"{total.overlapped:.0%}",
     ]
+
+
+# TEMP
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+# The number of products of 2 T S H FLOPs for each head in an attention kernel.
+# Splash's backward pass is two kernels, and each recomputes the scores and their
+# cotangent. cuDNN's backward pass recomputes the scores and computes four gradients.
+SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+CUDNN_PRODUCTS = {False: 2, True: 5}  # True: the backward pass
+_TAKEN = re.compile(r"taken\.(\d+)\.(\d+)")
+
+
+def expected_fraction(scope: str) -> float:
+    """Return the fraction of used rows that a scope states (model/scopes.py), or 1."""
+    numbers = re.findall(r"expected\.(\d+)\.(\d+)", scope)
+    return int(numbers[-1][0]) / int(numbers[-1][1]) if numbers else 1.0
+
+
+def computed_blocks(scope: str) -> tuple[int, int] | None:
+    """Return the computed and the total score blocks that a kernel's scope states.
+
+    Source: the scope names in model/scopes.py. Returns None if no scope states them.
+    """
+    numbers = re.findall(r"computed\.(\d+)\.(\d+)", scope)
+    return (int(numbers[-1][0]), int(numbers[-1][1])) if numbers else None
+
+
+def taken_fraction(scopes: Iterable[str], outer_scope: str = "") -> Fraction | None:
+    """Return the fraction of executions that take a branch; None if no scope states it.
+
+    Args:
+        scopes: the scopes of the instructions in the branch.
+        outer_scope: the scope of the conditional, which may itself be in a branch.
+    """
+    depth = len(_TAKEN.findall(outer_scope))
+    matches = [
+        fractions[depth]
+        for fractions in map(_TAKEN.findall, scopes)
+        if len(fractions) > depth
+    ]
+    return Fraction(int(matches[0][0]), int(matches[0][1])) if matches else None
+
+
+def causal_blocks(grid: Sequence[int]) -> tuple[int, int]:
+    """Return the computed and the total score blocks of a causal kernel.
+
+    Args:
+        grid: the shape of the kernel's mask: the number of blocks of queries (or keys)
+            and the number of blocks that a window spans, in any order.
+    """
+    window, blocks = sorted(grid)
+    return sum(min(i + 1, window) for i in range(blocks)), blocks * blocks

@@ -1,8 +1,8 @@
 """Itemise the memory of one device, and of a host during a save.
 
 Each figure is computed (exact, from shapes and shardings), compiled (reported by the
-compiler) or estimated. The compiler's temporaries include gradients and activations.
-The item `gradients` assumes that all gradients exist at once.
+compiler) or a lower bound. The compiler's temporaries include gradients and
+activations. The item `gradients` assumes that all gradients exist at once.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from train.sharding import bytes_per_device
 from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
-COMPUTED = "computed"
+COMPUTED, LOWER_BOUND = "computed", "lower bound"
 HELD = ("parameters", "optimizer state", "batch")  # on the device during the whole run
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of bytes, and whether it is computed, compiled or estimated."""
+    """A number of bytes, and whether it is computed, compiled or a lower bound."""
 
     bytes: int
     how: str
@@ -48,7 +48,7 @@ class DeviceMemory:
     devices_per_host: the number of devices that share one host's memory.
     host_save: the most bytes that an asynchronous save keeps in one host's memory.
     checkpoint: the bytes of a checkpoint on disk, before compression.
-    temporaries: the estimated items of one device's temporaries, by name.
+    temporaries: the known items of one device's temporaries, by name.
     """
 
     parts: dict[str, Figure]
@@ -124,27 +124,17 @@ def print_memory(
     memory: DeviceMemory, budget: MemoryBudget | None, compilation: Compilation | None
 ) -> None:
     """Print every figure and its source, and whether the step fits a given budget."""
-    meanings = {
-        "arguments": "state and batch, as laid out in memory",
-        "temporaries": "activations, gradients, buffers",
-        "outputs": "results that do not reuse the arguments' memory",
-        "gradients": "part of the temporaries, if all exist at once",
-    }
-    rows = [
-        [name, format_bytes(figure.bytes), figure.how, meanings.get(name, "")]
-        for name, figure in memory.parts.items()
-        if figure.bytes and name not in memory.temporaries
-    ]
-    print_table(rows, ["memory of a device", "bytes", "source", ""], "memory")
-    rows = [
-        [name, format_bytes(figure.bytes)]
-        for name, figure in memory.temporaries.items()
-        if figure.bytes
-    ]
-    if rows:
-        total = sum(figure.bytes for figure in memory.temporaries.values())
-        rows.append(["total", format_bytes(total)])
-        title = "contents of the temporaries, estimated from shapes"
+    parts = {k: v for k, v in memory.parts.items() if v.bytes}
+    print_table(
+        [[name, format_bytes(part.bytes), part.how] for name, part in parts.items()],
+        ["memory of a device", "bytes", "source"],
+        "memory (temporaries include gradients)",
+    )
+    items = {name: item.bytes for name, item in memory.temporaries.items()}
+    if items:
+        rows = [[name, format_bytes(size)] for name, size in items.items()]
+        rows.append(["total", format_bytes(sum(items.values()))])
+        title = "what the temporaries hold at least, from shapes"
         print_table(rows, ["temporaries", "bytes"], title)
     if compilation:
         print(
@@ -163,20 +153,28 @@ def print_memory(
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
     if budget is None:
         return
-    program_note = f", of which a program can use {format_bytes(budget.program)}"
     print(
-        f"memory      {format_bytes(budget.total)} a device"
-        f"{program_note if budget.program < budget.total else ''}; "
-        f"{format_bytes(budget.available)} with the margin"
+        f"memory      {format_bytes(budget.total)} a device, of which a program can "
+        f"use {format_bytes(budget.program)}; {format_bytes(budget.available)} with "
+        "the margin"
     )
     if budget.note:
         print(f"            {budget.note}")
-    needed = memory.needed.bytes
-    spare = budget.available - needed
-    print(f"needed      {format_bytes(needed)} a device, {memory.needed.how}")
-    surplus = f"yes, {format_bytes(spare)} to spare"
-    shortage = f"no, {format_bytes(-spare)} too much"
-    print(f"fits        {surplus if memory.fits(budget) else shortage}")
+    needed, spare = memory.needed, budget.available - memory.needed.bytes
+    at_least = needed.how == LOWER_BOUND
+    print(
+        f"needed      {'at least ' * at_least}{format_bytes(needed.bytes)} a device, "
+        f"{needed.how}"
+    )
+    if spare < 0:
+        print(f"fits        no, {format_bytes(-spare)} too much")
+    elif at_least:
+        print(
+            f"fits        not known: {format_bytes(spare)} are left for what only a "
+            "compiler can count; compile the step to know"
+        )
+    else:
+        print(f"fits        yes, {format_bytes(spare)} to spare")
 
 
 def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Plan a step on its devices: memory, cost, predicted speed and advice.
 
-`compile_and_read` compiles the step; `estimate` needs no compiler.
+`compile_and_read` compiles the step, `compile_small` a copy with few layers, and
+`estimate` nothing.
 """
 
 from contextlib import suppress
@@ -19,17 +20,14 @@ from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.step import (
-    count_host_bytes,
-    estimate_items,
-    estimate_memory,
-    estimate_step,
-)
+from train.plan.estimated.lower_bound import temporaries_by_depth
+from train.plan.estimated.step import estimate_memory, estimate_step
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
 from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
+from train.plan.small_copy import extrapolate_cost, extrapolate_memory, make_copy
 from train.program import Program
 from train.units import format_flops
 
@@ -197,24 +195,37 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
     The cost is estimated if the step does not fit or XLA cannot print the program.
     `budget` has the same default as in `estimate`.
     """
-    step = local_step(program)
+    guess = estimate(program, budget)
     result, compilation = measure_compile(program)
     memory, text = device_memory(program, result), None
     if not isinstance(result, OutOfMemory):
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
             text = result.as_text()
-    cost = read_step(program, text) if text else estimate_step(program, step)
+    cost = guess.cost
     if text:
-        cost = replace(cost, host_bytes=count_host_bytes(program, step))
-    return Plan(
-        program=program,
-        budget=budget or _budget_of(program),
-        memory=replace(memory, temporaries=estimate_items(program, step)),
-        cost=cost,
-        text=text,
-        compilation=compilation,
-    )
+        flops = {section.name: section.flops for section in guess.cost.sections}
+        read = read_step(program, text, flops)
+        cost = replace(read, host_bytes=guess.cost.host_bytes)
+    memory = replace(memory, temporaries=guess.memory.temporaries)
+    return Plan(program, guess.budget, memory, cost, text=text, compilation=compilation)
+
+
+def compile_small(program: Program, budget: MemoryBudget | None = None) -> Plan:
+    """Compile a copy with few layers, and return the plan extrapolated to all layers.
+
+    A program with few layers is compiled whole. `budget` has the same default as in
+    `estimate`.
+    """
+    copy = make_copy(program)
+    if copy is None:
+        return compile_and_read(program, budget)
+    whole, small_guess = estimate(program, budget), estimate(copy, budget)
+    small = compile_and_read(copy, budget)
+    temporaries = temporaries_by_depth(program) - temporaries_by_depth(copy)
+    memory = extrapolate_memory(small.memory, whole.memory, temporaries)
+    cost = extrapolate_cost(small.cost, small_guess.cost, whole.cost)
+    return replace(whole, memory=memory, cost=cost, compilation=small.compilation)
 
 
 def _step_s(plan: Plan) -> float:

@@ -34,3 +34,9 @@ def section_of(scope: str) -> str:
     if name in ("layers", "stages"):
         return f"layers {direction or 'forward'}"
     return "loss" if name == "loss" else OTHERS
+
+
+def outermost_part(scope: str) -> str:
+    """Return the outermost part of the model in a scope (model/scopes.py), or ""."""
+    match = re.search(r"[/(]part\.(\w+)", f"/{scope}")
+    return match[1] if match else ""

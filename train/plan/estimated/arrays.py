@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from train.mesh_sizes import num_shards
 from train.plan.sections import scope_in_name, section_of
 
@@ -76,6 +78,8 @@ class LocalArray:
     made_from: the parameter that the array is a converted or reshaped copy of.
     label: the name of the parameter or batch field, for printing.
     on_host: whether the array is in host memory.
+    value: the elements of a constant of eight-bit integers, such as the blocks of
+        scores that an attention kernel does not skip; None for other arrays.
     """
 
     dims: tuple[Dim, ...]
@@ -85,6 +89,7 @@ class LocalArray:
     made_from: "LocalArray | None" = None
     label: str = ""
     on_host: bool = False
+    value: np.ndarray | None = None
 
     def __post_init__(self):
         self.source = self.made_from or self

@@ -18,11 +18,9 @@ from train.plan.estimated.arrays import Axes, Dim, LocalArray, OperationPosition
 class Exchange(NamedTuple):
     """A collective of a step.
 
-    payload: the payload of all `count` executions together.
+    payload: the payload of all `count` executions in a step together.
     label: the part of the model that uses the result, for printing.
     section: the section of the step (train/plan/sections.py).
-    once: whether the collective runs once a step, not in each microbatch.
-    body: the id of the loop body around the collective.
     members: the positions along `axes` of the devices in one group; () means all.
     """
 
@@ -33,17 +31,15 @@ class Exchange(NamedTuple):
     label: str
     section: str
     in_layers: bool
-    once: bool
-    body: int
     members: tuple[int, ...] = ()
 
 
 class CollectiveRecorder:
     """Records the collectives of a device."""
 
-    def __init__(self, sizes: Mapping[str, int], platform: str):
+    def __init__(self, sizes: Mapping[str, int], platform: str, microbatches: int):
         """Start without collectives, on a mesh with axes of the given sizes."""
-        self.sizes, self.platform = sizes, platform
+        self.sizes, self.platform, self._microbatches = sizes, platform, microbatches
         self.exchanges: list[Exchange] = []
         self._gathered = set[tuple[int, LocalArray, Axes, bool]]()
 
@@ -58,6 +54,8 @@ class CollectiveRecorder:
     ) -> None:
         """Record a collective that runs `position.count` times."""
         axes, count = self.nontrivial_axes(axes), position.count
+        if "copies" in position.scope:  # once in each step (train/rows.py)
+            count //= self._microbatches
         if axes and payload and count:
             label = label or position.scope.strip("/").split("/")[-1]
             exchange = Exchange(
@@ -68,9 +66,6 @@ class CollectiveRecorder:
                 label,
                 section=position.section,
                 in_layers=position.in_layers,
-                # The scope `copies` is outside the microbatches (train/rows.py).
-                once="copies" in position.scope,
-                body=position.body,
                 members=members,
             )
             self.exchanges.append(exchange)

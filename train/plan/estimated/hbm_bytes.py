@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from train.plan.cost import HbmBytes
 from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.local_step import FLOAT32, LocalStep
-from train.plan.estimated.operation import Operation
+from train.plan.estimated.operation import Operation, flatten_loops
 from train.plan.sections import OTHERS
 
 _INDEXED = ("gather", "scatter-add")
@@ -25,27 +25,23 @@ def estimate_hbm_bytes(step: LocalStep, state_bytes: int) -> defaultdict[str, Hb
     `state_bytes` is the size of the local state.
     """
     by_section = defaultdict[str, HbmBytes](HbmBytes)
-    for loop in step.gradients.flatten():
-        for operation in loop.body:
-            if operation.flops or operation.name in _INDEXED:
-                count = step.microbatches * loop.position.count * loop.trips
-                by_section[operation.position.section] += HbmBytes(
-                    count * _sum_bytes(_arrays_of(operation)),
-                    count * _pass_bytes(operation, loop.position.in_layers),
-                )
-    products = others = 0
+    for op in flatten_loops(step.gradients.operations):
+        if op.flops or op.name in _INDEXED:
+            count = op.position.count
+            by_section[op.position.section] += HbmBytes(
+                count * _sum_bytes(_arrays_of(op)), count * _pass_bytes(op)
+            )
     gradients = FLOAT32 * sum(param.size for param in step.params)
-    if step.microbatches > 1:
-        # Each gradient and the running sum are read, and the new sum is written.
-        others += 3 * step.microbatches * gradients
-    # The update reads the gradients, and reads and writes the state.
-    others += 2 * state_bytes + gradients
-    for operation in step.update.flatten():
-        if operation.flops:
-            products += _sum_bytes(_arrays_of(operation))
-            # Accumulating and rounding a result takes three accesses.
-            others += 3 * operation.results[0].bytes
-    by_section[OTHERS] += HbmBytes(products, others)
+    # The update reads the gradients, and reads and writes the state. With microbatches,
+    # each gradient and the running sum are read, and the new sum is written.
+    others = 2 * state_bytes + gradients
+    others += 3 * step.microbatches * gradients if step.microbatches > 1 else 0
+    products = [op for op in flatten_loops(step.update.operations) if op.flops]
+    # Accumulating and rounding a result takes three accesses.
+    others += 3 * sum(op.results[0].bytes for op in products)
+    by_section[OTHERS] += HbmBytes(
+        sum(_sum_bytes(_arrays_of(op)) for op in products), others
+    )
     return by_section
 
 
@@ -53,13 +49,14 @@ def _arrays_of(operation: Operation) -> list[LocalArray]:
     return [*dict.fromkeys(operation.operands), *operation.results]
 
 
-def _pass_bytes(operation: Operation, in_layers: bool) -> int:
+def _pass_bytes(operation: Operation) -> int:
     """Return the bytes of the passes before and after an operation.
 
     These passes make or use activations, and round or gather a layer's weights.
     """
     activations = _sum_bytes(a for a in _arrays_of(operation) if a.from_batch)
     weights = (a for a in dict.fromkeys(operation.operands) if not a.from_batch)
+    in_layers = operation.position.in_layers
     return activations + (_sum_bytes(weights) if in_layers else 0)
 
 

@@ -1,7 +1,9 @@
 """The operations of a walked program: equations and loops."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from train.plan.estimated.arrays import LocalArray, OperationPosition
 
@@ -12,13 +14,30 @@ SHAPES = {
 }
 
 
+class ProductSize(NamedTuple):
+    """The local size of a matrix product, [rows, depth] x [depth, columns].
+
+    batch: the number of such products.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Two FLOPs for each multiply-add."""
+        return 2.0 * math.prod(self)
+
+
 @dataclass(eq=False)
 class Operation:
     """An equation, or a loop whose `body` runs `trips` times.
 
     flops: the FLOPs of a product or a kernel, including skipped blocks.
-    computed_fraction: the fraction of `flops` in blocks that are not skipped.
-    is_square: whether an attention kernel has as many keys as queries.
+    computed: the fraction of `flops` in blocks that a kernel does not skip.
+    product: the size of a matrix product; None for other operations.
     slices: the slices of stacked arrays that a trip of a loop reads.
     carried: the arrays that a loop carries from trip to trip.
     stacked: the results of a trip that a loop stacks.
@@ -29,8 +48,8 @@ class Operation:
     results: list[LocalArray]
     position: OperationPosition
     flops: float = 0.0
-    computed_fraction: float = 1.0
-    is_square: bool = True
+    computed: float = 1.0
+    product: ProductSize | None = None
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
     slices: list[LocalArray] = field(default_factory=list)

@@ -1,16 +1,30 @@
 """Lay out the results of products on a device, and count their local FLOPs."""
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from train.plan.cost import causal_blocks, computed_blocks, expected_fraction
 from train.plan.estimated.arrays import Dim, LocalArray, OperationPosition, gather_along
 from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import ResultLayout
+from train.plan.estimated.operation import ProductSize
+
+
+class LocalProduct(NamedTuple):
+    """A matrix product on a device.
+
+    operands: the operands, after their gathers.
+    layout: the result's dims, and the axes along which it is a partial sum.
+    size: None for an elementwise product and a sum.
+    """
+
+    operands: list[LocalArray]
+    layout: ResultLayout
+    size: ProductSize | None
 
 
 def lay_out_product(
@@ -19,17 +33,13 @@ def lay_out_product(
     pairs: Any,
     recorder: CollectiveRecorder,
     position: OperationPosition,
-) -> tuple[LocalArray, LocalArray, ResultLayout, float]:
+) -> LocalProduct:
     """Lay out `dot_general` on a device.
 
     An axis conflicts if it shards both operands in dims that do not match, or only a
     contracted dim of one operand. Then the parameter is gathered along this axis. Of
     two parameters, the one whose contracted dim is sharded is gathered; if that is true
     of both or neither, the smaller one.
-
-    Returns:
-        The operands of the local product; the result's dims with the axes along which
-        it is a partial sum; and the FLOPs.
     """
     (in_a, in_b), (batch_a, batch_b) = pairs
     matches = dict(zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True))
@@ -52,13 +62,13 @@ def lay_out_product(
             a, b = (gathered, b) if to_gather is a else (a, gathered)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
-    free_a = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
-    free_b = [d for i, d in enumerate(b.dims) if i not in (*in_b, *batch_b)]
-    flops = 2.0 * math.prod(d.size for d in (*contracted, *batch, *free_a, *free_b))
-    if not free_a and not free_b:
-        flops = 0.0  # an elementwise product and a sum, not a matrix product
+    rows = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
+    columns = [d for i, d in enumerate(b.dims) if i not in (*in_b, *batch_b)]
+    groups = (rows, columns, contracted, batch)
+    size = ProductSize(*(math.prod(dim.size for dim in group) for group in groups))
     sum_axes = tuple(axis for dim in contracted for axis in dim.axes)
-    return a, b, ((*batch, *free_a, *free_b), sum_axes), flops
+    layout = ((*batch, *rows, *columns), sum_axes)
+    return LocalProduct([a, b], layout, size if rows or columns else None)
 
 
 def _dim_of(array: LocalArray, axis: str) -> int | None:
@@ -72,72 +82,57 @@ def _join(a: Dim, b: Dim) -> Dim:
     return min(a, b, key=lambda dim: dim.size)
 
 
-def lay_out_grouped_product(
-    params: Any, operands: list[LocalArray], scope: str
-) -> tuple[ResultLayout, float]:
-    """Lay out a product of rows grouped by expert.
+def lay_out_grouped_product(params: Any, operands: list[LocalArray]) -> LocalProduct:
+    """Lay out a product of rows grouped by expert; each device has its own rows.
 
-    Returns:
-        The result's dims, no axes of a partial sum (each device has its own rows), and
-        the FLOPs of the expected number of rows in use.
+    The size includes rows that no expert uses.
     """
     rows, operand, sizes = operands
     numbers = params["ragged_dot_dimension_numbers"]
     (_, contracted), _ = numbers.dot_dimension_numbers
+    num_rows, depth = (dim.size for dim in rows.dims)
     if numbers.rhs_group_dimensions:  # products with matrices [E, K, N] or [E, N, K]
         dims = rows.dims[0], operand.dims[3 - contracted[0]]
+        size = ProductSize(num_rows, dims[1].size, depth)
     else:  # gradients of the matrices, [E, K, N]
         dims = sizes.dims[0], rows.dims[1], operand.dims[1]
-    flops = 2.0 * rows.size * dims[-1].size
-    return (dims, ()), flops * expected_fraction(scope)
+        size = ProductSize(depth, dims[2].size, num_rows)
+    return LocalProduct(operands, (dims, ()), size)
 
 
-class KernelFlops(NamedTuple):
-    """The FLOPs of an attention kernel on a device, including skipped blocks.
+def attention_flops(equation: Any, operands: list[LocalArray]) -> tuple[float, float]:
+    """Count the local FLOPs of a traced attention kernel.
 
-    computed_fraction: the fraction of `flops` in blocks that the mask does not skip.
-    is_square: whether there are as many keys as queries.
+    The local numbers of rows and heads may differ from the traced numbers; the largest
+    operand gives the ratio. The first two floating-point operands are queries and keys.
+
+    Returns:
+        The FLOPs for all scores, and the fraction of the scores in blocks that the mask
+        does not skip. If the mask depends on the device, this is a causal mask's.
     """
-
-    flops: float
-    computed_fraction: float
-    is_square: bool
-
-
-def traced_attention_flops(
-    equation: Any, operands: list[LocalArray], scope: str
-) -> KernelFlops:
-    """Count the local FLOPs of a traced kernel.
-
-    Each cell of the grid executes the products of the kernel's body. The local numbers
-    of rows and heads may differ from the traced numbers; the largest operand gives
-    the ratio. The first two floating-point operands are queries and keys.
-    """
-    params = equation.params
-    cells = math.prod(params["grid_mapping"].grid)
     pairs = zip((v.aval for v in equation.invars), operands, strict=True)
     floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
     traced, local = max(floats, key=lambda pair: pair[0].size)
-    flops = cells * _jaxpr_flops(params["jaxpr"]) * local.size / traced.size
-    lengths = [array.dims[-2].size for _, array in floats[:2] if len(array.dims) > 1]
-    is_square = len({*lengths}) == 1
-    masks = [v.aval.shape[-2:] for v in equation.invars if v.aval.dtype == np.int8]
-    if not masks:
-        return KernelFlops(flops, 1.0, is_square)
-    computed, blocks = computed_blocks(scope) or causal_blocks(masks[0])
-    # The grid has one cell for each block of the mask; count all blocks of the scores.
-    flops *= blocks / math.prod(masks[0])
-    return KernelFlops(flops, computed / blocks, is_square)
+    (queries, _), (keys, _), *_ = floats
+    products = list(_products(equation.params["jaxpr"]))
+    block = products[0]  # The first product computes a block of the scores.
+    num_blocks = queries.shape[-2] * keys.shape[-2] / (block.rows * block.columns)
+    heads = math.prod(queries.shape[:-2]) * local.size / traced.size
+    whole = heads * num_blocks * sum(product.flops for product in products)
+    masks = [array.value for array in operands if array.value is not None]
+    if masks:  # the next blocks to load, and which blocks are computed
+        return whole, np.count_nonzero(masks[1]) / num_blocks
+    blocks_in_row = keys.shape[-2] / block.columns
+    return whole, (blocks_in_row + 1) / (2 * blocks_in_row)
 
 
-def _jaxpr_flops(jaxpr: Any) -> float:
-    total = 0.0
+def _products(jaxpr: Any) -> Iterator[ProductSize]:
+    """Yield the products of a kernel's body, including those in its loops."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (inner, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            depth = math.prod(shape[i] for i in inner)
-            total += 2.0 * equation.outvars[0].aval.size * depth
-        trips = equation.params.get("length", 1)
-        total += trips * sum(map(_jaxpr_flops, jaxprs_in_params(equation.params)))
-    return total
+            depth = math.prod(equation.invars[0].aval.shape[i] for i in inner)
+            rows, columns = equation.outvars[0].aval.shape
+            yield ProductSize(rows, columns, depth)
+        for body in jaxprs_in_params(equation.params):
+            yield from _products(body)

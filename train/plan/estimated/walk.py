@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 
-from train.plan.cost import taken_fraction
+from model.config import ModelConfig
+from train.plan.branches import branch_counts
 from train.plan.estimated.arrays import (
     Dim,
     LocalArray,
@@ -24,10 +26,11 @@ from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import Layouts
 from train.plan.estimated.operation import SHAPES, Operation, flatten_loops
 from train.plan.estimated.products import (
+    attention_flops,
     lay_out_grouped_product,
     lay_out_product,
-    traced_attention_flops,
 )
+from train.plan.sections import outermost_part
 
 # Operations that are linear in all operands together. They commute with a reduction.
 _LINEAR = SHAPES | {
@@ -35,22 +38,33 @@ _LINEAR = SHAPES | {
     *("concatenate", "stack", "unstack"),
 }
 # Operations whose result counts as the operand's parameter, or as a part of it.
-_SAME_PARAMETER = SHAPES | {"all_gather", "dynamic_slice", "ppermute", "unstack"}
+_SAME_PARAMETER = SHAPES | {
+    *("all_gather", "bitcast_convert_type", "dynamic_slice", "ppermute", "unstack"),
+}
 
 
 class Walk:
-    """Follows a program, and records its operations and collectives.
+    """Follows a program, and records its operations and collectives."""
 
-    Of a conditional, `operations` has the last branch. `branch_operations` has the
-    products and kernels of the other branches that state how often they are taken.
-    """
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        platform: str,
+        model: ModelConfig | None,
+        count: int,
+    ):
+        """Start without operations.
 
-    def __init__(self, sizes: Mapping[str, int], platform: str):
-        """Start without operations, on a mesh with axes of the given sizes."""
+        Args:
+            sizes: the sizes of the mesh axes.
+            platform: the platform of the devices.
+            model: the config of the model in the program, if it contains one. It says
+                how often branches are taken.
+            count: how often the program runs, the number of microbatches of a step.
+        """
         self.operations: list[Operation] = []
-        self.branch_operations: list[Operation] = []
-        self.recorder = CollectiveRecorder(sizes, platform)
-        self._count, self._scope = 1, ""
+        self.recorder = CollectiveRecorder(sizes, platform, count)
+        self._model, self._count, self._scope = model, count, ""
         self._layouts = Layouts(self.recorder)
 
     @property
@@ -64,9 +78,11 @@ class Walk:
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
+        constants = getattr(jaxpr, "consts", [None] * len(jaxpr.constvars))
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         arrays = dict(zip(jaxpr.invars, arguments, strict=True))
-        arrays |= {var: _constant(var.aval) for var in jaxpr.constvars}
+        for variable, value in zip(jaxpr.constvars, constants, strict=True):
+            arrays[variable] = _constant(variable.aval, value)
 
         def read(atom: Any) -> LocalArray:
             return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
@@ -83,7 +99,8 @@ class Walk:
 
     def _walk(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params = equation.primitive.name, equation.params
-        if name == "name":  # names a result for a rematerialisation policy
+        # The first names a result for a rematerialisation policy.
+        if name in ("name", "optimization_barrier"):
             return operands
         if name == "scan":
             return self._scan(equation, operands)
@@ -102,28 +119,20 @@ class Walk:
     def _cond(
         self, branches: Sequence[Any], operands: list[LocalArray]
     ) -> list[LocalArray]:
-        """Walk the last branch, and the other branches that state how often they run.
+        """Walk the branches that are taken (plan/branches.py).
 
-        The last branch counts as always taken if no scope states otherwise. The other
-        branches count only with their products and kernels. If only one branch returns
-        a result that depends on the batch, this result stands for all branches.
+        A result that is constant in all branches but one is the result of that branch.
         """
-        count, operations, results = self._count, self.operations, list[LocalArray]()
-        for branch in branches:
-            scopes = (str(e.source_info.name_stack) for e in branch.jaxpr.eqns)
-            fraction, is_last = taken_fraction(scopes), branch is branches[-1]
-            if fraction is None and not is_last:
-                continue
-            self._count = count if fraction is None else round(count * fraction)
-            self.operations = operations if is_last else []
-            outputs = self.run(branch, operands)
-            results = [
-                new if new.from_batch or not old.from_batch else old
-                for old, new in zip(results or outputs, outputs, strict=True)
-            ]
-            if not is_last:
-                self.branch_operations += [op for op in self.flatten() if op.flops]
-        self._count, self.operations = count, operations
+        count, results = self._count, list[LocalArray]()
+        counts = branch_counts(self._model, outermost_part(self._scope), count)
+        for branch, self._count in zip(branches, counts, strict=True):
+            if self._count:
+                outputs = self.run(branch, operands)
+                results = [
+                    new if _is_variable(new) or not _is_variable(old) else old
+                    for old, new in zip(results or outputs, outputs, strict=True)
+                ]
+        self._count = count
         return results
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
@@ -194,32 +203,30 @@ class Walk:
         is_linear = name in _LINEAR or is_by_scalar
         for array in () if is_linear else operands:
             self.recorder.reduce(array, ())
-        flops, fraction, is_square = 0.0, 1.0, True
-        if name == "pallas_call":
-            flops, fraction, is_square = traced_attention_flops(
-                equation, operands, self._scope
-            )
-        if name == "dot_general":
-            pairs = params["dimension_numbers"]
-            left, right = operands
-            *operands, layout, flops = lay_out_product(
-                left, right, pairs, self.recorder, position
-            )
-            layouts = [layout]
-        elif name == "ragged_dot_general":
-            layout, flops = lay_out_grouped_product(params, operands, self._scope)
-            layouts = [layout]
+        size, flops, computed = None, 0.0, 1.0
+        if name in ("dot_general", "ragged_dot_general"):
+            if name == "dot_general":
+                left, right = operands
+                pairs = params["dimension_numbers"]
+                product = lay_out_product(left, right, pairs, self.recorder, position)
+            else:
+                product = lay_out_grouped_product(params, operands)
+            operands, size, layouts = product.operands, product.size, [product.layout]
+            flops = size.flops if size else 0.0
         else:
             layouts = self._layouts.lay_out_results(equation, operands, position)
+        if name == "pallas_call":
+            flops, computed = attention_flops(equation, operands)
         from_batch = any(array.from_batch for array in operands)
         sums = [p for a in operands for p in a.sums if is_linear and not p.is_reduced]
         results = []
         for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
             on_host = var.aval.memory_space is jax.memory.Space.Host
-            size = var.aval.dtype.itemsize
-            array = LocalArray(dims, size, from_batch, on_host=on_host)
+            width = var.aval.dtype.itemsize
+            array = LocalArray(dims, width, from_batch, on_host=on_host)
             if name in _SAME_PARAMETER:
                 array.source, array.label = operands[0].source, operands[0].label
+                array.value = operands[0].value
             axes = self.recorder.nontrivial_axes(sum_axes) if from_batch else ()
             array.sums = tuple(sums)
             if axes:
@@ -232,13 +239,18 @@ class Walk:
             results=results,
             position=position,
             flops=flops,
-            computed_fraction=fraction,
-            is_square=is_square,
+            computed=computed,
+            product=size,
         )
         self.operations.append(operation)
         return results
 
 
-def _constant(aval: Any) -> LocalArray:
+def _constant(aval: Any, value: Any = None) -> LocalArray:
     dims = tuple(Dim(size, (), False) for size in aval.shape)
-    return LocalArray(dims, aval.dtype.itemsize)
+    masks = value if value is not None and aval.dtype == np.int8 else None
+    return LocalArray(dims, aval.dtype.itemsize, value=masks)
+
+
+def _is_variable(array: LocalArray) -> bool:
+    return array.from_batch or array.value is not None
