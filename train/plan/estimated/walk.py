@@ -85,7 +85,9 @@ class Walk:
             arrays[variable] = _constant(variable.aval, value)
 
         def read(atom: Any) -> LocalArray:
-            return _constant(atom.aval) if isinstance(atom, Literal) else arrays[atom]
+            if isinstance(atom, Literal):
+                return _constant(atom.aval, atom.val)
+            return arrays[atom]
 
         for equation in jaxpr.eqns:
             if not equation.outvars:  # a remnant of saving a kernel's results
@@ -141,14 +143,14 @@ class Walk:
         Operands with one more dim outside than inside the body are sliced, and such
         results are stacked.
         """
-        inner, trips = equation.params["jaxpr"].jaxpr, equation.params["length"]
+        body, trips = equation.params["jaxpr"], equation.params["length"]
 
         def count_same_rank(outer_vars: Any, inner_vars: Any) -> int:
             pairs = zip(outer_vars, inner_vars, strict=True)
             return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
-        num_unsliced = count_same_rank(equation.invars, inner.invars)
-        num_carried = count_same_rank(equation.outvars, inner.outvars)
+        num_unsliced = count_same_rank(equation.invars, body.jaxpr.invars)
+        num_carried = count_same_rank(equation.outvars, body.jaxpr.outvars)
         slices = [
             replace(a, dims=a.dims[1:], sums=(), made_from=None)
             for a in operands[num_unsliced:]
@@ -157,7 +159,7 @@ class Walk:
         position = self.position
         loop = Operation("scan", operands, [], position, trips=trips, slices=slices)
         self.operations, self._count = loop.body, outer_count * trips
-        results = self.run(inner, [*operands[:num_unsliced], *slices])
+        results = self.run(body, [*operands[:num_unsliced], *slices])
         self.operations, self._count = outer_operations, outer_count
         loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
         loop.results = list(loop.carried)
@@ -248,7 +250,7 @@ class Walk:
 
 def _constant(aval: Any, value: Any = None) -> LocalArray:
     dims = tuple(Dim(size, (), False) for size in aval.shape)
-    masks = value if value is not None and aval.dtype == np.int8 else None
+    masks = value if aval.dtype == np.int8 and aval.shape else None
     return LocalArray(dims, aval.dtype.itemsize, value=masks)
 
 
