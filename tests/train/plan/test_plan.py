@@ -6,7 +6,7 @@ import pytest
 
 from tests.train.machines import in_one_section
 from train.plan import plan as planning
-from train.plan.__main__ import _print
+from train.plan.__main__ import print_plan
 from train.plan.budget import MemoryBudget
 from train.plan.memory import print_memory
 from train.plan.plan import estimate
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_advised_where_no_speed_is_known(
     assert plan.advice.change.endswith(change)
     assert plan.advice.override.startswith(override)
     assert bool(plan.advice.override) is bool(override)
-    _print(plan, verdict=True)
+    print_plan(plan, verdict=True)
     printed = capsys.readouterr().out
     assert "no prediction: TPU v4" in printed
     assert f"to change   {plan.advice.change}" in printed
@@ -119,7 +119,7 @@ def test_what_does_not_fit_has_no_speed(laid_out, capsys):
     assert values["fits"] is False
     assert values["prediction"] is None
     assert values["advice"]["changes"], "what each change needs"
-    _print(plan, verdict=True)
+    print_plan(plan, verdict=True)
     printed = capsys.readouterr().out
     assert "MFU" not in printed
     assert "bottleneck  memory: " in printed
