@@ -24,7 +24,6 @@ from train.plan.config import PlanConfig
 if TYPE_CHECKING:
     from train.mesh import Device
     from train.plan.budget import MemoryBudget
-    from train.plan.compiled.inspection import Inspection
     from train.plan.plan import Plan
     from train.program import Program
 
@@ -108,8 +107,10 @@ def _plan(
     can_compile: bool,
 ) -> int:
     """Plan a program, print and write the plan, and return the exit code."""
+    from model.params import named
     from train.describe import describe_program, print_parameters
     from train.plan.array_layout import array_slices, print_slices
+    from train.plan.compiled.inspection import inspect
     from train.plan.page import page_data
     from train.plan.plan import compile_and_read, estimate
     from train.plan.show import inspection_data, print_inspection
@@ -121,7 +122,12 @@ def _plan(
         if array:
             print_slices(array)
     plan = (compile_and_read if can_compile else estimate)(program, budget)
-    inspection = _inspect(plan) if config.show else None
+    inspection = None
+    if config.show and plan.text:
+        inspection = inspect(plan.text, [name for name, _ in named(program.state)])
+    elif config.show:
+        problem = "show=true has no effect: the step was estimated, not compiled"
+        print(problem, file=sys.stderr)
     values = {
         "target": config.target,
         "chips": target.num_chips if target else None,
@@ -164,18 +170,6 @@ def print_plan(plan: "Plan", verdict: bool) -> None:
             print_weak_scaling(plan.scaling)
     else:
         print_remedy(plan.advice)
-
-
-def _inspect(plan: "Plan") -> "Inspection | None":
-    """Return the inspection of a compiled step, or say why there is none."""
-    from model.params import named
-    from train.plan.compiled.inspection import inspect
-
-    if plan.text is None:
-        problem = "show=true has no effect: the step was estimated, not compiled"
-        print(problem, file=sys.stderr)
-        return None
-    return inspect(plan.text, [name for name, _ in named(plan.program.state)])
 
 
 def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:

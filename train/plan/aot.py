@@ -22,12 +22,12 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
+@dataclass
 class OutOfMemory(Exception):
     """The compiler found no way to fit a step into a device's memory."""
 
-    def __init__(self, needed_bytes: int, available_bytes: int):
-        super().__init__(needed_bytes, available_bytes)
-        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+    needed_bytes: int
+    available_bytes: int
 
 
 @dataclass(frozen=True)

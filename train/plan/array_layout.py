@@ -36,7 +36,8 @@ class _Position(NamedTuple):
 
 def _position(device: Device) -> _Position:
     if device.platform != "tpu":
-        return _Position((device.process_index,), row=0, column=(device.id, 0))
+        row, column = divmod(device.id, _NODE_COLUMNS)
+        return _Position((device.process_index,), row, (column, 0))
     x, y, *depth = device.coords
     panel = getattr(device, "slice_index", 0), *depth
     return _Position(panel, row=y, column=(x, device.core_on_chip))
@@ -74,13 +75,12 @@ def layout_data(program: Program) -> dict[str, Any]:
             patterns.append(pattern)
         drawn_panels.append([patterns.index(pattern), min(places), min(hosts)])
     platform, panel = mesh.devices.flat[0].platform, next(iter(panels.values()))
-    columns = len({_position(device).column for _, device in panel})
     arrays = [*named(program.state.params), *named({"batch": program.batch._asdict()})]
     return {
         "axes": [[name, size] for name, size in mesh.shape.items()],
         "unit": {"tpu": "slice", "cpu": "process"}.get(platform, "node"),
         "planes": len({key[1:] for key in panels}),
-        "columns": columns if platform == "tpu" else min(columns, _NODE_COLUMNS),
+        "columns": len({_position(device).column for _, device in panel}),
         "drawn": max(1, _CHIPS_DRAWN // len(panel)),
         "patterns": patterns,
         "panels": drawn_panels,

@@ -26,8 +26,8 @@ from train.plan.compiled.attribution import part_in_name, scope_of
 from train.plan.compiled.collectives import KINDS, Collective, started_collectives
 from train.plan.compiled.flops import (
     has_eight_bits,
+    is_attention,
     is_grouped,
-    is_kernel,
     product_flops,
     sum_flops,
 )
@@ -141,9 +141,9 @@ def average_kernel_seconds(
 
 def _kernel_kind(instruction: Instruction) -> str:
     """Return the kind of a kernel's span, or "" if an instruction is not a kernel."""
-    if not is_kernel(instruction):
-        return ""
-    return PRODUCT if is_grouped(instruction) else ATTENTION
+    if is_attention(instruction):
+        return ATTENTION
+    return PRODUCT if is_grouped(instruction) else ""
 
 
 class _Device:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tests.train.compiled import in_one
 from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
 from train.plan.estimated.step import estimate_step
@@ -107,14 +106,6 @@ def test_what_a_product_does_not_hide_is_waited_for(send_s, wait):
     assert labels == ["waits for all-gather mlp.up"] * len(wait)
 
 
-def test_a_network_does_one_thing_after_the_other():
-    second = (f"%start.2 = {START}", f"%done.2 = {MATRIX} all-gather-done(%start.2)")
-    layer = simulate(GATHER[0], second[0], *GATHER[1:], second[1], send_s=1.5)
-    gathers = [("all-gather", 0, 1.5), ("all-gather", 1.5, 1.5)]
-    assert lane(layer, "memory: fsdp") == gathers
-    assert lane(layer, COMPUTE)[-1] == (WAIT, 2.5, 0.5)
-
-
 def test_nothing_hides_what_is_synchronous():
     add = f"%sum = {MATRIX} all-reduce(%b), {ALL}"
     layer = simulate(*GATHER, add, send_s=0.5)
@@ -140,13 +131,6 @@ def test_a_copy_overlaps_and_a_loop_inside_runs_all_its_trips():
     assert lane(layer, COPIES) == [(MEMORY, 0, 8)]
     # Reading and writing three matrices takes longer than the product's FLOPs.
     assert lane(layer, COMPUTE) == [(PRODUCT, 12 * n, 12) for n in range(3)]
-
-
-def test_a_step_without_a_loop_over_layers_has_no_timeline():
-    text = in_one("  ROOT %a = f32[1]{0} parameter(0)")
-    rates = Rates(1, 1, lambda group: 1, 1)
-    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
-    assert layer_timelines(read_module(text), mesh, rates, {}) == []
 
 
 def test_lanes_of_a_tpu_step(stored_step):

@@ -108,12 +108,3 @@ def test_a_compiled_step_has_a_timeline_of_each_pass(stored_step, plan, draw):
     assert "\nForward: " in text
     assert "\nBackward: " in text
     assert "\nICI: fsdp, busy " in text
-
-
-def test_what_xla_made_of_a_step_is_shown_if_asked_for(draw):
-    assert "What XLA made of it" not in draw().text
-    buffer = {"bytes": 2048, "array": "f32[512]", "made": "a <b>", "dies": "c"}
-    inspection = {"sentences": [("in place", "all 3 arrays")], "buffers": [buffer]}
-    text = draw(inspection=inspection).text
-    assert "\nWhat XLA made of it\nin place\nall 3 arrays\n" in text
-    assert "\nf32[512]\n2.00 KiB\na <b>\n" in text

@@ -227,6 +227,6 @@ def may_multiply(instruction: Instruction) -> bool:
     return is_call and instruction.target.startswith((*prefixes, "__onednn"))
 
 
-def is_kernel(instruction: Instruction) -> bool:
-    """Return whether an instruction is an attention kernel or a grouped product."""
-    return is_grouped(instruction) or attention_kernel_flops(instruction).full > 0
+def is_attention(instruction: Instruction) -> bool:
+    """Return whether an instruction is an attention kernel."""
+    return attention_kernel_flops(instruction).full > 0
