@@ -27,11 +27,14 @@ _NODE_COLUMNS = 8
 
 
 class _Position(NamedTuple):
-    """The position at which the page draws a device."""
+    """The position at which the page draws a device.
+
+    `column` includes the core, so that the devices of a chip are adjacent.
+    """
 
     panel: tuple[int, ...]
     row: int
-    column: tuple[int, int]  # with the core, so that the devices of a chip are adjacent
+    column: tuple[int, int]
 
 
 def _position(device: Device) -> _Position:
