@@ -14,21 +14,20 @@ from jax.stages import Compiled, Lowered, Traced
 from train.program import Program
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"([\d.]+)([KMGT]?)"
 # libtpu says "the total memory required for HLO temporaries (20.1G) exceeds available
-# HBM (15.75G)"; older versions say "Used 20.1G of 15.75G hbm".
-_OUT_OF_MEMORY = (
-    rf"memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)",
-    rf"Used {_SIZE} of {_SIZE} hbm",
+# HBM (15.75G)".
+_OUT_OF_MEMORY = re.compile(
+    r"memory required[^(]*\(([\d.]+)([KMGT]?)\) "
+    r"exceeds available HBM \(([\d.]+)([KMGT]?)\)"
 )
 
 
+@dataclass
 class OutOfMemory(Exception):
     """The compiler found no way to fit a step into a device's memory."""
 
-    def __init__(self, needed_bytes: int, available_bytes: int):
-        super().__init__(needed_bytes, available_bytes)
-        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+    needed_bytes: int
+    available_bytes: int
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,11 @@ def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilati
 
 def out_of_memory(message: str) -> OutOfMemory | None:
     """Parse a compiler's out-of-memory message; return None for other messages."""
-    for pattern in _OUT_OF_MEMORY:
-        if match := re.search(pattern, message):
-            number, unit, limit, limit_unit = match.groups()
-            available = _parse_bytes(limit, limit_unit)
-            return OutOfMemory(_parse_bytes(number, unit), available)
-    return None
-
-
-def _parse_bytes(number: str, unit: str) -> int:
-    return math.ceil(float(number) * _UNITS[unit])
+    match = _OUT_OF_MEMORY.search(message)
+    if match is None:
+        return None
+    needed, needed_unit, available, available_unit = match.groups()
+    return OutOfMemory(
+        math.ceil(float(needed) * _UNITS[needed_unit]),
+        math.ceil(float(available) * _UNITS[available_unit]),
+    )

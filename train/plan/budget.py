@@ -10,9 +10,12 @@ from train.mesh import Device
 from train.plan.config import MARGIN
 
 # A device's reported limit replaces the chip's figure only if they differ by more than
-# this fraction.
+# this fraction, so that a plan made without the device usually has the same budget.
 _LIMIT_TOLERANCE = 0.05
+# The fraction of a GPU's memory that JAX preallocates, and its default
+# (docs.jax.dev, GPU memory allocation).
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DEFAULT_FRACTION = "0.75"
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,19 @@ def memory_budget(
         chip: the device's chip; None means that the devices share the host's memory.
         margin: the fraction of the memory that must stay free.
         num_devices: the number of devices that share the host's memory.
-        limit: a real device's `memory_limit`. It replaces the chip's figure only if the
-            two differ by more than 5 %, so that a plan made without the device usually
-            gives the same budget as one made on it.
+        limit: a real device's `memory_limit`.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        total_bytes = host_bytes // num_devices
-        program_bytes = total_bytes
+        total_bytes = program_bytes = host_bytes // num_devices
     elif chip.program_bytes:
         program_bytes = chip.program_bytes
         total_bytes = max(chip.hbm_bytes // chip.devices, program_bytes)
     else:
-        total_bytes, fraction = chip.hbm_bytes // chip.devices, memory_fraction()
+        set_fractions = filter(None, map(os.environ.get, _FRACTION_VARIABLES))
+        fraction = float(next(set_fractions, _DEFAULT_FRACTION))
+        total_bytes = chip.hbm_bytes // chip.devices
         program_bytes = int(fraction * total_bytes)
         note = (
             f"JAX takes {fraction:.0%} of a GPU; to change that, here and in training, "
@@ -71,19 +73,11 @@ def memory_budget(
 
 
 def memory_limit(device: Device) -> int | None:
-    """Return the bytes that a device's allocator can give to programs.
+    """Return the bytes that a device's allocator gives programs, or None if unknown.
 
-    Returns None for a CPU and for a device that this process cannot address.
+    It is unknown for a CPU and for a device that this process cannot address.
     """
     try:
         return (device.memory_stats() or {}).get("bytes_limit")
     except (AttributeError, jax.errors.JaxRuntimeError):  # a fake or remote device
         return None
-
-
-def memory_fraction() -> float:
-    """Return the fraction of a GPU's memory that JAX preallocates.
-
-    Source: docs.jax.dev, GPU memory allocation.
-    """
-    return float(next(filter(None, map(os.environ.get, _FRACTION_VARIABLES)), 0.75))

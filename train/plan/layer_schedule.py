@@ -1,14 +1,12 @@
 """Simulate the timeline of one layer: what a device computes, sends and waits for.
 
 A layer is one trip of the loop over layers in a compiled step. Instructions run in the
-order in which XLA scheduled them. A lane runs one thing at a time. The device's
-computation is one lane, and each network along a set of mesh axes is another. The
-simulation assumes:
+order in which XLA scheduled them. The device's computation is one lane, and each
+network along a set of mesh axes is another. A lane runs one thing at a time.
 
-- Each instruction takes as long as its FLOPs or its main-memory traffic, whichever is
-  longer, at the given rates.
-- A collective takes as long as a device needs to send its bytes at the rate of its
-  group.
+- An instruction takes as long as its FLOPs or its main-memory traffic, whichever is
+  longer. All kernels of a kind take the same time in a pass.
+- A collective takes as long as a device needs to send its bytes.
 - An asynchronous operation starts when its lane is free. The instruction that needs its
   result waits for its end. The device waits at once for a synchronous collective.
 - Asynchronous copies between memories have a separate lane. They take no bandwidth from
@@ -18,40 +16,55 @@ So the simulated times are the shortest that the schedule allows, without overhe
 """
 
 import functools
-import itertools
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
 from train.plan.compiled.attribution import part_in_name, scope_of
 from train.plan.compiled.collectives import KINDS, Collective, started_collectives
 from train.plan.compiled.flops import (
-    attention_kernel_flops,
     has_eight_bits,
+    is_attention,
+    is_grouped,
     product_flops,
     sum_flops,
 )
 from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Module
+from train.plan.cost import StepCost
 from train.plan.rates import Rates
-from train.units import format_bytes, format_flops
+from train.plan.sections import scope_in_name, section_of
+from train.units import format_bytes
 
 COMPUTE, COPIES = "compute", "copies between memories"  # lanes besides networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
+_SECTIONS = ("layers forward", "layers backward")
+_KERNELS = (ATTENTION, PRODUCT)
 _HOST = ("send", "recv", "send-done", "recv-done")
 
 
 @dataclass(frozen=True)
 class Span:
-    """A time span of a lane. `kind` is PRODUCT, ..., WAIT or a collective's kind."""
+    """A time span of a lane.
+
+    kind: PRODUCT, ATTENTION, MEMORY, WAIT or the kind of a collective.
+    waiter: the instruction that waits for the end of asynchronous work, if any.
+    """
 
     lane: str
     kind: str
-    start_s: float
     seconds: float
     label: str
-    detail: str
+    detail: str = ""
+    waiter: str = ""
+    start_s: float = 0.0
+
+    @property
+    def end_s(self) -> float:
+        """When the span ends."""
+        return self.start_s + self.seconds
 
 
 @dataclass(frozen=True)
@@ -70,92 +83,97 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """The end of the last span."""
-        return max((s.start_s + s.seconds for s in self.spans), default=0.0)
+        return max((span.end_s for span in self.spans), default=0.0)
 
     def busy(self, *kinds: str) -> float:
         """Return the total seconds of the spans of the given kinds."""
         return sum(span.seconds for span in self.spans if span.kind in kinds)
 
 
-def layer_timelines(module: Module, mesh: Mesh, rates: Rates) -> list[Timeline]:
-    """Simulate a layer's forward and backward pass; [] if no loop runs layers."""
-    timelines = []
-    for name, loop in layer_loops(module).items():
-        device = _Device(module, mesh, rates)
-        device.run(loop.body)
-        spans = sorted(device.finish(), key=lambda span: span.start_s)
-        timelines.append(Timeline(name, loop.trips, spans))
-    return timelines
+def layer_timelines(
+    module: Module,
+    mesh: Mesh,
+    rates: Rates,
+    kernel_seconds: Mapping[tuple[str, str], float],
+) -> list[Timeline]:
+    """Simulate a layer's forward and backward pass; [] if no loop runs layers.
 
-
-def layer_loops(module: Module) -> dict[str, Loop]:
-    """Return the longest loop over layers of each pass, `forward` and `backward`."""
-    loops_by_pass = dict[str, list[Loop]]()
+    `kernel_seconds` is the result of `average_kernel_seconds`.
+    """
+    loops = defaultdict[str, list[Loop]](list)
     for executed in module.executed:
-        if executed.instruction.opcode != "while":
-            continue
-        loop = executed.instruction.loop
-        bodies = [layers.body for layers in itertools.chain(*loops_by_pass.values())]
-        if any(outer.body in bodies for outer in executed.loops):
-            continue  # a loop inside a layer
-        loops = (*executed.loops, loop)
-        in_loop = Executed(loop.instruction, executed.count, loops)
-        scope, _, pass_name = scope_of(in_loop, loop.instruction).partition(" ")
-        if scope == "layers" and pass_name:
-            loops_by_pass.setdefault(pass_name, []).append(loop)
+        if executed.instruction.opcode == "while":
+            loop = executed.instruction.loop
+            loops[scope_in_name(loop.op_name)].append(loop)
 
     def loop_flops(loop: Loop) -> float:
         return loop.trips * sum_flops(loop.body.order)
 
+    timelines = []
+    for section in filter(loops.get, _SECTIONS):
+        # Loops inside a layer have fewer FLOPs than the loop around them.
+        longest = max(loops[section], key=loop_flops)
+        kernels = {kind: kernel_seconds.get((section, kind), 0.0) for kind in _KERNELS}
+        device = _Device(module, mesh, rates, kernels)
+        device.run(longest.body)
+        name = section.removeprefix("layers ")
+        timelines.append(Timeline(name, longest.trips, device.finish()))
+    return timelines
+
+
+def average_kernel_seconds(
+    module: Module, cost: StepCost, rates: Rates
+) -> dict[tuple[str, str], float]:
+    """Return the average seconds of one kernel, by section and kind of span."""
+    executions = Counter[tuple[str, str]]()
+    for executed in module.executed:
+        section = section_of(scope_of(executed, executed.instruction))
+        for inner in executed.instruction.with_nested:
+            executions[section, _kernel_kind(inner)] += executed.count
+    flops = {(s.name, ATTENTION): s.flops.attention for s in cost.sections}
+    flops |= {(s.name, PRODUCT): s.flops.grouped for s in cost.sections}
     return {
-        name: max(loops_by_pass[name], key=loop_flops)
-        for name in sorted(loops_by_pass, reverse=True)
+        kernels: total / executions[kernels] / rates.flops
+        for kernels, total in flops.items()
+        if executions[kernels]
     }
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """The cost of an instruction.
-
-    collectives: the collectives that the instruction starts.
-    waiter: the instruction that waits for an asynchronous copy; otherwise "".
-    """
-
-    kind: str
-    seconds: float
-    label: str
-    detail: str
-    collectives: tuple[Collective, ...] = ()
-    waiter: str = ""
+def _kernel_kind(instruction: Instruction) -> str:
+    """Return the kind of a kernel's span, or "" if an instruction is not a kernel."""
+    if is_attention(instruction):
+        return ATTENTION
+    return PRODUCT if is_grouped(instruction) else ""
 
 
 class _Device:
     """A simulated device: it runs computations and records spans."""
 
-    def __init__(self, module: Module, mesh: Mesh, rates: Rates):
-        self._mesh, self._rates = mesh, rates
-        self._now = 0.0  # simulated seconds
-        self._free = dict[str, float]()  # when each lane becomes free
+    def __init__(
+        self, module: Module, mesh: Mesh, rates: Rates, kernels: Mapping[str, float]
+    ):
+        self._mesh, self._rates, self._kernels = mesh, rates, kernels
+        self._free = defaultdict[str, float](float)  # when each lane becomes free
         # The end and label of asynchronous work, by the waiting instruction's name.
         self._pending = dict[str, tuple[float, str]]()
         self._spans = list[Span]()
         self._bodies = defaultdict[Computation, list[Executed]](list)
         for executed in module.executed:
             self._bodies[executed.instruction.computation].append(executed)
-        self._cost_of = functools.cache(self._cost)
+        self._cached_work = functools.cache(self._work_of)
 
     def finish(self) -> list[Span]:
-        """Complete pending asynchronous operations and return all spans."""
+        """Complete pending asynchronous operations and return all spans, by start."""
         for name in sorted(self._pending, key=lambda name: self._pending[name]):
             self._wait_for(name)
-        return [span for span in self._spans if span.seconds > 0]
+        spans = (span for span in self._spans if span.seconds > 0)
+        return sorted(spans, key=lambda span: span.start_s)
 
     def run(self, computation: Computation) -> None:
         """Simulate one execution of a computation."""
         for executed in self._bodies[computation]:
             instruction = executed.instruction
-            if instruction.name in self._pending:
-                self._wait_for(instruction.name)
+            self._wait_for(instruction.name)
             if instruction.opcode == "while":
                 for _ in range(instruction.loop.trips):
                     self.run(instruction.body)
@@ -163,96 +181,74 @@ class _Device:
                 # The branch that is taken most often represents all branches.
                 self.run(max(instruction.called, key=self._executions))
             else:
-                self._run_instruction(instruction, self._cost_of(executed))
+                for work in self._cached_work(executed):
+                    self._start(work)
+                # The device waits at once for a synchronous collective.
+                self._wait_for(instruction.name)
 
     def _executions(self, called: Computation) -> int:
         return max((executed.count for executed in self._bodies[called]), default=0)
 
-    def _run_instruction(self, instruction: Instruction, cost: _Cost) -> None:
-        if cost.waiter:
-            self._add_pending(cost.waiter, self._add_span(COPIES, cost), cost.label)
-            return
-        ends = [(c, self._start_collective(c)) for c in cost.collectives]
-        if cost.seconds:
-            self._now = self._add_span(COMPUTE, cost)
-        for collective, end in ends:
-            waiter = collective.waiter if collective.is_async else instruction.name
-            self._add_pending(waiter, end, _collective_label(collective))
-            if not collective.is_async:
-                self._wait_for(waiter)
-
-    def _start_collective(self, collective: Collective) -> float:
-        group = collective.group
-        axes = " and ".join(group.axes) or "no axis"
-        seconds = collective.sent / self._rates.send(group)
-        detail = (
-            f"{collective.name}: {format_bytes(collective.sent)} sent of "
-            f"{format_bytes(collective.payload)}, by each of {group.size}"
-        )
-        lane = f"{group.network}: {axes}"
-        label = _collective_label(collective)
-        return self._add_span(lane, _Cost(collective.kind, seconds, label, detail))
-
-    def _add_pending(self, waiter: str, end: float, label: str) -> None:
-        self._pending[waiter] = max((end, label), self._pending.get(waiter, (0.0, "")))
-
-    def _add_span(self, lane: str, cost: _Cost) -> float:
-        """Add a span that starts when its lane is free, and return its end."""
-        start = max(self._now, self._free.get(lane, 0.0))
-        self._spans.append(
-            Span(
-                lane,
-                cost.kind,
-                start_s=start,
-                seconds=cost.seconds,
-                label=cost.label,
-                detail=cost.detail,
-            )
-        )
-        self._free[lane] = start + cost.seconds
-        return start + cost.seconds
+    def _start(self, work: Span) -> None:
+        start_s = max(self._free[COMPUTE], self._free[work.lane])
+        self._spans.append(replace(work, start_s=start_s))
+        end_s = self._free[work.lane] = start_s + work.seconds
+        if work.lane != COMPUTE:
+            pending = self._pending.get(work.waiter, (0.0, ""))
+            self._pending[work.waiter] = max((end_s, work.label), pending)
 
     def _wait_for(self, name: str) -> None:
-        end, label = self._pending.pop(name)
-        if end > self._now:
-            wait = _Cost(WAIT, end - self._now, f"waits for {label}", "")
-            self._add_span(COMPUTE, wait)
-            self._now = self._free[COMPUTE] = end
+        """Wait for the asynchronous work whose result an instruction needs, if any."""
+        end_s, label = self._pending.pop(name, (0.0, ""))
+        wait_s = end_s - self._free[COMPUTE]
+        if wait_s > 0:
+            self._start(Span(COMPUTE, WAIT, wait_s, f"waits for {label}"))
 
-    def _cost(self, executed: Executed) -> _Cost:
-        instruction = executed.instruction
-        collectives = tuple(started_collectives(executed, self._mesh))
-        opcode = instruction.opcode
+    def _work_of(self, executed: Executed) -> list[Span]:
+        """Return what an instruction starts, as spans without a start."""
+        instruction, opcode = executed.instruction, executed.instruction.opcode
+        works = [
+            self._collective_work(collective, instruction)
+            for collective in started_collectives(executed, self._mesh)
+        ]
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
-            return _Cost(MEMORY, 0.0, "", "", collectives)
-        products = attention = busy_s = 0.0
+            return works
+        kind, busy_s, rates = MEMORY, 0.0, self._rates
         for inner in instruction.with_nested:
-            product, rate = product_flops(inner), self._rates.flops
-            if product and has_eight_bits(inner):
-                rate = self._rates.eight_bits
-            products, busy_s = products + product, busy_s + product / rate
-            if inner.opcode == "custom-call":
-                attention += attention_kernel_flops(inner).computed
+            if kernel := _kernel_kind(inner):
+                kind, busy_s = kernel, busy_s + self._kernels.get(kernel, 0.0)
+            elif flops := product_flops(inner):
+                rate = rates.eight_bits if has_eight_bits(inner) else rates.flops
+                kind, busy_s = PRODUCT, busy_s + flops / rate
         traffic = memory_traffic(instruction)
-        flops = products + attention
-        busy_s += attention / self._rates.flops
-        seconds = max(busy_s, traffic / self._rates.memory)
-        kind = ATTENTION if attention else PRODUCT if products else MEMORY
         done_names = [u.name for u in instruction.users if u.opcode.endswith("-done")]
-        is_copy = opcode.endswith("-start") and seconds and done_names
-        waiter = done_names[0] if is_copy else ""
-        flops_text = f"{format_flops(flops)}, " if flops else ""
-        detail = f"{instruction.name}: {flops_text}{format_bytes(traffic)}"
-        label = "attention" if attention else _instruction_label(instruction)
-        return _Cost(kind, seconds, label, detail, collectives, waiter)
+        waiter = done_names[0] if opcode.endswith("-start") and done_names else ""
+        work = Span(
+            lane=COPIES if waiter else COMPUTE,
+            kind=kind,
+            seconds=max(busy_s, traffic / rates.memory),
+            label=ATTENTION if kind == ATTENTION else _label(instruction),
+            detail=f"{instruction.name}: {format_bytes(traffic)}",
+            waiter=waiter,
+        )
+        return [*works, work]
+
+    def _collective_work(
+        self, collective: Collective, instruction: Instruction
+    ) -> Span:
+        group, uses = collective.group, dict.fromkeys(use for use, _ in collective.uses)
+        sent = f"{format_bytes(collective.sent)} sent by each of {group.size}"
+        return Span(
+            lane=f"{group.network}: {' and '.join(group.axes) or 'no axis'}",
+            kind=collective.kind,
+            seconds=collective.sent / self._rates.send(group),
+            label=f"{collective.kind} {', '.join(uses)}",
+            detail=f"{collective.name}: {sent}",
+            waiter=collective.waiter if collective.is_async else instruction.name,
+        )
 
 
-def _collective_label(collective: Collective) -> str:
-    uses = dict.fromkeys(use for use, _ in collective.uses if use != "scalars")
-    return f"{collective.kind} {', '.join(uses) or 'scalars'}"
-
-
-def _instruction_label(instruction: Instruction) -> str:
+def _label(instruction: Instruction) -> str:
     name = instruction.op_name
     label = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
     return label + (", again" if "rematted_computation" in name else "")

@@ -6,15 +6,17 @@ figures, the timelines of one layer, and how arrays are sharded.
 
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from train.cli.schema import config_yaml
 from train.hardware.chips import chip_of
+from train.plan.advice import plan_sentences
 from train.plan.array_layout import layout_data
-from train.plan.compiled.hlo import Module
+from train.plan.compiled.trip_counts import read_module
 from train.plan.layer_schedule import (
     ATTENTION,
     COMPUTE,
@@ -23,43 +25,36 @@ from train.plan.layer_schedule import (
     WAIT,
     Span,
     Timeline,
+    average_kernel_seconds,
     layer_timelines,
 )
+from train.plan.plan import Plan
 from train.plan.rates import rates_of
-from train.program import Program
 
 TEMPLATE = Path(__file__).with_name("plan.html")
 _PIXELS = 1000  # assumed width of a timeline
 _MAX_LABELS = 8  # labels listed for each timeline
 
 
-def page_data(
-    program: Program,
-    module: Module | None,
-    summary: Sequence[tuple[str, str]],
-    command: Sequence[str],
-) -> dict[str, Any]:
+def page_data(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
     """Return what the page shows in addition to the plan's figures, as plain values.
 
-    Args:
-        program: the program on the planned devices.
-        module: the compiled step; None if the step was not compiled.
-        summary: titles and sentences about the predicted speed.
-        command: the command-line arguments that reproduce this plan.
+    `command` are the command-line arguments that reproduce this plan.
     """
-    data = program.config.data
+    config, advice = plan.program.config, plan.advice
+    prediction = plan.prediction if plan.fits else None
     return {
-        "rows": data.batch_size,
-        "sequence_length": data.sequence_length,
-        "summary": summary,
+        "rows": config.data.batch_size,
+        "sequence_length": config.data.sequence_length,
+        "summary": plan_sentences(prediction, advice) if advice else [],
         "command": shlex.join(["python", "-m", "train.plan", *command]),
-        "config": config_yaml(program.config),
-        "layers": layers_data(program, module),
-        "layout": layout_data(program),
+        "config": config_yaml(config),
+        "layers": layers_data(plan),
+        "layout": layout_data(plan.program),
     }
 
 
-def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
+def layers_data(plan: Plan) -> dict[str, Any]:
     """Return the timelines of a layer and the rates that determine them.
 
     Returns:
@@ -68,14 +63,17 @@ def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
         memory: the rate of main memory, in bytes/s.
         passes: `pass_data` of each timeline.
     """
-    chip = chip_of(program.mesh.devices.flat[0].device_kind)
-    if module is None:
+    mesh, model = plan.program.mesh, plan.program.config.model
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if plan.text is None:
         return {"missing": "There is no compiled step whose schedule could be shown."}
     if chip is None:
         return {"missing": "Not drawn: the rates of this machine are not known."}
+    module = read_module(plan.text)
     try:
-        rates = rates_of(program.mesh, chip, program.config.model.compute_dtype)
-        timelines = layer_timelines(module, program.mesh, rates)
+        rates = rates_of(mesh, chip, model.compute_dtype)
+        kernel_seconds = average_kernel_seconds(module, plan.cost, rates)
+        timelines = layer_timelines(module, mesh, rates, kernel_seconds)
     except ValueError as error:
         return {"missing": f"Not drawn: {error}."}
     return {
@@ -87,16 +85,13 @@ def layers_data(program: Program, module: Module | None) -> dict[str, Any]:
 
 
 def pass_data(timeline: Timeline) -> dict[str, Any]:
-    """Return the lanes of a timeline; spans that are too short to see are merged.
-
-    `longest` lists the labels whose spans take the most time in total.
-    """
+    """Return a timeline's lanes, and the labels that take the most time in total."""
     lanes, labels = defaultdict(list), defaultdict(list)
     for span in timeline.spans:
         lanes[span.lane].append(span)
         labels[span.label, span.lane].append(span.seconds)
     lane_names = sorted(lanes, key=lambda lane: (lane != COMPUTE, lane == COPIES, lane))
-    resolution_s = timeline.seconds / _PIXELS
+    pixel_s = timeline.seconds / _PIXELS
     longest = sorted(labels.items(), key=lambda item: -sum(item[1]))
     return {
         "name": timeline.name,
@@ -108,7 +103,7 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
             {
                 "name": lane,
                 "busy": sum(s.seconds for s in lanes[lane] if s.kind != WAIT),
-                "spans": [asdict(span) for span in merge(lanes[lane], resolution_s)],
+                "spans": list(map(asdict, merge(lanes[lane], pixel_s))),
             }
             for lane in lane_names
         ],
@@ -119,38 +114,17 @@ def pass_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def merge(spans: Sequence[Span], resolution_s: float) -> list[Span]:
-    """Join adjacent spans that are drawn as one, and drop spans too short to see.
+def merge(spans: Iterable[Span], resolution_s: float) -> list[Span]:
+    """Join the spans of a lane that start in the same interval of `resolution_s`.
 
-    A joined span has the label of the longest span in it.
-
-    Args:
-        spans: the spans of one lane, sorted by start.
-        resolution_s: the shortest visible time.
+    `spans` are sorted by start. A joined span has the label of the longest one in it.
     """
-    groups, merged = list[list[Span]](), list[Span]()
-    for span in spans:
-        if groups and _can_join(groups[-1][-1], span, resolution_s):
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    for group in groups:
-        start_s, last = group[0].start_s, group[-1]
-        longest = max(group, key=lambda span: span.seconds)
-        more = [f"and {len(group) - 1} more"] if len(group) > 1 else []
-        detail = ", ".join(filter(None, [longest.detail, *more]))
-        seconds = last.start_s + last.seconds - start_s
-        if seconds >= resolution_s / 4:
-            joined = replace(longest, start_s=start_s, seconds=seconds, detail=detail)
-            merged.append(joined)
+    merged = []
+    for _, same_pixel in groupby(spans, lambda span: span.start_s // resolution_s):
+        group = list(same_pixel)
+        start_s, longest = group[0].start_s, max(group, key=lambda span: span.seconds)
+        more = f", and {len(group) - 1} more" if len(group) > 1 else ""
+        seconds, detail = group[-1].end_s - start_s, longest.detail + more
+        joined = replace(longest, start_s=start_s, seconds=seconds, detail=detail)
+        merged.append(joined)
     return merged
-
-
-def _can_join(last: Span, span: Span, resolution_s: float) -> bool:
-    if span.start_s - last.start_s - last.seconds > resolution_s:
-        return False
-    same_kind = last.kind == span.kind
-    shortest_visible_s = (4 if same_kind else 1) * resolution_s
-    if max(last.seconds, span.seconds) < shortest_visible_s:
-        return True
-    return same_kind and last.label == span.label

@@ -119,7 +119,7 @@ class Plan:
         if self.prediction is None:
             return None
         config, mesh = self.program.config, self.program.mesh
-        advice = advise(self.prediction, config, mesh, spare)
+        advice = advise(self.prediction, config, mesh)
         if not advice.override.startswith("train.remat="):
             return advice
         step_times = dict[str, float]()  # seconds, by override

@@ -22,11 +22,7 @@ from train.plan.rates import FAR
 from train.plan.roofline import Prediction, Range, predict
 from train.units import format_bytes, format_count, format_seconds
 
-# The unit of scaling, its network, and the error seen in public runs, by platform.
-_LABELS = {
-    "tpu": ("slices", "DCN", "four public runs on v5e, up to 32, within 3 points"),
-    "gpu": ("nodes", "network", "not compared with public runs"),
-}
+_LABELS = {"tpu": ("slices", "DCN"), "gpu": ("nodes", "network")}  # unit and network
 SLICE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
 
 
@@ -66,52 +62,51 @@ def weak_scaling(
     if planned_slices < 2 or num_slices_along(mesh, ["pipeline"]) > 1:
         return []
 
-    def predict_at(slices: int) -> tuple[float, Prediction]:
-        sections = tuple(
+    def scale_to(slices: int) -> StepCost:
+        sections = (
             replace(s, sent=[_scale_total(total, mesh, slices) for total in s.sent])
             for s in cost.sections
         )
-        scaled = replace(cost, sections=sections)
+        return replace(cost, sections=tuple(sections))
+
+    single_s = predict(scale_to(1), config, mesh, chip, 1).step_s
+    points = []
+    for slices in slice_counts:
+        scaled, growth = scale_to(slices), slices / planned_slices
         prediction = predict(scaled, config, mesh, chip, slices)
-        growth = slices / planned_slices
-        far_bytes = sum(total.sent for total in scaled.sent if total.network in FAR)
-        return far_bytes * chip.devices, replace(
+        prediction = replace(
             prediction,
             tokens=round(prediction.tokens * growth),
             devices=round(prediction.devices * growth),
             chips=round(prediction.chips * growth),
         )
-
-    single = predict_at(1)[1].step_s
-    rows = []
-    for slices in slice_counts:
-        num_bytes, prediction = predict_at(slices)
-        step = prediction.step_s
-        low, high = sorted((single.low / step.low, single.high / step.high))
-        rows.append(ScalingPoint(slices, num_bytes, prediction, Range(low, high)))
-    return rows
+        step_s = prediction.step_s
+        low, high = sorted((single_s.low / step_s.low, single_s.high / step_s.high))
+        far_bytes = sum(total.sent for total in scaled.sent if total.network in FAR)
+        sent = far_bytes * chip.devices
+        points.append(ScalingPoint(slices, sent, prediction, Range(low, high)))
+    return points
 
 
-def print_weak_scaling(rows: Sequence[ScalingPoint]) -> None:
+def print_weak_scaling(points: Sequence[ScalingPoint]) -> None:
     """Print a table with one row for each number of slices or nodes."""
-    unit, network, accuracy = _LABELS[rows[0].prediction.platform]
-    print_table(
-        [
+    unit, network = _LABELS[points[0].prediction.platform]
+    rows = []
+    for point in points:
+        step_s, efficiency = point.prediction.step_s, point.efficiency
+        rows.append(
             [
-                f"{row.slices:,}",
-                f"{row.prediction.chips:,}",
-                format_bytes(row.sent),
-                f"{format_seconds(row.prediction.step_s.low)} to "
-                f"{format_seconds(row.prediction.step_s.high)}",
-                format_count(row.prediction.middle.tokens_per_second),
-                f"{row.efficiency.low:.1%} to {row.efficiency.high:.1%}",
+                f"{point.slices:,}",
+                f"{point.prediction.chips:,}",
+                format_bytes(point.sent),
+                f"{format_seconds(step_s.low)} to {format_seconds(step_s.high)}",
+                format_count(point.prediction.middle.tokens_per_second),
+                f"{efficiency.low:.1%} to {efficiency.high:.1%}",
             ]
-            for row in rows
-        ],
-        [unit, "chips", f"{network} a chip", "a step", "tokens/s", "efficiency"],
-        f"more {unit} (with ring bytes, hop latency and the slowest of the {unit}; "
-        f"{accuracy})",
-    )
+        )
+    headers = [unit, "chips", f"{network} a chip", "a step", "tokens/s", "efficiency"]
+    title = f"more {unit} (with ring bytes, hop latency and the slowest of the {unit})"
+    print_table(rows, headers, title)
 
 
 def _scale_total(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:
@@ -124,9 +119,7 @@ def _scale_total(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveT
         local_size = num_shards(mesh.shape, total.axes) // spanned_slices
     if slices == local_size == 1:
         return replace(total, count=0, sent=0.0)
-    old_factor, new_factor = (
-        sent_bytes(total.kind, 1, local_size * count)
-        for count in (num_slices(mesh.devices.flat), slices)
-    )
+    old_size, new_size = local_size * num_slices(mesh.devices.flat), local_size * slices
+    growth = sent_bytes(total.kind, 1, new_size) / sent_bytes(total.kind, 1, old_size)
     network = "NVLink" if slices == 1 else total.network
-    return replace(total, network=network, sent=total.sent * new_factor / old_factor)
+    return replace(total, network=network, sent=total.sent * growth)

@@ -1,4 +1,4 @@
-"""A plan is computed once, and advises what its figures say."""
+"""A plan advises what its figures say."""
 
 import dataclasses
 
@@ -6,9 +6,8 @@ import pytest
 
 from tests.train.machines import in_one_section
 from train.plan import plan as planning
-from train.plan.__main__ import _print
+from train.plan.__main__ import print_plan
 from train.plan.budget import MemoryBudget
-from train.plan.memory import print_memory
 from train.plan.plan import estimate
 
 GPT2 = (
@@ -20,27 +19,8 @@ AMPLE = MemoryBudget(*[2**40] * 3)
 
 @pytest.fixture
 def laid_out(composed, lay_out):
-    """Lay GPT-2 out on chips that are not there: (target, *overrides) -> Program."""
+    """Lay GPT-2 out on absent chips: (target, *overrides) -> Program."""
     return lambda target, *more: lay_out(composed(*GPT2, *more), target)
-
-
-def test_each_part_is_computed_once(laid_out, monkeypatch):
-    calls = []
-    for name in ("predict", "advise", "weak_scaling"):
-        real = getattr(planning, name)
-
-        def counted(*args, name=name, real=real):
-            calls.append(name)
-            return real(*args)
-
-        monkeypatch.setattr(planning, name, counted)
-    shape = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=64")
-    plan = estimate(laid_out("v5e-8x2", *shape))
-    values = plan.as_json()
-    assert plan.advice is plan.advice
-    assert values["advice"]["bottleneck"] == plan.advice.bottleneck
-    assert len(values["weak_scaling"]) == len(plan.scaling) > 1
-    assert sorted(calls) == ["advise", "predict", "weak_scaling"]
 
 
 def test_a_step_that_computes_less_than_the_model_needs_is_a_bug(laid_out):
@@ -62,10 +42,10 @@ ALL_PRODUCTS = "[attention,query,key,value,attention_output,mlp_gate,mlp_up]"
 @pytest.mark.parametrize(
     ("factor", "override"), [(0.5, f"train.remat={ALL_PRODUCTS}"), (2.0, "")]
 )
-def test_recomputing_less_is_advised_where_it_is_faster(
+def test_recomputing_less_is_advised_if_it_is_faster(
     laid_out, monkeypatch, factor, override
 ):
-    """Of ways whose products take as long, the one that moves least."""
+    """If products take the same time, the policy that moves least is advised."""
     program = laid_out("v5e-8", "mesh=fsdp", "data.batch_size=64", "train.remat=full")
 
     def bound(of, budget, factor=1.0):
@@ -90,24 +70,23 @@ def test_recomputing_less_is_advised_where_it_is_faster(
         pytest.param(100, "split layers into more parts", "", marks=pytest.mark.slow),
     ],
 )
-def test_what_does_not_fit_is_advised_where_no_speed_is_known(
+def test_what_does_not_fit_is_advised_if_no_speed_is_known(
     laid_out, capsys, mib, change, override
 ):
-    """Nobody states v4's network between slices; so no search can compare layouts."""
+    """No source states v4's network between slices, so no search compares layouts."""
     copies = "mesh=ddp", "mesh.dcn.data=2", "data.batch_size=64"
-    room = MemoryBudget(*[mib * 2**20] * 3)
-    plan = estimate(laid_out("v4-8x2", *copies), room)
+    plan = estimate(laid_out("v4-8x2", *copies), MemoryBudget(*[mib * 2**20] * 3))
     assert plan.prediction is None
     assert plan.advice is not None
     assert plan.advice.change.endswith(change)
     assert plan.advice.override.startswith(override)
     assert bool(plan.advice.override) is bool(override)
-    _print(plan, verdict=True)
+    print_plan(plan, verdict=True)
     printed = capsys.readouterr().out
     assert "no prediction: TPU v4" in printed
-    assert f"to change   {plan.advice.change}" in printed
-    for one in plan.advice.changes:
-        assert f"\n{one.override} " in printed
+    assert plan.advice.change in printed
+    for suggested in plan.advice.changes:
+        assert suggested.override in printed
     assert estimate(laid_out("v4-8x2", *copies), AMPLE).advice is None
 
 
@@ -119,17 +98,7 @@ def test_what_does_not_fit_has_no_speed(laid_out, capsys):
     assert values["fits"] is False
     assert values["prediction"] is None
     assert values["advice"]["changes"], "what each change needs"
-    _print(plan, verdict=True)
+    print_plan(plan, verdict=True)
     printed = capsys.readouterr().out
     assert "MFU" not in printed
     assert "bottleneck  memory: " in printed
-
-
-def test_what_temporaries_hold_is_listed_once(laid_out, capsys):
-    shape = ("mesh=ddp", "data.batch_size=64")
-    plan = estimate(laid_out("v5e-8", *shape))
-    assert {"parameters", "gradients"} <= plan.memory.parts.keys()
-    assert "gradients" in plan.memory.temporaries
-    print_memory(plan.memory, plan.budget, None)
-    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert rows.count("gradients") == 1

@@ -1,17 +1,17 @@
 """Texts beside the plan, and what matters in them, in a few lines."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
-from etils import epath
 
 from train.plan.__main__ import plan_mistakes
 from train.plan.compiled.buffers import Buffer
 from train.plan.compiled.inspection import CostlyCopy, InPlace, Inspection
 from train.plan.config import PlanConfig
-from train.plan.show import inspection_data, print_inspection, sentences, write_texts
+from train.plan.show import inspection_data, print_inspection, sentences
 
 FOUND = Inspection(
     in_place=InPlace(["a", "b"], []),
@@ -22,7 +22,7 @@ FOUND = Inspection(
 )
 
 
-def test_what_matters_is_said_in_a_few_lines(capsys):
+def test_an_inspection_is_summarised(capsys):
     print_inspection(FOUND)
     printed = capsys.readouterr().out
     for text in (
@@ -31,30 +31,11 @@ def test_what_matters_is_said_in_a_few_lines(capsys):
         "2.5% of all bytes: copy.1 (layers backward, model/gpt.py:7)",
     ):
         assert text in printed
-    assert len(printed.splitlines()) == 8  # with the table of one buffer
-    assert json.loads(json.dumps(inspection_data(FOUND)))["in_place"]["updated"] == [
-        "a",
-        "b",
-    ]
-
-
-def test_what_is_copied_is_named_and_no_list_grows_long():
-    lost = InPlace(["a"], ["b", "c", "d", "e"])
-    said = dict(sentences(FOUND.__class__(lost, {}, [], [], {})))
-    assert (
-        said["in place"]
-        == "1 of 5 arrays of the state are updated in place, but not b, c, d, ..."
-    )
-    assert said["copies"] == "none above 1 % of all bytes"
-    assert said["operands"] == "of products: none"
-
-
-def test_a_step_is_written_as_traced_lowered_and_optimized(programs, tmp_path):
-    names = write_texts(programs("mesh=fsdp", devices=4), "text", epath.Path(tmp_path))
-    assert names == ["step.jaxpr", "step.stablehlo", "step.hlo"]
-    assert "dot_general[" in (tmp_path / "step.jaxpr").read_text()
-    assert "stablehlo.dot_general" in (tmp_path / "step.stablehlo").read_text()
-    assert (tmp_path / "step.hlo").read_text() == "text\n"
+    assert json.loads(json.dumps(inspection_data(FOUND)))["in_place"]["others"] == []
+    lost = dataclasses.replace(FOUND, in_place=InPlace(["a"], ["b", "c", "d", "e"]))
+    text = dict(sentences(lost))["in place"]
+    assert text.startswith("1 of 5 arrays")
+    assert "but not b, c, d, ..." in text
 
 
 def test_a_search_shows_nothing():
@@ -72,4 +53,6 @@ def test_this_machines_step_is_shown_through_the_door(tmp_path):
     found = json.loads((tmp_path / "plan.json").read_text())["inspection"]
     assert found["in_place"]["others"] == []
     assert len(found["buffers"]) == 10
+    assert "dot_general[" in (tmp_path / "step.jaxpr").read_text()
+    assert "stablehlo.dot_general" in (tmp_path / "step.stablehlo").read_text()
     assert (tmp_path / "step.hlo").read_text().startswith("HloModule")

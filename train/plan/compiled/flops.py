@@ -225,3 +225,8 @@ def may_multiply(instruction: Instruction) -> bool:
     prefixes = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cu", "__triton")
     is_call = instruction.opcode == "custom-call"
     return is_call and instruction.target.startswith((*prefixes, "__onednn"))
+
+
+def is_attention(instruction: Instruction) -> bool:
+    """Return whether an instruction is an attention kernel."""
+    return attention_kernel_flops(instruction).full > 0
