@@ -1,14 +1,18 @@
 """The fractions of vendors' rates that programs achieve, as constants with sources.
 
-TPUs: most constants are means of published measurements, chosen before any prediction
-was compared with a published run. The cost of more slices, the rate of experts'
-products and the rate of v6e's products are fitted to published runs instead, and other
-runs validate them.
+This project measured none of these constants itself. Most are published measurements
+of single kernels, copies and collectives. These are fitted to published runs, and
+other runs judge them (`python -m benchmarks.published`):
 
-GPUs: most constants are published measurements of kernels and of NCCL. Products and
-memory are slower in a training step than in a single kernel. So their fractions are
-fitted to one half of the published runs (benchmarks/published_gpu_rows.py), and the
-other half validates them. This project measured none of these constants itself.
+constant                     fitted to                          judged by
+products (v6e)               Llama 3.1 8B on v6e-8              8B and 70B on 16 to 256
+grouped.rate                 Mixtral 8x7B on v5p-128            the same on v5p-512
+hop_s, unhidden, spread      2, 8 and 32 slices of v5e-256      4 and 16 slices
+products (A100, H100),       24 runs on A100 and H100           43 other runs
+  memory (GPUs)
+
+Products and memory are slower in a training step than in a single kernel, so their
+fractions on GPUs and on v6e are fitted to whole steps.
 """
 
 import math
@@ -60,8 +64,8 @@ class Achievable:
     attention: the rates of attention on a GPU; None if they are those of products.
     start_s: the seconds to start a collective; an all-reduce takes twice as long.
     hop_s: the additional seconds for each further slice or node.
-    unhidden: the fraction of an overlapped collective's time that still delays
-        products. TPUs: only between slices. GPUs: because NCCL uses multiprocessors.
+    unhidden: the fraction of the time of an overlapped collective between TPU slices
+        that still delays products.
     spread: the standard deviation of step times over slices or nodes, relative to
         their mean (`slowest_ratio`).
     """
@@ -124,7 +128,6 @@ TPU_V6E = replace(TPU, products=0.65)
 #     to 128 MiB takes 20 to 80 us longer than the transfer of its bytes. On 4 nodes of
 #     B200, an all-reduce of 1 MiB takes 160 us.
 # grouped: assumed equal to the rate of other products; no public run validates it.
-# unhidden: calculon-ai/calculon, systems/a100_80g.json: NCCL uses 15 % of an A100.
 # products: fitted to public runs. The best of many shapes in a short test is 0.87 on
 #     A100, 0.80 on H100, 0.78 on B200 (ml-engineering, compute/accelerator), and 0.74
 #     on H100 over minutes (huggingface/gpu-fryer, README.md). Blackwell has no public
@@ -141,7 +144,6 @@ HOPPER = Achievable(
     attention=AttentionRates({64: 0.43, 128: 0.54}, half_length=320),
     start_s=25e-6,
     hop_s=20e-6,
-    unhidden=0.15,
     spread=0.014,
 )
 AMPERE = replace(

@@ -13,7 +13,6 @@ import jax
 
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
-from train.model_flops import attention_flops
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
@@ -24,18 +23,15 @@ from train.plan.estimated.lower_bound import temporaries_by_depth
 from train.plan.estimated.step import estimate_memory, estimate_step
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
-from train.plan.recomputing import format_policy, policies_keeping_more
+from train.plan.recomputing import (
+    RematPolicy,
+    format_policy,
+    policies_keeping_more,
+)
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
 from train.plan.small_copy import extrapolate_cost, extrapolate_memory, make_copy
 from train.program import Program
-from train.units import format_flops
-
-_MIN_COUNTED = 0.98  # A plan that counts less of the needed FLOPs has a bug.
-
-
-class ImpossibleCost(Exception):
-    """The planner counted fewer FLOPs than the model needs, which is a planner bug."""
 
 
 @dataclass(frozen=True)
@@ -78,27 +74,11 @@ class Plan:
 
     @cached_property
     def _predicted(self) -> Prediction | str:
-        """The predicted speed, or the reason why there is no prediction.
-
-        Raises:
-            ImpossibleCost: if fewer FLOPs were counted than the model needs.
-        """
+        """The predicted speed, or the reason why there is no prediction."""
         program, chip = self.program, self._chip
         if chip is None:
             kind = program.mesh.devices.flat[0].device_kind
             return f"the speed of {kind} is not known"
-        config, tokens = program.config, program.tokens_per_step
-        attention = attention_flops(config.model, config.data.sequence_length)
-        # Model FLOPs count all of causal attention (train/model_flops.py), but causal
-        # kernels skip half of it.
-        needed = program.flops_per_step - tokens * attention / 2
-        computed = self.cost.flops.total * program.mesh.size
-        if computed < _MIN_COUNTED * needed and not self.cost.flops.unknown:
-            raise ImpossibleCost(
-                f"the {self.cost.how} step computes {format_flops(computed)}, but the "
-                f"model needs at least {format_flops(needed)}. Its MFU would be higher "
-                "than matrix products can reach. This is a bug of train.plan."
-            )
         try:
             return predict(self.cost, program.config, program.mesh, chip)
         except NotStated as error:
@@ -110,32 +90,31 @@ class Plan:
 
         The bottleneck is memory if the step does not fit.
         """
-        spare = self.budget.available - self.memory.needed.bytes
-        if spare < 0:
-            has_prediction = self.prediction is not None
-            return make_fit(
-                self.program, self.memory, self.budget, searchable=has_prediction
-            )
-        if self.prediction is None:
+        prediction, program = self.prediction, self.program
+        if not self.fits:
+            searchable = prediction is not None
+            return make_fit(program, self.memory, self.budget, searchable=searchable)
+        if prediction is None:
             return None
-        config, mesh = self.program.config, self.program.mesh
-        advice = advise(self.prediction, config, mesh)
-        if not advice.override.startswith("train.remat="):
-            return advice
-        step_times = dict[str, float]()  # seconds, by override
-        for policy in policies_keeping_more(config.train.remat, config.train.offload):
-            train = replace(config.train, remat=policy)
-            other_plan = estimate(self.program.with_train_config(train), self.budget)
-            if other_plan.fits:
-                step_times[f"train.remat={format_policy(policy)}"] = _step_s(other_plan)
-        if not step_times:
-            change = "recomputing less does not fit here, but may on another mesh"
-            return replace(advice, change=change, override="search=true")
+        advice = advise(prediction, program.config, program.mesh)
+        if advice.override.startswith("train.remat="):
+            return self._choose_policy(advice)
+        return advice
+
+    def _choose_policy(self, advice: Advice) -> Advice:
+        """Return advice with the fastest policy that recomputes less, by estimates."""
+        train, step_times = self.program.config.train, dict[RematPolicy, float]()
+        more = policies_keeping_more(train.remat, train.offload)
+        for policy in (train.remat, *more):
+            changed = self.program.with_train_config(replace(train, remat=policy))
+            plan = estimate(changed, self.budget)
+            if plan.prediction and (plan.fits or policy == train.remat):
+                step_times[policy] = plan.prediction.middle.step_s
         best = min(step_times, key=step_times.__getitem__)
-        if step_times[best] >= _step_s(estimate(self.program, self.budget)):
-            change = "recomputing less fits, but is estimated to be no faster"
-            return replace(advice, change=change, override="")
-        return replace(advice, override=best)
+        if best == train.remat:
+            change = "recomputing less does not fit, or is estimated to be no faster"
+            return replace(advice, change=change, override="search=true")
+        return replace(advice, override=f"train.remat={format_policy(best)}")
 
     @cached_property
     def scaling(self) -> list[ScalingPoint]:
@@ -226,11 +205,6 @@ def compile_small(program: Program, budget: MemoryBudget | None = None) -> Plan:
     memory = extrapolate_memory(small.memory, whole.memory, temporaries)
     cost = extrapolate_cost(small.cost, small_guess.cost, whole.cost)
     return replace(whole, memory=memory, cost=cost, compilation=small.compilation)
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.middle.step_s
 
 
 def _budget_of(program: Program) -> MemoryBudget:

@@ -13,12 +13,10 @@ pessimistic: only matrix products hide their own memory traffic; all other instr
     wait for memory one after another. A collective is hidden only by the products that
     the schedule overlaps it with.
 
-Transfers to host memory overlap with all sections in the optimistic case, and with
-nothing in the pessimistic case.
+Transfers to host memory overlap with all sections.
 
 The middle of a range is the mean of both times. On GPUs kernels run one after another,
-so the middle is the pessimistic time. The range around it is the error seen in public
-runs. All slices or nodes wait for the slowest one.
+so the middle is the pessimistic time, and the range around it is GPU_SPREAD. All slices or nodes wait for the slowest one.
 
 Rates are the vendors' figures times the fraction that programs achieve
 (hardware/achievable.py). The model's dims lower the rate of matrix products further,
@@ -43,7 +41,7 @@ from train.plan.cost import StepCost
 from train.plan.rates import BusyTimes, busy_times_of, host_link
 
 PRODUCTS, MEMORY = "matrix products", "main memory"
-# Nine of ten public runs are within this distance of the middle (docs/log/planner.md).
+# The distance from the middle to either end of a GPU's range (docs/results.md).
 GPU_SPREAD = 0.2
 
 
@@ -166,7 +164,7 @@ def predict(
     waited_s = sum(link.waited_for for link in busy.links)
     if cost.host_bytes:
         link = host_link(cost.host_bytes, chip)
-        low, high = max(low, link.seconds + waited_s), high + link.seconds
+        low, high = (max(s, link.seconds + waited_s) for s in (low, high))
         busy = dataclasses.replace(busy, links=(*busy.links, link))
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     if not on_tpu:
