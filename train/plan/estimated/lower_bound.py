@@ -31,14 +31,20 @@ def least_temporaries(step: LocalStep) -> dict[str, int]:
 def temporaries_by_depth(program: Program) -> int:
     """Return bytes that grow with the number of layers as compiled temporaries do.
 
-    Their constant part may be wrong. To find the point in time of the peak, a layer's
-    other activations are estimated.
+    Their constant part may be wrong. To find the point in time of the peak, two more
+    sizes are included: the sum of the head's gradient over tiles of the loss, and an
+    estimate of a layer's other activations.
     """
     step = local_step(program)
+    loss, layers = _loss_items(step), _layer_items(step)
+    sums = (a.bytes for op in step.loops if op not in step.layers for a in op.carried)
+    head_bytes = 0 if "exponentials" in loss else max(sums, default=0)
     layer_bytes = max(map(_activation_bytes, step.layers))
-    items = [_loss_items(step), _layer_items(step), _update_items(step)]
-    loss, layers, update = (sum(sizes.values()) for sizes in items)
-    return max(loss, layers + layer_bytes, update)
+    return max(
+        sum(loss.values()) + head_bytes,
+        sum(layers.values()) + layer_bytes,
+        sum(_update_items(step).values()),
+    )
 
 
 def saved_bytes(step: LocalStep, on_host: bool = False) -> int:

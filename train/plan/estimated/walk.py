@@ -39,7 +39,8 @@ _LINEAR = SHAPES | {
 }
 # Operations whose result counts as the operand's parameter, or as a part of it.
 _SAME_PARAMETER = SHAPES | {
-    *("all_gather", "bitcast_convert_type", "dynamic_slice", "ppermute", "unstack"),
+    *("all_gather", "bitcast_convert_type", "dynamic_slice", "layout_constraint"),
+    *("ppermute", "unstack"),
 }
 
 
