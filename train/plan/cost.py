@@ -45,6 +45,7 @@ class Flops:
     unknown: kernels whose FLOPs are not counted.
     eight_bits: the FLOPs in `products` whose operands have eight bits.
     grouped: the FLOPs in `products` that multiply rows grouped by expert.
+    padded: FLOPs of products and attention, counting idle matrix-unit rows and columns.
     """
 
     products: float = 0.0
@@ -53,6 +54,7 @@ class Flops:
     unknown: tuple[str, ...] = ()
     eight_bits: float = 0.0
     grouped: float = 0.0
+    padded: float = 0.0
 
     @property
     def total(self) -> float:

@@ -101,12 +101,19 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations of a fusion or call, or the branches of a conditional."""
-        names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
+        """The computations of a fusion or call, or the branches of a conditional.
+
+        A conditional's branch for false is the first one.
+        """
+        names = re.findall(r" calls=%([\w.-]+)", self.attributes)
         if self.opcode in ("call", "call-start"):
             names += re.findall(_CALLED, self.attributes)
-        branches = self.find(r" branch_computations=\{(.*?)\}")
-        names += re.findall(r"%([\w.-]+)", branches)
+        elif self.opcode == "conditional":
+            branches = self.find(r" branch_computations=\{(.*?)\}")
+            names = re.findall(r"%([\w.-]+)", branches)
+            if not branches:  # The predicate is a boolean: true is written first.
+                names = re.findall(r" \w+_computation=%([\w.-]+)", self.attributes)
+                names.reverse()
         return [self.computation.module.computations[name] for name in names]
 
     @property
@@ -269,27 +276,3 @@ def _parse_array(match: re.Match[str]) -> HloArray:
     space = re.search(r"S\((\d+)\)", match[3] or "")
     sizes = (int(size.lstrip(" <=")) for size in match[2].split(",") if size)
     return HloArray(match[1], tuple(sizes), int(space[1]) if space else 0)
-
-
-def is_loop_invariant(body: Computation, element: int) -> bool:
-    """Return whether every trip of a loop leaves an element of its state unchanged."""
-    if body.root.opcode != "tuple":
-        return False
-    value = body.root.operands[element]
-    while True:
-        if value.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            (value,) = value.operands
-        elif value.opcode != "get-tuple-element":
-            return False
-        else:
-            (source,) = value.operands
-            if source.opcode == "parameter":
-                return value.index == element
-            if source.opcode != "while" or not is_loop_invariant(
-                source.body, value.index
-            ):
-                return False
-            (start,) = source.operands
-            if start.opcode != "tuple":
-                return False
-            value = start.operands[value.index]
