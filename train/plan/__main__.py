@@ -196,7 +196,8 @@ def _inspect(config: PlanConfig, plan: "Plan") -> "Inspection | None":
             file=sys.stderr,
         )
         return None
-    return inspect(plan.text, [name for name, _ in named(plan.program.state)])
+    names = [name for name, _ in named(plan.program.state)]
+    return inspect(plan.text, names, config.model)
 
 
 def _page_data(plan: "Plan", inspection: "Inspection | None") -> dict[str, Any]:
@@ -210,7 +211,7 @@ def _page_data(plan: "Plan", inspection: "Inspection | None") -> dict[str, Any]:
     texts = remedy_sentences(advice) if advice else []
     if plan.fits and prediction and advice:
         texts = summary_sentences(prediction, advice)
-    module = read_module(plan.text) if plan.text else None
+    module = read_module(plan.text, plan.program.config.model) if plan.text else None
     data = page_data(plan.program, module, texts, sys.argv[1:])
     return data | {"inspection": inspection and inspection_data(inspection)}
 

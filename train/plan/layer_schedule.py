@@ -27,8 +27,8 @@ from jax.sharding import Mesh
 from train.plan.compiled.attribution import part_in_name, scope_of
 from train.plan.compiled.collectives import KINDS, Collective, started_collectives
 from train.plan.compiled.flops import (
-    attention_kernel_flops,
     has_eight_bits,
+    is_attention,
     product_flops,
     sum_flops,
 )
@@ -225,25 +225,22 @@ class _Device:
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
             return _Cost(MEMORY, 0.0, "", "", collectives)
-        products = attention = busy_s = 0.0
+        has_attention, products, busy_s = False, 0.0, 0.0
         for inner in instruction.with_nested:
             product, rate = product_flops(inner), self._rates.flops
             if product and has_eight_bits(inner):
                 rate = self._rates.eight_bits
             products, busy_s = products + product, busy_s + product / rate
-            if inner.opcode == "custom-call":
-                attention += attention_kernel_flops(inner).computed
+            has_attention |= is_attention(inner)
         traffic = memory_traffic(instruction)
-        flops = products + attention
-        busy_s += attention / self._rates.flops
         seconds = max(busy_s, traffic / self._rates.memory)
-        kind = ATTENTION if attention else PRODUCT if products else MEMORY
+        kind = ATTENTION if has_attention else PRODUCT if products else MEMORY
         done_names = [u.name for u in instruction.users if u.opcode.endswith("-done")]
         is_copy = opcode.endswith("-start") and seconds and done_names
         waiter = done_names[0] if is_copy else ""
-        flops_text = f"{format_flops(flops)}, " if flops else ""
+        flops_text = f"{format_flops(products)}, " if products else ""
         detail = f"{instruction.name}: {flops_text}{format_bytes(traffic)}"
-        label = "attention" if attention else _instruction_label(instruction)
+        label = "attention" if has_attention else _instruction_label(instruction)
         return _Cost(kind, seconds, label, detail, collectives, waiter)
 
 

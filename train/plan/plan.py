@@ -204,8 +204,9 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
             text = result.as_text()
-    cost = read_step(program, text) if text else estimate_step(program, step)
+    cost = estimate_step(program, step)
     if text:
+        cost = read_step(program, text, step.flops)
         cost = replace(cost, host_bytes=count_host_bytes(program, step))
     return Plan(
         program=program,

@@ -159,7 +159,7 @@ def test_a_layer_is_drawn_on_the_clock(draw):
 
 def test_what_xla_made_of_it_is_shown_if_asked_for(draw):
     assert "What XLA made of it" not in draw().text
-    buffer = {"bytes": 2048, "array": "f32[512]", "made": "a <b>", "dies": "c"}
+    buffer = {"bytes": 2048, "array": "f32[512]", "made": "a <b>"}
     found = {"sentences": [("in place", "all 3 arrays")], "buffers": [buffer]}
     text = draw(inspection=found).text
     assert "\nWhat XLA made of it\nin place\nall 3 arrays\n" in text
