@@ -30,10 +30,10 @@ def scope_of(executed: Executed, instruction: Instruction) -> str:
     instruction's own name decides, because XLA moves peeled trips and invariants out of
     loops.
     """
-    name = _own_name(executed, instruction)
-    names = [name] if name else list(_user_names(executed))
+    own_name = _own_name(executed, instruction)
     loops = [loop.op_name for loop in reversed(executed.loops)]
-    scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
+    names = [*loops, *([own_name] if own_name else _user_names(executed))]
+    scopes = [scope_in_name(name) for name in names if not split_name(name)]
     scopes.sort(key=lambda scope: scope.startswith(ENCLOSING))
     return next(filter(None, scopes), "")
 
@@ -57,23 +57,19 @@ def part_in_name(name: str) -> str:
 
 def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return the part of the model and the bytes of each operand of a collective."""
-    outer, operands = executed.instruction, inner.operands
+    outer, arrays = executed.instruction, [o for o in inner.operands if o.num_bytes]
     callers = () if inner.computation is outer.computation else (outer,)
     collective_name = _own_name(executed, inner)
-    names = split_name(collective_name)
-    if len(operands) == 1 and names:  # GPU: several arrays were concatenated.
-        arrays = _concatenated_arrays(operands[0])
-        if len(arrays) == len(names):
-            parts = [part_in_name(name) or OTHER for name in names]
-            return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
+    names = split_name(collective_name) or [collective_name]
+    if len(names) > len(arrays) == 1:  # GPU: several arrays were concatenated.
+        arrays = _concatenated_arrays(arrays[0])
+    # A collective of several arrays may have the name of only one of them.
+    exact_names = names if len(names) == len(arrays) else [""] * len(arrays)
     uses = []
-    for number, operand in enumerate(operands):
+    for operand, exact_name in zip(arrays, exact_names, strict=True):
         if operand.num_bytes <= _SCALARS_BYTES:
             uses.append((SCALARS, operand.num_bytes))
             continue
-        # A collective with several operands has the name of only one of them.
-        exact_name = collective_name if len(operands) == 1 and not names else ""
-        exact_name = names[number] if len(names) == len(operands) else exact_name
         producer_names = (producer.op_name for producer in producers(operand, callers))
         options = (exact_name, *producer_names, collective_name, *_user_names(executed))
         part = next(filter(None, map(part_in_name, options)), OTHER)
@@ -81,10 +77,11 @@ def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]
     return uses
 
 
-def _concatenated_arrays(instruction: Instruction) -> list[Instruction]:
-    while instruction.opcode == "fusion":
-        instruction = instruction.called[0].root
-    return instruction.operands if instruction.opcode == "concatenate" else []
+def _concatenated_arrays(array: Instruction) -> list[Instruction]:
+    root = array
+    while root.opcode == "fusion":
+        root = root.called[0].root
+    return root.operands if root.opcode == "concatenate" else [array]
 
 
 def split_name(name: str) -> list[str]:

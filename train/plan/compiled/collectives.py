@@ -25,6 +25,7 @@ KINDS = (
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'  # shared by a send and a recv
 _CHAIN = r'chain_id="(\d+)"'  # shared by the fusions that a collective is split over
 _ONE_WAY = r"(UniDirection\w*Strategy\w*\{colors|RING_TYPE_UNIDIR)"
+_TRANSFER_KIND = r'_xla_megascale_transfer_type="(\w+)"'
 _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
@@ -71,11 +72,10 @@ def list_collectives(module: Module, mesh: Mesh) -> list[Collective]:
 def started_collectives(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
     """Yield the collectives that an instruction starts."""
     for inner in executed.instruction.with_nested:
-        kind = inner.opcode.removesuffix("-start")
-        if inner.opcode == "send" and _HOST_TRANSFER in inner.attributes:
-            yield _read_transfer(executed, mesh)
-        elif kind in KINDS and not _is_continuation(inner):
-            yield _read_collective(executed, inner, kind, mesh)
+        is_collective = inner.opcode.removesuffix("-start") in KINDS
+        is_transfer = inner.opcode == "send" and _HOST_TRANSFER in inner.attributes
+        if is_transfer or (is_collective and not _is_continuation(inner)):
+            yield _read_collective(executed, inner, mesh)
 
 
 def sum_collectives(
@@ -102,31 +102,6 @@ def sum_collectives(
     return add_totals(totals)
 
 
-def _read_collective(
-    executed: Executed, inner: Instruction, kind: str, mesh: Mesh
-) -> Collective:
-    if inner.computation.name.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
-    group = group_of(inner, mesh, _concurrent_dims(executed, inner))
-    factor = group.size if kind == "all-gather" else 1
-    payload = factor * sum(operand.num_bytes for operand in inner.operands)
-    if kind == "ragged-all-to-all":  # The smaller of operand and result has no padding.
-        payload = min(operand.num_bytes for operand in inner.operands[:2])
-    uses = [(use, factor * size) for use, size in operand_uses(executed, inner)]
-    return _make_collective(executed, inner, kind, group, payload=payload, uses=uses)
-
-
-def _read_transfer(executed: Executed, mesh: Mesh) -> Collective:
-    """Read a transfer between slices, which the hosts perform for a device."""
-    send = executed.instruction
-    kind = send.find(r'_xla_megascale_transfer_type="(\w+)"').lower().replace("_", "-")
-    kind = "collective-permute" if kind == "one-to-one" else kind
-    payload = send.operands[0].num_bytes
-    (use, _), *_ = operand_uses(executed, send)
-    group, uses = slices_group(send, mesh), [(use, payload)]
-    return _make_collective(executed, send, kind, group, payload=payload, uses=uses)
-
-
 def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
     """Return how many dims of the torus XLA:TPU uses at once; None if not stated.
 
@@ -145,19 +120,24 @@ def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
     return None
 
 
-def _make_collective(
-    executed: Executed,
-    inner: Instruction,
-    kind: str,
-    group: Group,
-    *,
-    payload: int,
-    uses: list[tuple[str, int]],
-) -> Collective:
-    end, order = _find_end(executed, inner), executed.instruction.computation.order
-    during = order[order.index(executed.instruction) + 1 : end]
-    # The second operand of a send is a token.
-    operands = inner.operands[:1] if inner.opcode == "send" else inner.operands
+def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Collective:
+    kind = inner.opcode.removesuffix("-start")
+    if kind == "send":  # The hosts transfer data between slices for a device.
+        kind = inner.find(_TRANSFER_KIND).lower().replace("_", "-")
+        kind = "collective-permute" if kind == "one-to-one" else kind
+        group = slices_group(inner, mesh)
+    else:
+        if inner.computation.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
+        group = group_of(inner, mesh, _concurrent_dims(executed, inner))
+    factor = group.size if kind == "all-gather" else 1
+    uses = operand_uses(executed, inner)
+    payload = factor * sum(size for _, size in uses)
+    if kind == "ragged-all-to-all":  # The smaller of operand and result has no padding.
+        payload = min(operand.num_bytes for operand in inner.operands[:2])
+    arrays = [array for operand in inner.operands for array in operand.arrays]
+    order = executed.instruction.computation.order
+    start, end = order.index(executed.instruction), _find_end(executed, inner)
     return Collective(
         name=inner.name,
         kind=kind,
@@ -165,12 +145,12 @@ def _make_collective(
         count=executed.count,
         payload=payload,
         sent=sent_bytes(kind, payload, group.size),
-        dtypes=tuple(sorted({a.dtype for o in operands for a in o.arrays})),
+        dtypes=tuple(sorted({array.dtype for array in arrays if array.num_bytes})),
         scope=scope_of(executed, inner),
-        uses=tuple(uses),
-        is_async=end is not None,
-        is_overlapped=end is not None and any(map(_has_products, during)),
-        waiter=order[end].name if end is not None and end < len(order) else "",
+        uses=tuple((use, factor * size) for use, size in uses),
+        is_async=end > start,
+        is_overlapped=any(map(_has_products, order[start + 1 : end])),
+        waiter=order[end].name if end > start else "",
     )
 
 
@@ -190,31 +170,26 @@ def _is_continuation(inner: Instruction) -> bool:
     return not any("AsyncCollectiveStart" in i.attributes for i in order)
 
 
-def _find_end(executed: Executed, inner: Instruction) -> int | None:
-    """Return where an asynchronous collective ends in the schedule, otherwise None.
-
-    The end is after the last instruction if no instruction of the computation waits.
-    """
+def _find_end(executed: Executed, inner: Instruction) -> int:
+    """Return where a collective ends in the schedule: if synchronous, at its start."""
     start = executed.instruction
     order = start.computation.order
+    position = order.index(start)
     if '"is_sync":true' in start.attributes:
-        return None
+        return position
     if chain := inner.find(_CHAIN):
-        for position in range(order.index(start) + 1, len(order)):
-            nested = order[position].with_nested
+        for end in range(position + 1, len(order)):
+            nested = order[end].with_nested
             is_part = any(i.find(_CHAIN) == chain for i in nested)
             if is_part and any("AsyncCollectiveDone" in i.attributes for i in nested):
-                return position
-        return len(order)
-    if start.opcode == "send":
-        rendezvous = start.find(_RENDEZVOUS)
-        waited = [i for i in order if i.opcode == "recv"]
-        waited = [i for i in waited if i.find(_RENDEZVOUS) == rendezvous]
-    else:
-        waited = [start] if start.opcode.endswith("-start") else []
+                return end
+        return position
+    begun = {start}
+    if rendezvous := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
+        begun = {i for i in order if i.find(_RENDEZVOUS) == rendezvous} - begun
     ends = (
-        position
-        for position, later in enumerate(order)
-        if later.opcode.endswith("-done") and {*waited} & {*later.operands}
+        end
+        for end, later in enumerate(order)
+        if later.opcode.endswith("-done") and begun & {*later.operands}
     )
-    return next(ends, None)
+    return next(ends, position)
