@@ -138,6 +138,7 @@ class Computation:
     module: "Module" = field(repr=False)
     instructions: dict[str, Instruction]  # keys are names
     root: Instruction = field(init=False)
+    caller: Instruction | None = None  # the fusion, call or conditional around it
 
     @functools.cached_property
     def order(self) -> list[Instruction]:
@@ -209,6 +210,10 @@ def parse(text: str) -> Module:
             lines.append(line)
         else:  # a kernel's metadata spans several lines
             lines[-1] += "\n" + line
+    for computation in module.computations.values():
+        for instruction in computation.order:
+            for called in instruction.called:
+                called.caller = instruction
     if not hasattr(module, "entry"):
         raise ValueError("the text is not an HLO module: it has no ENTRY computation")
     return module
