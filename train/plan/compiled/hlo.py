@@ -11,12 +11,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_HEADER = re.compile(r"(ENTRY )?%(\S+) \(.*\{")
-_INSTRUCTION = re.compile(r"  (ROOT )?%(\S+) = (.*)", re.DOTALL)
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%(\S+) \([^\n]*\{\n(.*?)\n\}(?:, execution_thread=[^\n]*)?$",
+    re.MULTILINE | re.DOTALL,
+)
+_INSTRUCTION = re.compile(r"  (?:ROOT )?%(\S+) = ")
+_STRING_OR_PARENTHESIS = re.compile(r'"(?:[^"\\]|\\.)*"|[()]')
 _OPCODE = re.compile(r" ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
-_END = re.compile(r"\}(, execution_thread=.*)?")
 _BODY = r" body=%([\w.-]+)"
 _CALLED = r" (?:to_apply=|called_computations=\{)%([\w.-]+)"
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
@@ -145,6 +147,11 @@ class Computation:
         """The instructions as scheduled."""
         return list(self.instructions.values())
 
+    def parameter(self, number: int) -> Instruction:
+        """Return the parameter with a number."""
+        parameters = (i for i in self.order if i.opcode == "parameter")
+        return next(i for i in parameters if int(i.arguments) == number)
+
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """The instructions that use each result, by its name."""
@@ -196,20 +203,19 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: if the text is not an HLO module.
     """
-    module, header, lines = Module(), None, list[str]()
-    for line in text.splitlines():
-        if header is None:
-            header = _HEADER.fullmatch(line)
-            lines = []
-        elif _END.fullmatch(line):
-            computation = _parse_computation(header[2], lines, module)
-            if header[1]:
-                module.entry = computation
-            header = None
-        elif line.startswith("  ") or not lines:
-            lines.append(line)
-        else:  # a kernel's metadata spans several lines
-            lines[-1] += "\n" + line
+    module = Module()
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        computation = module.computations[name] = Computation(name, module, {})
+        if is_entry:
+            module.entry = computation
+        # A kernel's metadata goes on in lines that are not indented.
+        for line in re.split(r"\n(?=  )", body):
+            if instruction := _parse_line(line, computation):
+                computation.instructions[instruction.name] = instruction
+                if line.startswith("  ROOT "):
+                    computation.root = instruction
+            else:
+                module.unread.append(line.strip())
     for computation in module.computations.values():
         for instruction in computation.order:
             for called in instruction.called:
@@ -219,37 +225,27 @@ def parse(text: str) -> Module:
     return module
 
 
-def _parse_computation(name: str, lines: list[str], module: Module) -> Computation:
-    computation = Computation(name, module, {})
-    for line in lines:
-        match = _INSTRUCTION.fullmatch(line)
-        instruction = _parse_line(match[2], match[3], computation) if match else None
-        if not match or not instruction:
-            module.unread.append(line.strip())
-            continue
-        if instruction.opcode == "custom-call-update":
-            instruction = _as_call_start(instruction)
-        computation.instructions[instruction.name] = instruction
-        if match[1]:
-            computation.root = instruction
-    module.computations[name] = computation
-    return computation
-
-
-def _parse_line(name: str, text: str, computation: Computation) -> Instruction | None:
-    end = _closing_index(text, 0) + 1 if text.startswith("(") else text.find(" ")
-    opcode = _OPCODE.match(text, end)
-    if not opcode:
+def _parse_line(line: str, computation: Computation) -> Instruction | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         return None
-    close = _closing_index(text, opcode.end() - 1)
-    return Instruction(
-        name=name,
+    start, end = match.end(), line.find(" ", match.end())
+    if line[start] == "(":  # The instruction returns a tuple.
+        end = _closing_index(line, start) + 1
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing_index(line, opcode.end() - 1)
+    instruction = Instruction(
+        name=match[1],
         opcode=opcode[1],
-        arrays=tuple(_parse_array(match) for match in _ARRAY.finditer(text[:end])),
-        arguments=text[opcode.end() : close],
-        attributes=text[close + 1 :],
+        arrays=tuple(map(_parse_array, _ARRAY.finditer(line, start, end))),
+        arguments=line[opcode.end() : close],
+        attributes=line[close + 1 :],
         computation=computation,
     )
+    is_update = instruction.opcode == "custom-call-update"
+    return _as_call_start(instruction) if is_update else instruction
 
 
 def _as_call_start(update: Instruction) -> Instruction:
@@ -268,9 +264,9 @@ def _as_call_start(update: Instruction) -> Instruction:
 
 
 def _closing_index(text: str, start: int) -> int:
-    """Return the index at which the first parenthesis from `start` on is closed."""
+    """Return the index at which the parenthesis at `start` is closed."""
     depth = 0
-    for match in re.compile(rf"{_STRING}|[()]").finditer(text, start):
+    for match in _STRING_OR_PARENTHESIS.finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
             return match.start()

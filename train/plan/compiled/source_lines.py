@@ -13,7 +13,7 @@ from train.plan.compiled.hlo import Executed, Instruction
 
 ROOT = Path(__file__).resolve().parents[3]
 _PACKAGES = tuple(f"{ROOT}/{package}/" for package in ("model", "train", "data"))
-_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_FILE = re.compile(r'^(\d+) "(/.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(
     r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", re.MULTILINE
@@ -26,12 +26,12 @@ class SourceLines:
 
     def __init__(self, text: str):
         """Read the tables at the end of an optimized module's text."""
-        files = dict(_FILE.findall(_table(text, "FileNames")))
+        files = dict(_FILE.findall(text))
         self._locations = {
             location: (files.get(file, ""), line)
-            for location, file, line in _LOCATION.findall(_table(text, "FileLocations"))
+            for location, file, line in _LOCATION.findall(text)
         }
-        frames = _FRAME.findall(_table(text, "StackFrames"))
+        frames = _FRAME.findall(text)
         # XLA of jax 0.10 adds one to each caller's number. The first frame has no
         # caller, so its number is what XLA added.
         offset = int(frames[0][2] or 0) if frames else 0
@@ -67,8 +67,3 @@ class SourceLines:
                 lines.setdefault(file.removeprefix(f"{ROOT}/"), line)
         locations = [f"{file}:{line}" for file, line in lines.items()]
         return " < ".join(locations[:_MAX_FILES])
-
-
-def _table(text: str, title: str) -> str:
-    match = re.search(rf"^{title}\n((?:\d.*\n?)*)", text, re.MULTILINE)
-    return match[1] if match else ""
