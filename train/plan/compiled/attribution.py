@@ -54,6 +54,15 @@ def part_in_name(name: str) -> str:
     return ".".join(_PART.findall(name))
 
 
+def place_in_step(executed: Executed) -> str:
+    """Return the scope and the part of an executed instruction, or of its producers."""
+    instruction = executed.instruction
+    names = (producer.op_name for producer in producers(instruction))
+    part = next(filter(None, map(part_in_name, names)), "")
+    scope = scope_of(executed, instruction)
+    return scope if part in scope else f"{scope} {part}".strip()
+
+
 def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return the part of the model and the bytes of each operand of a collective."""
     arrays = [operand for operand in inner.operands if operand.num_bytes]

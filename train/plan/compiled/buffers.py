@@ -9,8 +9,8 @@ as are several updates of one buffer in place. Sizes exclude padding.
 
 from dataclasses import dataclass
 
+from train.plan.compiled.attribution import place_in_step
 from train.plan.compiled.hlo import Instruction, Module
-from train.plan.compiled.source_lines import SourceLines
 
 _VIEWS = {
     *("parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
@@ -25,7 +25,7 @@ class Buffer:
 
     bytes: the size without padding.
     array: the dtype and dims.
-    made: the scope, part of the model and source lines of the maker.
+    made: the scope, the part of the model and the name of the maker.
     """
 
     bytes: int
@@ -33,7 +33,7 @@ class Buffer:
     made: str
 
 
-def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buffer]:
+def largest_buffers(module: Module, count: int) -> list[Buffer]:
     """Return the `count` largest buffers of a program in main memory."""
     results, found = _results(module), []
     for executed in module.executed:
@@ -46,7 +46,7 @@ def largest_buffers(module: Module, lines: SourceLines, count: int) -> list[Buff
         Buffer(
             bytes=array.num_bytes,
             array=f"{array.dtype}[{','.join(map(str, array.dims))}]",
-            made=lines.describe(executed),
+            made=f"{place_in_step(executed)} ({executed.instruction.name})".strip(),
         )
         for array, executed in found[:count]
     ]

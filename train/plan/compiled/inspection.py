@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.config import ModelConfig
+from train.plan.compiled.attribution import place_in_step
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import multiplied_arrays
 from train.plan.compiled.hbm_bytes import (
@@ -18,7 +19,6 @@ from train.plan.compiled.hbm_bytes import (
     memory_traffic,
 )
 from train.plan.compiled.hlo import Instruction, Module
-from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
@@ -49,7 +49,7 @@ class CostlyCopy:
     times: executions in one step.
     bytes: the memory traffic in one step.
     share: the fraction of all memory traffic.
-    what: the scope, the part of the model and the source lines.
+    what: the scope and the part of the model.
     """
 
     name: str
@@ -85,8 +85,7 @@ def inspect(
     `state` names the arrays of the state, which are the program's first results.
     `model` has the same meaning as in `read_module`.
     """
-    module, lines = read_module(text, model), SourceLines(text)
-    kernels, operands = Counter[str](), Counter[str]()
+    module, kernels, operands = read_module(text, model), Counter(), Counter()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
@@ -96,8 +95,8 @@ def inspect(
     return Inspection(
         in_place=updated_in_place(text, state),
         kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
-        buffers=largest_buffers(module, lines, _MAX_BUFFERS),
-        copies=_costly_copies(module, lines),
+        buffers=largest_buffers(module, _MAX_BUFFERS),
+        copies=_costly_copies(module),
         operand_bytes=dict(operands.most_common()),
     )
 
@@ -123,7 +122,7 @@ def _kernel_name(call: Instruction) -> str:
     return call.target
 
 
-def _costly_copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
+def _costly_copies(module: Module) -> list[CostlyCopy]:
     total, copies = count_memory_traffic(module.executed).total, list[CostlyCopy]()
     for executed in module.executed:
         instruction = executed.instruction
@@ -134,7 +133,7 @@ def _costly_copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
                 times=executed.count,
                 bytes=traffic,
                 share=traffic / total,
-                what=lines.describe(executed),
+                what=place_in_step(executed),
             )
             copies.append(copy)
     return sorted(copies, key=lambda copy: -copy.bytes)

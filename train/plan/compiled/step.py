@@ -13,7 +13,7 @@ from train.plan.compiled.flops import (
     is_grouped,
 )
 from train.plan.compiled.hbm_bytes import count_memory_traffic
-from train.plan.compiled.hlo import Executed
+from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import Flops, SectionCost, StepCost
 from train.plan.sections import SECTIONS, section_of
@@ -23,13 +23,10 @@ from train.program import Program
 def read_step(
     program: Program, text: str, estimated_flops: Mapping[str, Flops]
 ) -> StepCost:
-    """Return the cost of a program's step.
+    """Return the cost of a program's step, given its `compiled.as_text()`.
 
-    Args:
-        program: the program.
-        text: the result of its `compiled.as_text()`.
-        estimated_flops: the estimated FLOPs by section (train/plan/estimated), which
-            supply the FLOPs of kernels.
+    `estimated_flops` are the FLOPs by section that train/plan/estimated counts. They
+    supply the FLOPs of kernels, which the text does not state.
 
     Raises:
         ValueError: if the text is not an HLO module.
@@ -40,24 +37,17 @@ def read_step(
     for executed in module.executed:
         scope = scope_of(executed, executed.instruction)
         by_section[section_of(scope)].append(executed)
-    has_attention = any(
-        is_attention(inner)
-        for executed in module.executed
-        for inner in executed.instruction.with_nested
-    )
+    has_attention = any(map(is_attention, _with_nested(module.executed)))
     outside_layers = (c for c in collectives if not c.scope.startswith("layers"))
     sections = list[SectionCost]()
     for name in SECTIONS:
         estimated = estimated_flops.get(name, Flops())
+        flops = _add_kernels(by_section[name], estimated)
         if not has_attention:
-            estimated = replace(estimated, attention=0.0, whole_attention=0.0)
-        section = SectionCost(
-            name,
-            _count_with_kernels(by_section[name], estimated),
-            count_memory_traffic(by_section[name]),
-            sum_collectives(c for c in collectives if section_of(c.scope) == name),
-        )
-        sections.append(section)
+            flops = replace(flops, attention=0.0, whole_attention=0.0)
+        traffic = count_memory_traffic(by_section[name])
+        sent = sum_collectives(c for c in collectives if section_of(c.scope) == name)
+        sections.append(SectionCost(name, flops, traffic, sent))
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
         sections=tuple(sections),
@@ -66,25 +56,28 @@ def read_step(
     )
 
 
-def _count_with_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
-    """Count the FLOPs of a section, of which the estimate supplies those of kernels.
-
-    Idle rows and columns of matrix units are assumed to be the same fraction of all
-    products as in the estimate.
-    """
+def _with_nested(all_executed: Sequence[Executed]) -> list[Instruction]:
     nested = (executed.instruction.with_nested for executed in all_executed)
-    grouped_kernels = [i for inner in nested for i in inner if is_grouped(i)]
+    return [instruction for instructions in nested for instruction in instructions]
+
+
+def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
+    """Count the FLOPs of products, and add those of attention and grouped kernels.
+
+    The idle rows and columns of matrix units are the same fraction of all products as
+    in the estimate.
+    """
+    products = count_flops(all_executed)
+    grouped_kernels = list(filter(is_grouped, _with_nested(all_executed)))
     grouped = estimated.grouped if grouped_kernels else 0.0
     in_eight_bits = grouped if all(map(has_eight_bits, grouped_kernels)) else 0.0
-    found = count_flops(all_executed)
-    products = found.products + grouped
-    scale = products / estimated.products if estimated.products else 0.0
-    return replace(
-        found,
-        products=products,
+    kernels = Flops(
+        products=grouped,
         attention=estimated.attention,
         whole_attention=estimated.whole_attention,
-        eight_bits=found.eight_bits + in_eight_bits,
+        eight_bits=in_eight_bits,
         grouped=grouped,
-        padded=scale * estimated.padded,
     )
+    total = products + kernels
+    scale = total.products / estimated.products if estimated.products else 0.0
+    return replace(total, padded=scale * estimated.padded)
