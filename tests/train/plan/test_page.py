@@ -163,7 +163,7 @@ def test_what_xla_made_of_it_is_shown_if_asked_for(draw):
     found = {"sentences": [("in place", "all 3 arrays")], "buffers": [buffer]}
     text = draw(inspection=found).text
     assert "\nWhat XLA made of it\nin place\nall 3 arrays\n" in text
-    assert "\nf32[512]\n2.00 KiB\na <b>\nc\n" in text
+    assert "\nf32[512]\n2.00 KiB\na <b>\n" in text
 
 
 def test_why_there_is_no_clock_is_said(programs):

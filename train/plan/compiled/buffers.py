@@ -14,9 +14,9 @@ from train.plan.compiled.hlo import Instruction, Module
 
 _VIEWS = {
     *("parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
-    *("while", "call", "conditional", "broadcast"),
+    *("while", "call", "conditional"),
 }
-_INITIALISATION = {"parameter", "constant", "broadcast", "bitcast"}
+_INITIAL = {"parameter", "constant", "broadcast", "bitcast"}
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,15 @@ def largest_buffers(module: Module, count: int) -> list[Buffer]:
 
 def _makes_buffers(instruction: Instruction) -> bool:
     """Return whether a result is neither a view, incomplete, nor an initial value."""
-    opcode = instruction.opcode
-    if opcode == "fusion":
-        return not {inner.opcode for inner in instruction.nested} <= _INITIALISATION
-    is_view = opcode in _VIEWS or opcode.endswith("-start")
-    return not is_view and instruction.target != "AllocateBuffer"
+    is_view = instruction.opcode in _VIEWS or instruction.opcode.endswith("-start")
+    return not is_view and not _initialises(instruction)
+
+
+def _initialises(instruction: Instruction) -> bool:
+    if instruction.opcode == "copy":
+        return _initialises(instruction.operands[0])
+    opcodes = {inner.opcode for inner in instruction.nested} or {instruction.opcode}
+    return opcodes <= _INITIAL or instruction.target == "AllocateBuffer"
 
 
 def _results(module: Module) -> set[Instruction]:
