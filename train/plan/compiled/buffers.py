@@ -61,8 +61,7 @@ def _makes_buffers(instruction: Instruction) -> bool:
 def _initialises(instruction: Instruction) -> bool:
     if instruction.opcode == "copy":
         return _initialises(instruction.operands[0])
-    opcodes = {inner.opcode for inner in instruction.nested} or {instruction.opcode}
-    return opcodes <= _INITIAL or instruction.target == "AllocateBuffer"
+    return instruction.opcodes <= _INITIAL or instruction.target == "AllocateBuffer"
 
 
 def _results(module: Module) -> set[Instruction]:

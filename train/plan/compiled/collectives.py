@@ -38,7 +38,6 @@ class Collective:
     group: the devices of one group.
     count: executions in one run of the program.
     payload, sent: bytes as defined in train/plan/cost.py.
-    dtypes: the dtypes of the operands.
     scope: the scope in the step, for example "layers backward"; may be "".
     uses: the parts of the model that use the result, with their bytes of `payload`.
     is_async: whether the collective can run concurrently with other instructions.
@@ -52,7 +51,6 @@ class Collective:
     count: int
     payload: int
     sent: float
-    dtypes: tuple[str, ...]
     scope: str
     uses: tuple[tuple[str, int], ...]
     is_async: bool = False
@@ -135,7 +133,6 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
     payload = factor * sum(size for _, size in uses)
     if kind == "ragged-all-to-all":  # The smaller of operand and result has no padding.
         payload = min(operand.num_bytes for operand in inner.operands[:2])
-    arrays = [array for operand in inner.operands for array in operand.arrays]
     order = executed.instruction.computation.order
     start, end = order.index(executed.instruction), _find_end(executed, inner)
     return Collective(
@@ -145,7 +142,6 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
         count=executed.count,
         payload=payload,
         sent=sent_bytes(kind, payload, group.size),
-        dtypes=tuple(sorted({array.dtype for array in arrays if array.num_bytes})),
         scope=scope_of(executed, inner),
         uses=tuple((use, factor * size) for use, size in uses),
         is_async=end > start,

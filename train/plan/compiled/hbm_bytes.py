@@ -14,6 +14,8 @@ _NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
+# Instructions of a fusion, some in a nested fusion, that only change the layout.
+_VIEWS = {"parameter", "bitcast", "copy"}
 # Results that a fusion lists but does not write: operands that pass through, and on TPU
 # the result of a collective that overlaps several fusions.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
@@ -84,7 +86,7 @@ def _bytes_read_of(value: Instruction) -> int:
         is_first_operand = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and is_first_operand:
             total += user.num_bytes
-        elif _is_view(user):
+        elif user.opcodes <= _VIEWS:
             total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             numbers = (n for n, other in enumerate(user.operands) if other is value)
@@ -92,20 +94,6 @@ def _bytes_read_of(value: Instruction) -> int:
         elif not (user.opcode == "dynamic-update-slice" and is_first_operand):
             return value.num_bytes
     return total
-
-
-def _is_view(instruction: Instruction) -> bool:
-    """Return whether an instruction of a fusion changes only its operand's layout.
-
-    Some bitcasts are nested fusions. XLA:TPU also writes a change of tiles as a nested
-    fusion, with a copy that aliases its operand.
-    """
-    if instruction.opcode != "fusion":
-        return instruction.opcode == "bitcast"
-    views = {"parameter", "bitcast"}
-    if "output_to_operand_aliasing" in instruction.attributes:
-        views.add("copy")
-    return {inner.opcode for inner in instruction.called[0].order} <= views
 
 
 def _written_by_fusion(body: Computation) -> int:

@@ -127,6 +127,11 @@ class Instruction:
                 yield from instruction.nested
 
     @property
+    def opcodes(self) -> set[str]:
+        """The opcodes inside a fusion, or of any other instruction its own."""
+        return {inner.opcode for inner in self.nested} or {self.opcode}
+
+    @property
     def with_nested(self) -> "list[Instruction]":
         """The instruction, and all nested ones unless it is a call or conditional."""
         return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]

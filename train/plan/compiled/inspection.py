@@ -141,6 +141,5 @@ def _costly_copies(module: Module) -> list[CostlyCopy]:
 
 def _only_moves(instruction: Instruction) -> bool:
     """Return whether an instruction or fusion only copies and transposes."""
-    opcodes = {inner.opcode for inner in instruction.nested} or {instruction.opcode}
-    opcodes -= _NO_TRAFFIC
+    opcodes = instruction.opcodes - _NO_TRAFFIC
     return bool(opcodes) and opcodes <= _MOVES

@@ -74,7 +74,6 @@ class TestFsdp:
     def test_a_layer_gathers_its_matrices_rounded(self, step, way):
         gathers = of(step.collectives, f"layers {way}", "all-gather")
         assert {c.count for c in gathers} == {L}
-        assert {c.dtypes for c in gathers} == {("bf16",)}
         assert payload(gathers) == L * BF16 * MATRICES
         assert payload(gathers, "mlp.down") == L * BF16 * DOWN
         assert payload(gathers, "mlp.up", "mlp.gate") == 2 * L * BF16 * DOWN
@@ -82,7 +81,6 @@ class TestFsdp:
     def test_its_gradients_are_reduced_and_scattered_rounded(self, step):
         scatters = of(step.collectives, "layers backward", "reduce-scatter")
         assert payload(scatters) == L * BF16 * MATRICES
-        assert {c.dtypes for c in scatters} == {("bf16",)}
         assert payload(scatters, "mlp.down") == L * BF16 * DOWN
 
     def test_the_head_travels_once_however_many_tiles_the_loss_has(self, stored_step):
@@ -185,8 +183,7 @@ class TestTensor:
             payload(reduces) == 2 * L * BF16 * B * T * D // 4
         )  # a quarter of the rows
         gathers = [c for c in layers if c.group.axes == ("fsdp",)]
-        gathered = payload([c for c in gathers if c.dtypes == ("bf16",)])
-        assert gathered == L * BF16 * MATRICES // 2
+        assert payload(gathers, leave="norm") == L * BF16 * MATRICES // 2
         assert (("fsdp",), "reduce-scatter") in kinds
 
 
