@@ -68,13 +68,10 @@ def test_zeros_between_the_inputs_do_not_count():
     assert product_flops(parse(text).entry.root) == 2 * 4 * (4 * 8)
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "eight"),
-    [("f8e5m2", "f8e4m3fn", True), ("s8", "s8", True), ("bf16", "f8e4m3fn", False)],
-)
-def test_products_of_eight_bits_count_apart(left, right, eight):
+@pytest.mark.parametrize(("right", "eight"), [("s8", True), ("bf16", False)])
+def test_products_of_eight_bits_count_apart(right, eight):
     text = in_one(
-        f"  %a = {left}[16,64] parameter(0)\n"
+        "  %a = s8[16,64] parameter(0)\n"
         f"  %b = {right}[64,32] parameter(1)\n"
         "  ROOT %c = f32[16,32] dot(%a, %b), "
         "lhs_contracting_dims={1}, rhs_contracting_dims={0}"

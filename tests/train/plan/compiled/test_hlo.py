@@ -58,33 +58,6 @@ def test_an_instruction_may_go_over_several_lines():
     assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
 
 
-CALL = """HloModule call
-
-%gather (p: bf16[4]) -> bf16[16] {
-  %p = bf16[4] parameter(0)
-  ROOT %g = bf16[16] all-gather(%p), dimensions={0}
-}, execution_thread="sparsecore"
-
-ENTRY %main (a: bf16[4]) -> bf16[16] {
-  %a = bf16[4] parameter(0)
-  %start = ((), (), (s32[8192])) custom-call-start(), \
-async_execution_thread="sparsecore", called_computations={%gather}, \
-metadata={op_name="a/gather"}
-  %update = ((bf16[4]), bf16[16], (s32[8192])) custom-call-update(%start, %a)
-  ROOT %done = bf16[16] custom-call-done(%update)
-}
-"""
-
-
-def test_an_update_starts_the_call_of_a_sparse_core():
-    module = parse(CALL)
-    start, update = (module.entry.instructions[name] for name in ("start", "update"))
-    assert start.called == []  # so that nothing counts twice
-    assert (update.opcode, update.operand_names) == ("call-start", ["a"])
-    assert [inner.name for inner in update.nested] == ["p", "g"]
-    assert update.op_name == "a/gather"
-
-
 @pytest.mark.parametrize(
     ("dtype", "dims", "size"),
     [

@@ -17,18 +17,13 @@ def names(step) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(compile_step):
-    step = compile_step("mesh=fsdp", "model.compute_dtype=float32")
-    return inspect(step.text, names(step))
+    return inspect(compile_step("mesh=fsdp", "model.compute_dtype=float32").text, [])
 
 
-def test_every_array_of_the_state_is_updated_in_place(found, compile_step):
-    step = compile_step("mesh=fsdp", "model.compute_dtype=float32")
-    assert found.in_place == InPlace(names(step), [])
-
-
-@pytest.mark.parametrize("name", ["fsdp", "ddp_full", "tensor"])
-def test_so_it_is_on_a_tpu(stored_step, name):
-    step = stored_step(name)
+@pytest.mark.parametrize("name", ["", "fsdp", "ddp_full", "tensor"])
+def test_every_array_of_the_state_is_updated_in_place(compile_step, stored_step, name):
+    on_cpu = "mesh=fsdp", "model.compute_dtype=float32"
+    step = stored_step(name) if name else compile_step(*on_cpu)
     assert updated_in_place(step.text, names(step)) == InPlace(names(step), [])
 
 
@@ -89,30 +84,15 @@ def test_products_of_float32_and_of_bfloat16_are_told_apart(found, stored_step):
     assert on_tpu["bf16"] > 0.95 * sum(on_tpu.values())
 
 
-CUBLAS = """  %a = f8e4m3fn[16,64] parameter(0)
-  %b = f8e4m3fn[32,64] parameter(1)
-  %scale = f32[] parameter(2)
-  ROOT %c = (bf16[16,32], s8[1024]) custom-call(%a, %b, %scale, %scale), \
-custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":\
-{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}"""
-GROUPED = """  %sizes = s32[8] parameter(0)
-  %a = bf16[16,64] parameter(1)
-  %b = bf16[8,64,32] parameter(2)
-  ROOT %c = bf16[16,32] custom-call(%sizes, %a, %b), \
-custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/(grouped_rows)"}"""
-
-
-@pytest.mark.parametrize(
-    ("instruction", "operands"),
-    [
-        (CUBLAS, {"f8e4m3fn": 16 * 64 + 32 * 64}),
-        (GROUPED, {"bf16": 2 * (16 * 64 + 8 * 64 * 32)}),
-    ],
-    ids=["cublas", "experts"],
-)
-def test_whatever_multiplies_has_operands(instruction, operands):
-    """But no scales, and no sizes of groups."""
-    assert inspect(in_one(instruction), []).operand_bytes == operands
+def test_sizes_of_groups_are_no_operands():
+    text = in_one(
+        "  %sizes = s32[8] parameter(0)\n"
+        "  %a = bf16[16,64] parameter(1)\n"
+        "  %b = bf16[8,64,32] parameter(2)\n"
+        "  ROOT %c = bf16[16,32] custom-call(%sizes, %a, %b), "
+        'custom_call_target="tpu_custom_call", metadata={op_name="a/(grouped_rows)"}'
+    )
+    assert inspect(text, []).operand_bytes == {"bf16": 2 * (16 * 64 + 8 * 64 * 32)}
 
 
 @pytest.mark.parametrize(("name", "forward"), [("ddp_full", 2), ("ddp_attention", 1)])

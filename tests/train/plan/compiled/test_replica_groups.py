@@ -83,11 +83,6 @@ def test_axes_are_those_along_which_members_differ(attribute, axes, size):
     assert found == Group(axes, size, "ICI")
 
 
-def test_part_of_an_axis_is_told():
-    found = group("replica_groups=[4,2]<=[8], x=1", a_mesh((1, 8, 1)))
-    assert found == Group(("fsdp",), 2, "ICI")
-
-
 @pytest.mark.parametrize(
     ("platform", "inside", "between"),
     [("gpu", "NVLink", "network"), ("cpu", "memory", "network")],
