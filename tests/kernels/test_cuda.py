@@ -122,7 +122,8 @@ def test_local_layers_have_kernels_of_their_own_forward_and_backward(compiled):
 )
 def test_cudnn_runs_forward_once_where_its_results_are_kept(compiled, name, forward):
     layers = 2
-    assert inspect(compiled[name].text, []).kernels == {
+    kernels = inspect(compiled[name].text, []).kernels
+    assert {kernel: n for kernel, n in kernels.items() if "fmha" in kernel} == {
         "__cudnn$fmhaScaleBiasSoftmax": forward * layers,
         "__cudnn$fmhaScaleBiasSoftmaxBackward": layers,
     }
@@ -187,7 +188,8 @@ def test_products_have_bfloat16_operands(compiled, name):
 
 def test_what_eight_gpus_send_and_compute_is_read(compiled):
     """Layers gather weights and scatter gradients rounded, over NVLink."""
-    devices = np.array([SimpleNamespace(platform="gpu", process_index=0)] * 8)
+    gpu = SimpleNamespace(platform="gpu", process_index=0, device_kind="")
+    devices = np.array([gpu] * 8)
     mesh: Any = SimpleNamespace(
         axis_names=("fsdp",), shape={"fsdp": 8}, devices=devices
     )

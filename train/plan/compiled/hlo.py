@@ -56,7 +56,7 @@ class Instruction:
         """The operands' names."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
-    @property
+    @functools.cached_property
     def operands(self) -> "list[Instruction]":
         """The instructions that produce the operands."""
         return [self.computation.instructions[name] for name in self.operand_names]
@@ -81,10 +81,11 @@ class Instruction:
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
-    @property
+    @functools.cached_property
     def target(self) -> str:
-        """The target of a custom call."""
-        return self.find(r'custom_call_target="([^"]*)"')
+        """The target of a custom call; "" for other instructions."""
+        is_call = self.opcode == "custom-call"
+        return self.find(r'custom_call_target="([^"]*)"') if is_call else ""
 
     @property
     def index(self) -> int:

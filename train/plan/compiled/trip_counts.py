@@ -127,12 +127,10 @@ def _count_trips(loop: Instruction) -> int | None:
     if counter.opcode != "get-tuple-element" or start.opcode != "tuple":
         return None
     increment = _source(end.operands[counter.index])
-    if increment.opcode != "add":
-        return None
+    steps = [_constant(operand) for operand in increment.operands]
     first, last = _constant(start.operands[counter.index]), _constant(stop)
-    steps = filter(None, map(_constant, increment.operands))
-    step = next(steps, None)
-    if first is None or last is None or step is None:
+    step = next(filter(None, steps), None)
+    if increment.opcode != "add" or first is None or last is None or step is None:
         return None
     return max(0, math.ceil((last - first) / step))
 
