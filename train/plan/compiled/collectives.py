@@ -146,7 +146,7 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
         uses=tuple((use, factor * size) for use, size in uses),
         is_async=end > start,
         is_overlapped=any(map(_has_products, order[start + 1 : end])),
-        waiter=order[end].name if end > start else "",
+        waiter=order[end].name if start < end < len(order) else "",
     )
 
 
@@ -179,7 +179,7 @@ def _find_end(executed: Executed, inner: Instruction) -> int:
             is_part = any(i.find(_CHAIN) == chain for i in nested)
             if is_part and any("AsyncCollectiveDone" in i.attributes for i in nested):
                 return end
-        return position
+        return len(order)  # No instruction of the computation waits.
     begun = {start}
     if rendezvous := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
         begun = {i for i in order if i.find(_RENDEZVOUS) == rendezvous} - begun
