@@ -35,20 +35,20 @@ class Buffer:
 
 def largest_buffers(module: Module, count: int) -> list[Buffer]:
     """Return the `count` largest buffers of a program in main memory."""
-    results, found = _results(module), []
+    results, candidates = _results(module), []
     for executed in module.executed:
         instruction = executed.instruction
         if instruction not in results and _makes_buffers(instruction):
             arrays = (array for array in instruction.arrays if array.space == 0)
-            found += [(array, executed) for array in arrays if array.num_bytes]
-    found.sort(key=lambda item: -item[0].num_bytes)
+            candidates += [(array, executed) for array in arrays if array.num_bytes]
+    candidates.sort(key=lambda item: -item[0].num_bytes)
     return [
         Buffer(
             bytes=array.num_bytes,
             array=f"{array.dtype}[{','.join(map(str, array.dims))}]",
             made=f"{place_in_step(executed)} ({executed.instruction.name})".strip(),
         )
-        for array, executed in found[:count]
+        for array, executed in candidates[:count]
     ]
 
 

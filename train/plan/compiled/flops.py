@@ -74,19 +74,17 @@ def _convolution_flops(instruction: Instruction) -> float:
     fields = dict(item.split("=") for item in window.split())
     rank = len(labels[0]) - 2
 
-    def field_values(key: str, default: str = "1") -> list[str]:
-        return fields.get(key, "x".join([default] * rank)).split("x")
+    def field(key: str, dim: int, default: int = 1) -> int:
+        values = fields[key].split("x") if key in fields else [str(default)] * rank
+        return int(values[dim].split("_")[0])
 
     pairs = 1
     for dim in range(rank):
-        size, stride, lhs_dilate, rhs_dilate = (
-            int(field_values(key)[dim])
-            for key in ("size", "stride", "lhs_dilate", "rhs_dilate")
-        )
-        low = int(field_values("pad", "0_0")[dim].split("_")[0])
+        lhs_dilate, padding = field("lhs_dilate", dim), field("pad", dim, default=0)
         num_outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
-        positions = np.arange(num_outputs)[:, None] * stride - low
-        positions = positions + np.arange(size) * rhs_dilate
+        starts = np.arange(num_outputs) * field("stride", dim) - padding
+        window_offsets = np.arange(field("size", dim)) * field("rhs_dilate", dim)
+        positions = starts[:, None] + window_offsets
         end = (lhs[labels[0].index(str(dim))] - 1) * lhs_dilate + 1
         is_input = (positions >= 0) & (positions < end) & (positions % lhs_dilate == 0)
         pairs *= int(np.sum(is_input))

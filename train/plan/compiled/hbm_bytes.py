@@ -89,8 +89,11 @@ def _bytes_read_of(value: Instruction) -> int:
         elif user.opcodes <= _VIEWS:
             total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
-            numbers = (n for n, other in enumerate(user.operands) if other is value)
-            total += sum(_bytes_read_of(user.called[0].parameter(n)) for n in numbers)
+            total += sum(
+                _bytes_read_of(user.called[0].parameter(number))
+                for number, operand in enumerate(user.operands)
+                if operand is value
+            )
         elif not (user.opcode == "dynamic-update-slice" and is_first_operand):
             return value.num_bytes
     return total

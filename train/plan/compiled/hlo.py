@@ -214,7 +214,7 @@ def parse(text: str) -> Module:
         computation = module.computations[name] = Computation(name, module, {})
         if is_entry:
             module.entry = computation
-        # A kernel's metadata goes on in lines that are not indented.
+        # A kernel's metadata continues in lines that are not indented.
         for line in re.split(r"\n(?=  )", body):
             if instruction := _parse_line(line, computation):
                 computation.instructions[instruction.name] = instruction

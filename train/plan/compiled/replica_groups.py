@@ -20,10 +20,7 @@ _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> Group:
     """Return the group of devices that a collective joins.
 
-    Args:
-        instruction: the collective.
-        mesh: the mesh of the devices.
-        dims: the dims of a TPU's torus used at once; None means all of them.
+    `dims` are the dims of a TPU's torus used at once; None means all of them.
 
     Raises:
         ValueError: if the notation of the groups is unknown.

@@ -91,8 +91,9 @@ def _counts_of_branches(
     scopes = map(scope_in_name, (conditional.op_name, *names))
     if len(branches) != 2 or not any(scope.startswith("layers") for scope in scopes):
         return [count] * len(branches)
-    part, *others = {_outermost_part(name) for name in names} - {""} or {""}
-    part = _outermost_part(conditional.op_name) or ("" if others else part)
+    inner_parts = {_outermost_part(name) for name in names} - {""}
+    shared_part = inner_parts.pop() if len(inner_parts) == 1 else ""
+    part = _outermost_part(conditional.op_name) or shared_part
     return [*branch_counts(model, part, count)]
 
 
