@@ -179,9 +179,8 @@ class TestTensor:
         kinds = {(row.axes, row.kind) for row in sum_collectives(step.collectives)}
         layers = [c for c in step.collectives if c.scope == "layers forward"]
         reduces = [c for c in large(layers) if c.group.axes == ("tensor",)]
-        assert (
-            payload(reduces) == 2 * L * BF16 * B * T * D // 4
-        )  # a quarter of the rows
+        quarter = BF16 * B * T * D // 4  # of the rows
+        assert payload(reduces) == 2 * L * quarter
         gathers = [c for c in layers if c.group.axes == ("fsdp",)]
         assert payload(gathers, leave="norm") == L * BF16 * MATRICES // 2
         assert (("fsdp",), "reduce-scatter") in kinds
