@@ -39,6 +39,7 @@ from train.plan.aot import OutOfMemory, measure_compile
 from train.plan.compiled.step import read_step
 from train.plan.config import PlanConfig
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
+from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
@@ -158,7 +159,7 @@ def execution_of(program: Program) -> StepCost | str:
         return f"it does not fit: {needed:.1f} of {there:.1f} GiB"
     print(f"compiled in {cost.seconds:.0f} s", file=sys.stderr)
     try:
-        return read_step(program, compiled.as_text() or "")
+        return read_step(program, compiled.as_text() or "", local_step(program).flops)
     except jax.errors.JaxRuntimeError as error:
         return f"XLA cannot print the program: {str(error).splitlines()[0]}"
 

@@ -9,7 +9,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues
-from model.attention.masks import LocalFlag
 from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
@@ -59,7 +58,7 @@ class Block(nnx.Module):
         execution: Execution,
         call: CallContext,
         cache: KeysValues | None,
-        local_flag: LocalFlag | bool,
+        local_flag: Array | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
         """Return the layer's output, the updated cache, and the routing of experts.
 

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.kernel import attention
-from model.attention.masks import LocalFlag
 from model.choices import Activation, Attention, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
@@ -119,7 +118,7 @@ class SelfAttention(nnx.Module):
         execution: Execution,
         call: CallContext,
         cache: KeysValues | None,
-        local_flag: LocalFlag | bool,
+        local_flag: Array | bool,
     ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Return the attention over x and cached positions, and the updated cache."""
         placement, compute = execution.placement, execution.numerics.compute_dtype

@@ -12,9 +12,8 @@ from typing import NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from model.attention.masks import LocalFlag
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
 
@@ -32,14 +31,14 @@ class Rotations(NamedTuple):
     global_layers: Rotation
     local_layers: Rotation | None
 
-    def for_layer(self, local_flag: LocalFlag | bool) -> Rotation:
-        """Return the rotation of a layer. A `LocalFlag` selects it at run time."""
+    def for_layer(self, local_flag: Bool[Array, ""] | bool) -> Rotation:
+        """Return the rotation of a layer. An array selects it at run time."""
         if self.local_layers is None or local_flag is False:
             return self.global_layers
         if local_flag is True:
             return self.local_layers
         pairs = zip(self.local_layers, self.global_layers, strict=True)
-        return Rotation(*(jnp.where(local_flag.value, a, b) for a, b in pairs))
+        return Rotation(*(jnp.where(local_flag, a, b) for a, b in pairs))
 
 
 def make_rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations:

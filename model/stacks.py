@@ -14,13 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues
-from model.attention.masks import LocalFlag
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.experts.router import Routing
 from model.remat import name_layer_input, rematerialized
-from model.scopes import in_branch
 from model.taps import LayerFigures, Taps
 
 
@@ -180,11 +178,9 @@ class _Group:
         return x_BTD, outputs
 
     def _run_layer(self, slot: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
-        (local_flags, precision_flags), size = self.kinds, len(self.blocks)
+        local_flags, precision_flags = self.kinds
         call = self.call if layer.number is None else self.call.fold_in(layer.number)
-        local_flag = local_flags[slot]
-        if layer.local_flag is not None:
-            local_flag = LocalFlag(layer.local_flag, sum(local_flags), len(local_flags))
+        local_flag = local_flags[slot] if layer.local_flag is None else layer.local_flag
 
         def run(x_BTD: Float[Array, "B T D"], params, cache, high_precision: bool):
             taps = None if call.taps is None else Taps(exact=high_precision)
@@ -200,12 +196,10 @@ class _Group:
         arguments = name_layer_input(x_BTD), layer.params, layer.cache
         if layer.high_precision_flag is None:
             return run(*arguments, high_precision=precision_flags[slot])
-        slot_flags = precision_flags[slot::size]
-        count, total = sum(slot_flags), len(slot_flags)
         return jax.lax.cond(
             layer.high_precision_flag,
-            in_branch(partial(run, high_precision=True), count, total),
-            in_branch(partial(run, high_precision=False), total - count, total),
+            partial(run, high_precision=True),
+            partial(run, high_precision=False),
             *arguments,
         )
 

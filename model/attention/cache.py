@@ -9,11 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import masks, xla
 from model.attention.inputs import Inputs
-from model.attention.masks import LocalFlag
 
 
 class KeysValues(NamedTuple):
@@ -47,7 +46,7 @@ def cached_attention(
     trained_length: int | None = None,
     *,
     window: int | None = None,
-    local_flag: LocalFlag | None = None,
+    local_flag: Bool[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:

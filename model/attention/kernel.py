@@ -17,15 +17,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import cudnn, masks, splash, xla
 from model.attention.context_parallel import KERNELS, make_context_parallel_attention
 from model.attention.inputs import Inputs
-from model.attention.masks import LocalFlag
 from model.choices import Attention, ContextAttention
 from model.placement import ONE_DEVICE, Placement
-from model.scopes import in_branch
 
 _CUDNN = Attention.cudnn
 _PLATFORM_KERNELS = {"tpu": Attention.splash, "cuda": _CUDNN, "gpu": _CUDNN}
@@ -91,7 +89,7 @@ def attention(
     context: ContextAttention = ContextAttention.ring,
     drop: xla.Drop | None = None,
     window: int | None = None,
-    local_flag: LocalFlag | None = None,
+    local_flag: Bool[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -139,12 +137,12 @@ def attention(
     else:
         # A kernel's mask is fixed at compile time. Therefore layers with and without a
         # window take different branches.
-        _, num_local, num_layers = local_flag
-        with_window = in_branch(make_attend(window=window), num_local, num_layers)
-        num_global = num_layers - num_local
-        without_window = in_branch(make_attend(window=None), num_global, num_layers)
-        is_local = local_flag.value
-        attend_rows = partial(jax.lax.cond, is_local, with_window, without_window)
+        attend_rows = partial(
+            jax.lax.cond,
+            local_flag,
+            make_attend(window=window),
+            make_attend(window=None),
+        )
     return attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
 
 

@@ -3,30 +3,20 @@
 Shapes: B batch, T query time, S key time.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-class LocalFlag(NamedTuple):
-    """Whether the current layer of a scan attends in a window, decided at run time.
-
-    The value is true in `num_local` of the scan's `num_layers` layers.
-    """
-
-    value: Bool[Array, ""]
-    num_local: int
-    num_layers: int
-
-
 def layer_window(
-    window: int | None, local_flag: LocalFlag | None, length: int
+    window: int | None, local_flag: Bool[Array, ""] | None, length: int
 ) -> Int[Array, ""] | int | None:
-    """Return this layer's window in keys; None if a query sees all earlier keys."""
+    """Return this layer's window in keys; None if a query sees all earlier keys.
+
+    If there is a `local_flag`, it decides at run time whether the window applies.
+    """
     if window is None or local_flag is None:
         return window
-    return jnp.where(local_flag.value, window, length)
+    return jnp.where(local_flag, window, length)
 
 
 def causal_mask(

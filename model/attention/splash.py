@@ -5,7 +5,6 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from model import compat
 from model.attention.inputs import Chunks, Inputs, Result
 from model.gather import AxisSteps, WeightPlacement
 from model.remat import saveable
-from model.scopes import computed_scope
 
 LENGTH_MULTIPLE = 128  # The smallest block, in positions.
 SCALES_QUERIES = False  # The caller scales them, before their rotation.
@@ -52,8 +50,7 @@ def attend(
     q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
     ids = inputs.segment_ids_BS
     documents = None if ids is None else (ids[:, S - T :], ids)
-    with nullcontext() if S == T else _blocks_scope(T, S, window or S):
-        o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
+    o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
     return o_BNTH.swapaxes(1, 2)
 
 
@@ -114,7 +111,7 @@ def attend_gathered(
     documents = None
     if (ids := inputs.segment_ids_BS) is not None:
         documents = ids, jax.lax.all_gather(ids, axes, axis=1, tiled=True)
-    T, S = q.shape[2], k.shape[2]
+    T = q.shape[2]
     size = _block_size(T // 2)
     kernel = _make_kernel(
         masks.FullMask((size, size)),
@@ -123,12 +120,9 @@ def attend_gathered(
         attn_logits_soft_cap=soft_cap,
         interpret=interpret,
     )
-    n, blocks = T // 2 // size, S // size  # n blocks of a chunk
-    kernel = compat.splash_with_blocks(kernel, _seen_blocks(n, axes), size)
-    # Both chunks of a device together see as many blocks on every device.
-    computed = n * (blocks - n) + n * (n + 1)
-    with computed_scope(computed, 2 * n * blocks):
-        o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
+    seen_blocks = _seen_blocks(T // 2 // size, axes)
+    kernel = compat.splash_with_blocks(kernel, seen_blocks, size)
+    o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
     return o_BNTH.swapaxes(1, 2)
 
 
@@ -179,8 +173,7 @@ def forward(
 ) -> Result:
     """Compute one step of a ring (model/attention/ring.py)."""
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
-    with _step_scope(chunks, causal):
-        return jax.vmap(partial(compat.splash_forward, kernel))(chunks)
+    return jax.vmap(partial(compat.splash_forward, kernel))(chunks)
 
 
 def backward(
@@ -194,8 +187,7 @@ def backward(
     """Compute one step of a ring's backward pass."""
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
     run = jax.vmap(partial(compat.splash_backward, kernel))
-    with _step_scope(chunks, causal):
-        return run(chunks, result, do_BNTH)[:3]
+    return run(chunks, result, do_BNTH)[:3]
 
 
 def _make_step_kernel(
@@ -212,13 +204,6 @@ def _make_step_kernel(
     )
 
 
-def _step_scope(chunks: Chunks, causal: bool) -> AbstractContextManager:
-    """Return a scope that records that an unmasked ring step skips no blocks."""
-    T, S = chunks.q_BNTH.shape[2], chunks.k_BKSH.shape[2]
-    blocks = T * S // _block_size(math.gcd(T, S)) ** 2
-    return nullcontext() if causal else computed_scope(blocks, blocks)
-
-
 def _make_kernel(mask: Any, num_heads: int, **options: Any) -> Any:
     """Return the kernel for a mask that all heads share."""
     splash, masks = compat.splash_library()
@@ -230,16 +215,6 @@ def _make_kernel(mask: Any, num_heads: int, **options: Any) -> Any:
         block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCK_OPTIONS, block)),
         **options,
     )
-
-
-def _blocks_scope(T: int, S: int, window: int) -> AbstractContextManager:
-    """Return a scope with the number of blocks computed for the last T of S queries."""
-    block = _block_size(math.gcd(T, S))
-    starts = range(S - T, S, block)
-    blocks = sum(
-        start // block - max(0, start - window + 1) // block + 1 for start in starts
-    )
-    return computed_scope(blocks, len(starts) * (S // block))
 
 
 def _block_size(T: int) -> int:

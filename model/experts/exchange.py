@@ -31,7 +31,6 @@ from model.experts.local_experts import (
     sort_rows,
 )
 from model.experts.rows import Route, from_rows, to_rows, travel
-from model.scopes import in_branch
 
 # The capacity of a device in rows, divided by its equal share of all rows.
 _CAPACITY_FACTOR = 1.5
@@ -102,7 +101,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
             for x in (x_RD, weights_R1[:, 0])
         )
         sizes_E = jnp.sum(route.out.received_sizes.reshape(S, E), axis=0)
-        output = run_mlps(x_RD, weights_R[:, None], sizes_E, n * k, experts)
+        output = run_mlps(x_RD, weights_R[:, None], sizes_E, experts)
         y_RD = travel(output.y, route.reverse(), (capacity, n * k), axes, emulated)
         output = output._replace(y=from_rows(y_RD, order // k, row_nk))
         output = experts.reduce(output)
@@ -117,6 +116,4 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     max_received = jnp.max(jnp.sum(rows_SE.reshape(S, S, E), axis=(0, 2)))
     # All devices must take the same branch, because both branches communicate.
     max_received = jax.lax.pmax(max_received, execution.placement.layer_batch_axes)
-    send_branch = in_branch(send, times=1, total=1)
-    gather_branch = in_branch(gather, times=0, total=1)
-    return jax.lax.cond(max_received <= capacity, send_branch, gather_branch, tokens)
+    return jax.lax.cond(max_received <= capacity, send, gather, tokens)

@@ -18,7 +18,7 @@ from model.experts.grouped import grouped_product
 from model.experts.rows import from_rows, to_rows
 from model.layers import activate
 from model.linear import product
-from model.scopes import expected_scope, part_scope
+from model.scopes import part_scope
 from model.taps import count_rounding
 
 
@@ -109,8 +109,7 @@ def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
     choice_R = order[:R]
     x_RD = to_rows(tokens.x, choice_R // k, row_nk)
     weights_R1 = to_rows(tokens.weights.reshape(-1, 1), choice_R, row_nk.reshape(-1, 1))
-    expected_rows = n * k * E // experts.config.num_experts
-    output = run_mlps(x_RD, weights_R1, sizes_E, expected_rows, experts)
+    output = run_mlps(x_RD, weights_R1, sizes_E, experts)
     return output._replace(y=from_rows(output.y, choice_R // k, row_nk))
 
 
@@ -118,7 +117,6 @@ def run_mlps(
     x_RD: jax.Array,
     weights_R1: jax.Array,
     sizes_E: jax.Array,
-    expected_rows: int,
     experts: LocalExperts,
 ) -> Output:
     """Return the weighted output of each row's expert, without the bias of `down`.
@@ -127,7 +125,6 @@ def run_mlps(
         x_RD: rows, sorted by expert.
         weights_R1: the weight of each row.
         sizes_E: the number of rows of each expert.
-        expected_rows: the number of rows if all experts have the same load.
         experts: the local experts.
     """
     (up, *gate, down), biases = experts.matrices, experts.local_biases[:-1]
@@ -137,7 +134,7 @@ def run_mlps(
     counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        with part_scope(name), expected_scope(expected_rows, x.shape[0]):
+        with part_scope(name):
             if is_monitored:
                 rounded = x.astype(numerics.compute_dtype)
                 x_8 = to_float8(rounded, FORWARD, float8_scale(rounded, FORWARD))

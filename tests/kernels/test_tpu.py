@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from model.config import ModelConfig
 from train.plan.compiled.flops import count_flops
 from train.plan.compiled.trip_counts import read_module
 
@@ -147,7 +148,8 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     assert result.error is None
     found = Counter(result.of_linear_layers())
     assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): 4 * weights}
-    done = count_flops(read_module(result.text).executed)
+    model = ModelConfig(num_layers=6, high_precision_layers=("first", "last"))
+    done = count_flops(read_module(result.text, model).executed)
     layers = done.products - 6 * 512 * 512 * T
     assert done.eight_bits == pytest.approx(2 / 3 * 4 / 6 * layers)
 

@@ -12,7 +12,6 @@ from model.attention import cudnn, masks, splash, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.inputs import Chunks, Inputs, Result
 from model.attention.kernel import attention, choose_kernel
-from model.attention.masks import LocalFlag
 from model.choices import Attention
 from model.row_max import row_max
 from tests.model.reference import attend, mask
@@ -146,8 +145,7 @@ def test_a_query_sees_as_many_keys_as_the_window_is_wide(window, packed):
     found = attention(q, k, v, documents, **how)
     np.testing.assert_allclose(found, by_formula(q, k, v, seen), atol=2e-6)
     for local, expected in ((True, found), (False, None)):
-        here = LocalFlag(jnp.asarray(local), 1, 2)
-        told = attention(q, k, v, documents, **how, local_flag=here)
+        told = attention(q, k, v, documents, **how, local_flag=jnp.asarray(local))
         if expected is None:
             expected = attention(q, k, v, documents, **how | {"window": None})
         np.testing.assert_array_equal(told, expected)

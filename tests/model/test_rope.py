@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention.masks import LocalFlag
 from model.choices import RopeScaling, Scaling
 from model.config import ModelConfig
 from model.rope import Rotation, frequencies, make_rotations, rotate
@@ -92,10 +91,10 @@ def test_local_layers_may_have_a_base_of_their_own_and_are_not_scaled():
     alone = make_rotations(positions, replace(CONFIG, rope_theta=100.0)).for_layer(
         False
     )
-    for local in (True, LocalFlag(jnp.asarray(True), 1, 2)):
+    for local in (True, jnp.asarray(True)):
         jax.tree.map(np.testing.assert_array_equal, both.for_layer(local), alone)
     assert np.abs(both.for_layer(False).cos - alone.cos).max() > 0.1
-    told = both.for_layer(LocalFlag(jnp.asarray(False), 1, 2))
+    told = both.for_layer(jnp.asarray(False))
     jax.tree.map(np.testing.assert_array_equal, told, both.for_layer(False))
 
 

@@ -26,9 +26,12 @@ import jax
 from tests.fleet import REPOSITORY
 from train.hardware import devices
 from train.hardware.targets import parse_target
+from train.plan.compiled import step
 from train.plan.compiled.collectives import Collective, list_collectives
 from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
+from train.plan.cost import StepCost
+from train.plan.estimated.local_step import local_step
 from train.program import Program, make_program
 
 L, D, F, V, T, B, N = 3, 256, 512, 512, 256, 16, 4
@@ -71,13 +74,8 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sparse_cores": ("v6e-8", ("mesh=fsdp", *LARGE)),
     "slices": ("v5e-4x2", ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2")),
 }
-# Texts that the installed compiler does not make. "rings": XLA's own partitioner
-# gathered the weights. It still makes such rings of what it partitions along `tensor`,
-# at some sizes. "sparse_core_calls": libtpu 0.0.51 with jax 0.12.
-KEPT = {
-    "rings": ("v5e-8", ("mesh=fsdp", *LARGE)),
-    "sparse_core_calls": ("tpu7x-16", ("mesh=fsdp", *LARGE)),
-}
+# Texts that the installed compiler does not make: libtpu 0.0.51 with jax 0.12.
+KEPT = {"sparse_core_calls": ("tpu7x-16", ("mesh=fsdp", *LARGE))}
 STORE = Path(__file__).with_name("plan") / "compiled" / "hlo"
 MEMORY = STORE / "memory.json"
 AHEAD = REPOSITORY / "tests" / "kernels" / "ahead.py"
@@ -97,6 +95,12 @@ class Compiled(NamedTuple):
     module: Module
     collectives: list[Collective]
     memory: dict[str, int] | None = None
+
+    @property
+    def cost(self) -> StepCost:
+        """As a plan reads it, with the estimate's FLOPs of kernels."""
+        flops = local_step(self.program).flops
+        return step.read_step(self.program, self.text, flops)
 
 
 Compile = Callable[..., Compiled]
@@ -134,7 +138,7 @@ def make_stored(composed: Callable) -> Compile:
 def read_step(
     program: Program, text: str, memory: dict[str, int] | None = None
 ) -> Compiled:
-    module = read_module(text)
+    module = read_module(text, program.config.model)
     assert module.unread == []
     return Compiled(
         text, program, module, list_collectives(module, program.mesh), memory

@@ -7,6 +7,7 @@ import pytest
 from tests.train.conftest import DEEP, losses_of
 from train.errors import ConfigError
 from train.plan.compiled.step import read_step
+from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_step
 
 MIXED = ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2")
@@ -36,7 +37,8 @@ def test_the_compiled_step_does_as_many_iterations_as_planned(
     assert pipeline.iterations == iterations
     assert pipeline.bubble == 1 / iterations
     step = program.train_step.lower(program.state, program.batch).compile()
-    read, estimated = read_step(program, step.as_text()), estimate_step(program)
+    read = read_step(program, step.as_text(), local_step(program).flops)
+    estimated = estimate_step(program)
     rows = program.config.data.batch_size // 8 * 32 * 16 * 4  # bytes of a microbatch
     for cost in (read, estimated) if repeats == 1 else ():  # else weights travel too
         (sent,) = [t for t in cost.sent if t.kind == "collective-permute"]

@@ -124,7 +124,9 @@ def _plan(
     plan = (compile_and_read if can_compile else estimate)(program, budget)
     inspection = None
     if config.show and plan.text:
-        inspection = inspect(plan.text, [name for name, _ in named(program.state)])
+        inspection = inspect(
+            plan.text, [name for name, _ in named(program.state)], config.model
+        )
     elif config.show:
         problem = "show=true has no effect: the step was estimated, not compiled"
         print(problem, file=sys.stderr)

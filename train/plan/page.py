@@ -69,7 +69,7 @@ def layers_data(plan: Plan) -> dict[str, Any]:
         return {"missing": "There is no compiled step whose schedule could be shown."}
     if chip is None:
         return {"missing": "Not drawn: the rates of this machine are not known."}
-    module = read_module(plan.text)
+    module = read_module(plan.text, plan.program.config.model)
     try:
         rates = rates_of(mesh, chip, model.compute_dtype)
         kernel_seconds = average_kernel_seconds(module, plan.cost, rates)

@@ -16,7 +16,8 @@ pessimistic: only matrix products hide their own memory traffic; all other instr
 Transfers to host memory overlap with all sections.
 
 The middle of a range is the mean of both times. On GPUs kernels run one after another,
-so the middle is the pessimistic time, and the range around it is GPU_SPREAD. All slices or nodes wait for the slowest one.
+so the middle is the pessimistic time, and the range around it is GPU_SPREAD. All slices
+or nodes wait for the slowest one.
 
 Rates are the vendors' figures times the fraction that programs achieve
 (hardware/achievable.py). The model's dims lower the rate of matrix products further,

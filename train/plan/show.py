@@ -33,17 +33,15 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
 
 def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     """Return the summary of a compiled step as pairs of a title and a sentence."""
-    updated, others = inspection.in_place
+    updated, others = inspection.in_place.updated, inspection.in_place.others
     in_place = f"all {len(updated)} arrays of the state are updated in place"
     if others:
         examples = ", ".join(others[:_MAX_NAMED]) + ", ..." * (len(others) > _MAX_NAMED)
         in_place = f"{len(updated)} of {len(updated + others)} arrays of the state are "
         in_place += f"updated in place, but not {examples}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
-    total = sum(inspection.operand_bytes.values())
-    dtypes = (
-        f"{dtype} {n / total:.1%}" for dtype, n in inspection.operand_bytes.items()
-    )
+    sizes = inspection.operand_bytes
+    dtypes = ", ".join(f"{d} {n / sum(sizes.values()):.1%}" for d, n in sizes.items())
     copies = [
         f"{copy.share:.1%} of all bytes: {copy.name} ({copy.what})"
         for copy in inspection.copies
@@ -51,24 +49,20 @@ def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     return [
         ("in place", in_place),
         ("kernels", kernels or "none; XLA generated all code itself"),
-        ("operands", f"of products: {', '.join(dtypes) or 'none'}"),
+        ("operands", f"of products: {dtypes or 'none'}"),
         *[("copies", copy) for copy in copies or ["none above 1 % of all bytes"]],
     ]
 
 
 def inspection_data(inspection: Inspection) -> dict[str, Any]:
     """Return an inspection as plain values, with its sentences for the page."""
-    values = asdict(inspection) | {"in_place": inspection.in_place._asdict()}
-    return values | {"sentences": sentences(inspection)}
+    return asdict(inspection) | {"sentences": sentences(inspection)}
 
 
 def print_inspection(inspection: Inspection) -> None:
     """Print the summary of a compiled step and its largest buffers."""
     for name, text in sentences(inspection):
         print(f"{name:<11} {text}")
-    rows = [
-        [format_bytes(buffer.bytes), buffer.array, buffer.made, buffer.dies]
-        for buffer in inspection.buffers
-    ]
-    headers = ["bytes", "array", "made by", "used last by"]
-    print_table(rows, headers, "largest buffers besides the state (compiled)")
+    rows = [[format_bytes(b.bytes), b.array, b.made] for b in inspection.buffers]
+    title = "largest buffers besides the state (compiled)"
+    print_table(rows, ["bytes", "array", "made by"], title)

@@ -14,7 +14,7 @@ def test_the_plan_of_copies_reduces_every_gradient_once(programs, capsys):
     """Pure data parallelism: all gradients, in float32, and nothing else of size."""
     program = programs("mesh.data=4", devices=4)
     lowered = program.train_step.lower(program.state, program.batch)
-    found = read_step(program, lowered.compile().as_text() or "")
+    found = read_step(program, lowered.compile().as_text() or "", {})
     assert found.unread == ()
     gradients = 4 * sum(x.size for x in jax.tree.leaves(program.state.params))
     reduced = sum(t.payload for t in found.sent if t.kind == "all-reduce")

@@ -14,7 +14,6 @@ from train.hardware.chips import CHIPS
 from train.hardware.devices import fake_devices
 from train.hardware.interconnect import Group, NotStated
 from train.hardware.targets import parse_target
-from train.plan.compiled.step import read_step
 from train.plan.rates import BusyTimes, Link, depth_fill, matrix_fill, rates_of
 from train.plan.roofline import GPU_SPREAD, MEMORY, PRODUCTS, predict, time_section
 from train.program import make_program
@@ -189,7 +188,7 @@ def test_transfers_to_the_host_may_hide_under_all_sections(v5e):
 
 def test_the_update_of_a_compiled_step_does_not_hide_under_its_layers(stored_step):
     step = stored_step("ddp_full")
-    cost = read_step(step.program, step.text)
+    cost = step.cost
     place = step.program.config, step.program.mesh, CHIPS["v5e"]
     found, overlapped = predict(cost, *place), predict(in_one_section(cost), *place)
     *others, update = found.sections

@@ -10,7 +10,6 @@ neighbours.
 import re
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.sections import ENCLOSING, scope_in_name
@@ -30,10 +29,10 @@ def scope_of(executed: Executed, instruction: Instruction) -> str:
     instruction's own name decides, because XLA moves peeled trips and invariants out of
     loops.
     """
-    name = _own_name(executed, instruction)
-    names = [name] if name else list(_user_names(executed))
+    own_name = _own_name(executed, instruction)
     loops = [loop.op_name for loop in reversed(executed.loops)]
-    scopes = [scope_in_name(name) for name in (*loops, *names) if not split_name(name)]
+    names = [*loops, *([own_name] if own_name else _user_names(executed))]
+    scopes = [scope_in_name(name) for name in names if not split_name(name)]
     scopes.sort(key=lambda scope: scope.startswith(ENCLOSING))
     return next(filter(None, scopes), "")
 
@@ -55,36 +54,41 @@ def part_in_name(name: str) -> str:
     return ".".join(_PART.findall(name))
 
 
+def place_in_step(executed: Executed) -> str:
+    """Return the scope and the part of an executed instruction, or of its producers."""
+    instruction = executed.instruction
+    names = (producer.op_name for producer in producers(instruction))
+    part = next(filter(None, map(part_in_name, names)), "")
+    scope = scope_of(executed, instruction)
+    return scope if part in scope else f"{scope} {part}".strip()
+
+
 def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return the part of the model and the bytes of each operand of a collective."""
-    outer, operands = executed.instruction, inner.operands
-    callers = () if inner.computation is outer.computation else (outer,)
+    arrays = [operand for operand in inner.operands if operand.num_bytes]
     collective_name = _own_name(executed, inner)
-    names = split_name(collective_name)
-    if len(operands) == 1 and names:  # GPU: several arrays were concatenated.
-        arrays = _concatenated_arrays(operands[0])
-        if len(arrays) == len(names):
-            parts = [part_in_name(name) or OTHER for name in names]
-            return [(p, a.num_bytes) for p, a in zip(parts, arrays, strict=True)]
+    names = split_name(collective_name) or [collective_name]
+    if len(names) > len(arrays) == 1:  # GPU: several arrays were concatenated.
+        arrays = _concatenated_arrays(arrays[0])
+    # A collective of several arrays may have the name of only one of them.
+    exact_names = names if len(names) == len(arrays) else [""] * len(arrays)
     uses = []
-    for number, operand in enumerate(operands):
+    for operand, exact_name in zip(arrays, exact_names, strict=True):
         if operand.num_bytes <= _SCALARS_BYTES:
             uses.append((SCALARS, operand.num_bytes))
             continue
-        # A collective with several operands has the name of only one of them.
-        exact_name = collective_name if len(operands) == 1 and not names else ""
-        exact_name = names[number] if len(names) == len(operands) else exact_name
-        producer_names = (producer.op_name for producer in producers(operand, callers))
+        producer_names = (producer.op_name for producer in producers(operand))
         options = (exact_name, *producer_names, collective_name, *_user_names(executed))
         part = next(filter(None, map(part_in_name, options)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
 
 
-def _concatenated_arrays(instruction: Instruction) -> list[Instruction]:
-    while instruction.opcode == "fusion":
-        instruction = instruction.called[0].root
-    return instruction.operands if instruction.opcode == "concatenate" else []
+def _concatenated_arrays(array: Instruction) -> list[Instruction]:
+    root = array
+    while root.opcode == "fusion":
+        root = root.called[0].root
+    return root.operands if root.opcode == "concatenate" else [array]
 
 
 def split_name(name: str) -> list[str]:
@@ -104,54 +108,34 @@ def _user_names(executed: Executed) -> Iterator[str]:
                 yield user.op_name
 
 
-class _Value(NamedTuple):
-    """The result of an instruction, and the fusions around it, innermost last."""
-
-    instruction: Instruction
-    callers: tuple[Instruction, ...]
-
-
-def producers(
-    instruction: Instruction, callers: tuple[Instruction, ...] = ()
-) -> Iterator[Instruction]:
-    """Yield an instruction and those that produce its operands, the nearest first.
-
-    `callers` are the fusions around the instruction, innermost last.
-    """
-    queue, visited = deque([_Value(instruction, callers)]), set[str]()
+def producers(instruction: Instruction) -> Iterator[Instruction]:
+    """Yield an instruction and those that produce its operands, the nearest first."""
+    queue, visited = deque([instruction]), set[Instruction]()
     while queue and len(visited) < _MAX_VISITED:
         value = queue.popleft()
-        if value.instruction.name not in visited:
-            visited.add(value.instruction.name)
-            yield value.instruction
+        if value not in visited:
+            visited.add(value)
+            yield value
             queue += _sources(value)
 
 
-def _sources(value: _Value) -> Iterator[_Value]:
-    """Yield the values that a value is computed from, through fusions and loops."""
-    instruction, callers = value
-    operands, opcode = instruction.operands, instruction.opcode
-    if opcode == "parameter" and callers:
-        argument = callers[-1].operands[int(instruction.arguments)]
-        yield _Value(argument, callers[:-1])
-    elif opcode in _FUSIONS:
-        yield _Value(instruction.called[0].root, (*callers, instruction))
-    elif opcode == "get-tuple-element":
-        source, element = operands[0], instruction.index
+def _sources(value: Instruction) -> list[Instruction]:
+    """Return the values that a value is computed from, through fusions and loops."""
+    operands, caller = value.operands, value.computation.caller
+    if value.opcode == "parameter" and caller and caller.opcode != "conditional":
+        return [caller.operands[int(value.arguments)]]
+    if value.opcode in _FUSIONS:
+        return [value.called[0].root]
+    if value.opcode == "get-tuple-element":
+        (source,) = operands
         if source.opcode in _FUSIONS:
-            callers = (*callers, source)
             source = source.called[0].root
         elif source.opcode == "while":
             source = source.body.root
         elif source.opcode == "parameter":  # The loop's previous trip produced it.
             source = source.computation.root
-        elements = source.operands
-        if source.opcode in _TUPLES and element < len(elements):
-            source = elements[element]
-        yield _Value(source, callers)
-    else:
-        if opcode == "dynamic-update-slice":
-            operands = operands[1:2]
-        for operand in operands:
-            if operand.num_bytes > _SCALARS_BYTES:
-                yield _Value(operand, callers)
+        is_tuple = source.opcode in _TUPLES and value.index < len(source.operands)
+        return [source.operands[value.index] if is_tuple else source]
+    if value.opcode == "dynamic-update-slice":
+        operands = operands[1:2]
+    return [operand for operand in operands if operand.num_bytes > _SCALARS_BYTES]

@@ -14,6 +14,8 @@ _NO_TRAFFIC = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("while", "call", "conditional", "opt-barrier", "partition-id", "replica-id"),
 }
+# Instructions of a fusion, some in a nested fusion, that only change the layout.
+_VIEWS = {"parameter", "bitcast", "copy"}
 # Results that a fusion lists but does not write: operands that pass through, and on TPU
 # the result of a collective that overlaps several fusions.
 _NOT_WRITTEN = ("parameter", "all-gather", "all-reduce", "reduce-scatter", "all-to-all")
@@ -39,49 +41,40 @@ def memory_traffic(instruction: Instruction) -> int:
     A slice reads only its result, and an in-place update writes only the update, also
     inside a fusion. Arrays in a TPU core's own memory cost nothing.
     """
-    if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
         return 0
     if instruction.target in NO_TRAFFIC_TARGETS:
         return 0
-    operands = instruction.operands
-    if instruction.opcode in ("fusion", "fusion-start"):
+    if opcode in ("fusion", "fusion-start"):
         body = instruction.called[0]
         read = sum(
-            min(_main_bytes(operand), _read_by_fusion(number, body))
+            min(_main_bytes(operand.arrays), _bytes_read_of(body.parameter(number)))
             for number, operand in enumerate(operands)
         )
         return read + _written_by_fusion(body)
-    if instruction.opcode == "call-start":  # the work of a TPU's SparseCores
+    if opcode == "call-start":  # the work of a TPU's SparseCores
         body = instruction.called[0]
         if body.root.opcode not in _NOT_WRITTEN:
             return sum(map(memory_traffic, body.order))
-    read, written = sum(map(_main_bytes, operands)), _main_bytes(instruction)
-    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+    read = sum(_main_bytes(operand.arrays) for operand in operands)
+    written = _main_bytes(instruction.arrays)
+    if opcode in ("dynamic-slice", "gather", "slice"):
         read = min(written, read)
-    elif instruction.opcode == "dynamic-update-slice":
-        read = written = min(_main_bytes(operands[1]), written)
-    elif instruction.opcode == "copy-start":
-        written = _main_bytes_of(instruction.arrays[:1])
-    elif instruction.opcode == "slice-start":
-        slice_array = instruction.arrays[len(operands)]
-        read, written = min(read, slice_array.num_bytes), _main_bytes_of([slice_array])
-    elif instruction.opcode.endswith("-start"):
+    elif opcode == "dynamic-update-slice":
+        read = written = min(_main_bytes(operands[1].arrays), written)
+    elif opcode == "copy-start":
+        written = _main_bytes(instruction.arrays[:1])
+    elif opcode == "slice-start":
+        result = instruction.arrays[len(operands)]
+        read, written = min(read, result.num_bytes), _main_bytes([result])
+    elif opcode.endswith("-start"):
         written = 0  # the result is a tuple that lists the operand too
     return read + written
 
 
-def _main_bytes(instruction: Instruction) -> int:
-    return _main_bytes_of(instruction.arrays)
-
-
-def _main_bytes_of(arrays: Iterable[HloArray]) -> int:
+def _main_bytes(arrays: Iterable[HloArray]) -> int:
     return sum(array.num_bytes for array in arrays if array.space == 0)
-
-
-def _read_by_fusion(number: int, body: Computation) -> int:
-    """Count the bytes of an operand that a fusion reads."""
-    params = (i for i in body.order if i.opcode == "parameter")
-    return _bytes_read_of(next(i for i in params if int(i.arguments) == number))
 
 
 def _bytes_read_of(value: Instruction) -> int:
@@ -93,11 +86,11 @@ def _bytes_read_of(value: Instruction) -> int:
         is_first_operand = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and is_first_operand:
             total += user.num_bytes
-        elif is_view(user):
+        elif user.opcodes <= _VIEWS:
             total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             total += sum(
-                _read_by_fusion(number, user.called[0])
+                _bytes_read_of(user.called[0].parameter(number))
                 for number, operand in enumerate(user.operands)
                 if operand is value
             )
@@ -106,28 +99,13 @@ def _bytes_read_of(value: Instruction) -> int:
     return total
 
 
-def is_view(instruction: Instruction) -> bool:
-    """Return whether an instruction of a fusion changes only its operand's layout.
-
-    Some bitcasts are nested fusions. XLA:TPU also writes a change of tiles as a nested
-    fusion, with a copy that aliases its operand.
-    """
-    if instruction.opcode != "fusion":
-        return instruction.opcode == "bitcast"
-    views = {"parameter", "bitcast"}
-    if "output_to_operand_aliasing" in instruction.attributes:
-        views.add("copy")
-    return {inner.opcode for inner in instruction.called[0].order} <= views
-
-
 def _written_by_fusion(body: Computation) -> int:
     root, total = body.root, 0
     for result in root.operands if root.opcode == "tuple" else [root]:
-        size = _main_bytes(result)
+        size = _main_bytes(result.arrays)
         while result.opcode == "bitcast":
             (result,) = result.operands
-        if result.opcode in _NOT_WRITTEN:
-            continue
-        in_place = result.opcode == "dynamic-update-slice" and size
-        total += result.operands[1].num_bytes if in_place else size
+        if result.opcode not in _NOT_WRITTEN:
+            in_place = result.opcode == "dynamic-update-slice" and size
+            total += result.operands[1].num_bytes if in_place else size
     return total

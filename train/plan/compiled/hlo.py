@@ -11,12 +11,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_HEADER = re.compile(r"(ENTRY )?%(\S+) \(.*\{")
-_INSTRUCTION = re.compile(r"  (ROOT )?%(\S+) = (.*)", re.DOTALL)
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%(\S+) \([^\n]*\{\n(.*?)\n\}(?:, execution_thread=[^\n]*)?$",
+    re.MULTILINE | re.DOTALL,
+)
+_INSTRUCTION = re.compile(r"  (?:ROOT )?%(\S+) = ")
+_STRING_OR_PARENTHESIS = re.compile(r'"(?:[^"\\]|\\.)*"|[()]')
 _OPCODE = re.compile(r" ([\w-]+)\(")
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
-_END = re.compile(r"\}(, execution_thread=.*)?")
 _BODY = r" body=%([\w.-]+)"
 _CALLED = r" (?:to_apply=|called_computations=\{)%([\w.-]+)"
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
@@ -54,7 +56,7 @@ class Instruction:
         """The operands' names."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
-    @property
+    @functools.cached_property
     def operands(self) -> "list[Instruction]":
         """The instructions that produce the operands."""
         return [self.computation.instructions[name] for name in self.operand_names]
@@ -79,10 +81,11 @@ class Instruction:
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
-    @property
+    @functools.cached_property
     def target(self) -> str:
-        """The target of a custom call."""
-        return self.find(r'custom_call_target="([^"]*)"')
+        """The target of a custom call; "" for other instructions."""
+        is_call = self.opcode == "custom-call"
+        return self.find(r'custom_call_target="([^"]*)"') if is_call else ""
 
     @property
     def index(self) -> int:
@@ -101,12 +104,19 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations of a fusion or call, or the branches of a conditional."""
-        names = re.findall(r" (?:calls|\w+_computation)=%([\w.-]+)", self.attributes)
+        """The computations of a fusion or call, or the branches of a conditional.
+
+        A conditional's branch for false is the first one.
+        """
+        names = re.findall(r" calls=%([\w.-]+)", self.attributes)
         if self.opcode in ("call", "call-start"):
             names += re.findall(_CALLED, self.attributes)
-        branches = self.find(r" branch_computations=\{(.*?)\}")
-        names += re.findall(r"%([\w.-]+)", branches)
+        elif self.opcode == "conditional":
+            branches = self.find(r" branch_computations=\{(.*?)\}")
+            names = re.findall(r"%([\w.-]+)", branches)
+            if not branches:  # The predicate is a boolean: true is written first.
+                names = re.findall(r" \w+_computation=%([\w.-]+)", self.attributes)
+                names.reverse()
         return [self.computation.module.computations[name] for name in names]
 
     @property
@@ -116,6 +126,11 @@ class Instruction:
             for instruction in computation.order:
                 yield instruction
                 yield from instruction.nested
+
+    @property
+    def opcodes(self) -> set[str]:
+        """The opcodes inside a fusion, or of any other instruction its own."""
+        return {inner.opcode for inner in self.nested} or {self.opcode}
 
     @property
     def with_nested(self) -> "list[Instruction]":
@@ -131,11 +146,17 @@ class Computation:
     module: "Module" = field(repr=False)
     instructions: dict[str, Instruction]  # keys are names
     root: Instruction = field(init=False)
+    caller: Instruction | None = None  # the fusion, call or conditional around it
 
     @functools.cached_property
     def order(self) -> list[Instruction]:
         """The instructions as scheduled."""
         return list(self.instructions.values())
+
+    def parameter(self, number: int) -> Instruction:
+        """Return the parameter with a number."""
+        parameters = (i for i in self.order if i.opcode == "parameter")
+        return next(i for i in parameters if int(i.arguments) == number)
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -188,56 +209,49 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: if the text is not an HLO module.
     """
-    module, header, lines = Module(), None, list[str]()
-    for line in text.splitlines():
-        if header is None:
-            header = _HEADER.fullmatch(line)
-            lines = []
-        elif _END.fullmatch(line):
-            computation = _parse_computation(header[2], lines, module)
-            if header[1]:
-                module.entry = computation
-            header = None
-        elif line.startswith("  ") or not lines:
-            lines.append(line)
-        else:  # a kernel's metadata spans several lines
-            lines[-1] += "\n" + line
+    module = Module()
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        computation = module.computations[name] = Computation(name, module, {})
+        if is_entry:
+            module.entry = computation
+        # A kernel's metadata continues in lines that are not indented.
+        for line in re.split(r"\n(?=  )", body):
+            if instruction := _parse_line(line, computation):
+                computation.instructions[instruction.name] = instruction
+                if line.startswith("  ROOT "):
+                    computation.root = instruction
+            else:
+                module.unread.append(line.strip())
+    for computation in module.computations.values():
+        for instruction in computation.order:
+            for called in instruction.called:
+                called.caller = instruction
     if not hasattr(module, "entry"):
         raise ValueError("the text is not an HLO module: it has no ENTRY computation")
     return module
 
 
-def _parse_computation(name: str, lines: list[str], module: Module) -> Computation:
-    computation = Computation(name, module, {})
-    for line in lines:
-        match = _INSTRUCTION.fullmatch(line)
-        instruction = _parse_line(match[2], match[3], computation) if match else None
-        if not match or not instruction:
-            module.unread.append(line.strip())
-            continue
-        if instruction.opcode == "custom-call-update":
-            instruction = _as_call_start(instruction)
-        computation.instructions[instruction.name] = instruction
-        if match[1]:
-            computation.root = instruction
-    module.computations[name] = computation
-    return computation
-
-
-def _parse_line(name: str, text: str, computation: Computation) -> Instruction | None:
-    end = _closing_index(text, 0) + 1 if text.startswith("(") else text.find(" ")
-    opcode = _OPCODE.match(text, end)
-    if not opcode:
+def _parse_line(line: str, computation: Computation) -> Instruction | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
         return None
-    close = _closing_index(text, opcode.end() - 1)
-    return Instruction(
-        name=name,
+    start, end = match.end(), line.find(" ", match.end())
+    if line[start] == "(":  # The instruction returns a tuple.
+        end = _closing_index(line, start) + 1
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing_index(line, opcode.end() - 1)
+    instruction = Instruction(
+        name=match[1],
         opcode=opcode[1],
-        arrays=tuple(_parse_array(match) for match in _ARRAY.finditer(text[:end])),
-        arguments=text[opcode.end() : close],
-        attributes=text[close + 1 :],
+        arrays=tuple(map(_parse_array, _ARRAY.finditer(line, start, end))),
+        arguments=line[opcode.end() : close],
+        attributes=line[close + 1 :],
         computation=computation,
     )
+    is_update = instruction.opcode == "custom-call-update"
+    return _as_call_start(instruction) if is_update else instruction
 
 
 def _as_call_start(update: Instruction) -> Instruction:
@@ -256,9 +270,9 @@ def _as_call_start(update: Instruction) -> Instruction:
 
 
 def _closing_index(text: str, start: int) -> int:
-    """Return the index at which the first parenthesis from `start` on is closed."""
+    """Return the index at which the parenthesis at `start` is closed."""
     depth = 0
-    for match in re.compile(rf"{_STRING}|[()]").finditer(text, start):
+    for match in _STRING_OR_PARENTHESIS.finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
             return match.start()
@@ -269,27 +283,3 @@ def _parse_array(match: re.Match[str]) -> HloArray:
     space = re.search(r"S\((\d+)\)", match[3] or "")
     sizes = (int(size.lstrip(" <=")) for size in match[2].split(",") if size)
     return HloArray(match[1], tuple(sizes), int(space[1]) if space else 0)
-
-
-def is_loop_invariant(body: Computation, element: int) -> bool:
-    """Return whether every trip of a loop leaves an element of its state unchanged."""
-    if body.root.opcode != "tuple":
-        return False
-    value = body.root.operands[element]
-    while True:
-        if value.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            (value,) = value.operands
-        elif value.opcode != "get-tuple-element":
-            return False
-        else:
-            (source,) = value.operands
-            if source.opcode == "parameter":
-                return value.index == element
-            if source.opcode != "while" or not is_loop_invariant(
-                source.body, value.index
-            ):
-                return False
-            (start,) = source.operands
-            if start.opcode != "tuple":
-                return False
-            value = start.operands[value.index]

@@ -8,9 +8,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from train.plan.compiled.attribution import part_in_name, producers, scope_of
+from model.config import ModelConfig
+from train.plan.compiled.attribution import place_in_step
 from train.plan.compiled.buffers import Buffer, largest_buffers
 from train.plan.compiled.flops import multiplied_arrays
 from train.plan.compiled.hbm_bytes import (
@@ -19,7 +19,6 @@ from train.plan.compiled.hbm_bytes import (
     memory_traffic,
 )
 from train.plan.compiled.hlo import Instruction, Module
-from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
@@ -34,7 +33,8 @@ _MARKERS = (
 )
 
 
-class InPlace(NamedTuple):
+@dataclass(frozen=True)
+class InPlace:
     """The names of the state's arrays that are, and are not, updated in place."""
 
     updated: list[str]
@@ -49,7 +49,7 @@ class CostlyCopy:
     times: executions in one step.
     bytes: the memory traffic in one step.
     share: the fraction of all memory traffic.
-    what: the scope, the part of the model and the source lines.
+    what: the scope and the part of the model.
     """
 
     name: str
@@ -77,18 +77,27 @@ class Inspection:
     operand_bytes: dict[str, int]
 
 
-def inspect(text: str, state: Sequence[str]) -> Inspection:
+def inspect(
+    text: str, state: Sequence[str], model: ModelConfig | None = None
+) -> Inspection:
     """Summarise a compiled step, given its `compiled.as_text()`.
 
     `state` names the arrays of the state, which are the program's first results.
+    `model` has the same meaning as in `read_module`.
     """
-    module, lines = read_module(text), SourceLines(text)
+    module, kernels, operands = read_module(text, model), Counter(), Counter()
+    for executed in module.executed:
+        for inner in executed.instruction.with_nested:
+            if inner.opcode == "custom-call":
+                kernels[_kernel_name(inner)] += executed.count
+            for array in multiplied_arrays(inner):
+                operands[array.dtype] += executed.count * array.num_bytes
     return Inspection(
         in_place=updated_in_place(text, state),
-        kernels=_kernels(module),
-        buffers=largest_buffers(module, lines, _MAX_BUFFERS),
-        copies=_copies(module, lines),
-        operand_bytes=_operand_bytes(module),
+        kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
+        buffers=largest_buffers(module, _MAX_BUFFERS),
+        copies=_costly_copies(module),
+        operand_bytes=dict(operands.most_common()),
     )
 
 
@@ -100,18 +109,10 @@ def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
     """
     header = text[: text.find("\n")]
     aliased = {int(number or 0) for number in _ALIAS.findall(header)}
-    updated = [name for i, name in enumerate(names) if i in aliased]
-    others = [name for i, name in enumerate(names) if i not in aliased]
-    return InPlace(updated, others)
-
-
-def _kernels(module: Module) -> dict[str, int]:
-    counts = Counter[str]()
-    for executed in module.executed:
-        for inner in executed.instruction.with_nested:
-            if inner.opcode == "custom-call":
-                counts[_kernel_name(inner)] += executed.count
-    return {name: n for name, n in counts.most_common() if name not in _MARKERS}
+    return InPlace(
+        updated=[name for i, name in enumerate(names) if i in aliased],
+        others=[name for i, name in enumerate(names) if i not in aliased],
+    )
 
 
 def _kernel_name(call: Instruction) -> str:
@@ -121,38 +122,24 @@ def _kernel_name(call: Instruction) -> str:
     return call.target
 
 
-def _copies(module: Module, lines: SourceLines) -> list[CostlyCopy]:
+def _costly_copies(module: Module) -> list[CostlyCopy]:
     total, copies = count_memory_traffic(module.executed).total, list[CostlyCopy]()
     for executed in module.executed:
         instruction = executed.instruction
-        if not _only_moves(instruction):
-            continue
         traffic = executed.count * memory_traffic(instruction)
-        if traffic <= _MIN_COPY_SHARE * total:
-            continue
-        names = (producer.op_name for producer in producers(instruction))
-        part = next(filter(None, map(part_in_name, names)), "")
-        scope = f"{scope_of(executed, instruction)} {part}".strip()
-        what = ", ".join(filter(None, (scope, lines.line_of(instruction))))
-        share = traffic / total
-        copies.append(
-            CostlyCopy(instruction.name, executed.count, traffic, share, what)
-        )
+        if traffic > _MIN_COPY_SHARE * total and _only_moves(instruction):
+            copy = CostlyCopy(
+                name=instruction.name,
+                times=executed.count,
+                bytes=traffic,
+                share=traffic / total,
+                what=place_in_step(executed),
+            )
+            copies.append(copy)
     return sorted(copies, key=lambda copy: -copy.bytes)
 
 
 def _only_moves(instruction: Instruction) -> bool:
     """Return whether an instruction or fusion only copies and transposes."""
-    if instruction.opcode != "fusion":
-        return instruction.opcode in _MOVES
-    opcodes = {inner.opcode for inner in instruction.nested} - _NO_TRAFFIC
+    opcodes = instruction.opcodes - _NO_TRAFFIC
     return bool(opcodes) and opcodes <= _MOVES
-
-
-def _operand_bytes(module: Module) -> dict[str, int]:
-    sizes = Counter[str]()
-    for executed in module.executed:
-        for inner in executed.instruction.with_nested:
-            for array in multiplied_arrays(inner):
-                sizes[array.dtype] += executed.count * array.num_bytes
-    return dict(sizes.most_common())

@@ -4,6 +4,7 @@ The text of a program numbers devices by their position in `mesh.devices.flat`. 
 several TPU slices, it numbers only the devices of the first slice, in the same order.
 """
 
+import math
 import re
 from dataclasses import replace
 
@@ -19,10 +20,7 @@ _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> Group:
     """Return the group of devices that a collective joins.
 
-    Args:
-        instruction: the collective.
-        mesh: the mesh of the devices.
-        dims: the dims of a TPU's torus used at once; None means all of them.
+    `dims` are the dims of a TPU's torus used at once; None means all of them.
 
     Raises:
         ValueError: if the notation of the groups is unknown.
@@ -63,19 +61,16 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     Raises:
         ValueError: if the notation of the groups is unknown.
     """
-    match = re.search(r" replica_groups=(.*?)(?:, \w+=|$)", attributes)
-    text = match[1] if match else ""
-    named_groups = re.search(r" replica_groups=(mesh\[.*?\].*?) \{(.*?)\}", attributes)
-    if named_groups:
+    match = re.search(r" replica_groups=(.*?)(?:, \w+=[^(]|$)", attributes)
+    text = match[1] if match else "{}"
+    if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{(.*?)\}", text):
         return _read_named_groups(named_groups[1], named_groups[2])
     if text.startswith("{{"):
-        group_list = re.search(r" replica_groups=\{(\{.*?\})\}", attributes)
-        assert group_list
-        groups = re.findall(r"\{([\d,]+)\}", group_list[1])
+        groups = re.findall(r"\{([\d,]+)\}", text)
         return np.array([[int(n) for n in group.split(",")] for group in groups])
     if text.startswith("["):
         return _read_iota(text)
-    if text in ("", "{}"):
+    if text == "{}":
         return np.arange(num_devices)[None]
     raise ValueError(f"replica groups {text!r} cannot be read")
 
@@ -93,38 +88,33 @@ def _read_iota(text: str) -> np.ndarray:
 
 
 def _read_named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Read `mesh['a'=2,'b'=4] {'b'}`, optionally with ids and axis parts `'b':(1)2`.
+    """Read `['a'=2,'b'=4] {'b'}`, optionally with ids and axis parts `'b':(1)2`.
 
     Source: Mesh::ToString and AxisRef::ToString in openxla/xla, xla/hlo/ir.
     """
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    names = list(sizes)
-    device_ids = re.search(r"device_ids=\((.*)\)", mesh)
     ids = np.arange(np.prod([*sizes.values()]))
-    if device_ids and device_ids[1].startswith("["):
+    if device_ids := re.search(r"device_ids=\((\[.*)\)", mesh):
         ids = _read_iota(device_ids[1])  # Its shape may differ from the mesh's.
-    elif device_ids:
-        ids = np.array([int(n) for n in re.findall(r"\d+", device_ids[1])])
-    ids = ids.reshape([*sizes.values()])
-    group_dims = list[int]()
-    for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
-        dim = names.index(name)
-        if size:  # A part of an axis: split the axis into three.
-            split_sizes = int(outer), int(size), sizes[name] // int(outer) // int(size)
-            ids = ids.reshape((*ids.shape[:dim], *split_sizes, *ids.shape[dim + 1 :]))
-            names[dim : dim + 1] = [f"{name}<", name, f"{name}>"]
-            sizes[name] = int(size)
-            dim += 1
-        group_dims.append(names.index(name))
-    ids = np.moveaxis(ids, group_dims, range(-len(group_dims), 0))
-    return ids.reshape(-1, int(np.prod(ids.shape[-len(group_dims) :])))
+    elif device_ids := re.search(r"device_ids=\((.*)\)", mesh):
+        ids = np.array(re.findall(r"\d+", device_ids[1]), int)
+    # Each axis becomes three dims, of which the middle one is the part in a group.
+    parts = {
+        name: (int(outer or 1), int(size or sizes[name]))
+        for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
+    }
+    shape = list[int]()
+    for name, size in sizes.items():
+        outer, part = parts.get(name, (size, 1))
+        shape += [outer, part, size // outer // part]
+    group_dims = [3 * list(sizes).index(name) + 1 for name in parts]
+    ids = np.moveaxis(ids.reshape(shape), group_dims, range(-len(group_dims), 0))
+    return ids.reshape(-1, math.prod(part for _, part in parts.values()))
 
 
 def _mesh_positions(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
     """Convert a program's device numbers to positions in `mesh.devices.flat`."""
-    devices = list(mesh.devices.flat)
-    slices = [getattr(device, "slice_index", 0) for device in devices]
-    if devices[0].platform != "tpu" or len(set(slices)) == 1:
+    slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+    if mesh.devices.flat[0].platform != "tpu":
         return ids
-    members = [position for position, index in enumerate(slices) if index == slices[0]]
-    return np.array(members)[ids]
+    return np.flatnonzero(np.equal(slices, slices[0]))[ids]

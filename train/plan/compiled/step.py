@@ -1,43 +1,83 @@
 """Read the cost of a compiled step from the text of the optimized program."""
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from train.plan.compiled.attribution import scope_of
 from train.plan.compiled.collectives import list_collectives, sum_collectives
-from train.plan.compiled.flops import count_flops
+from train.plan.compiled.flops import (
+    count_flops,
+    has_eight_bits,
+    is_attention,
+    is_grouped,
+)
 from train.plan.compiled.hbm_bytes import count_memory_traffic
-from train.plan.compiled.hlo import Executed
+from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.compiled.trip_counts import read_module
-from train.plan.cost import SectionCost, StepCost
+from train.plan.cost import Flops, SectionCost, StepCost
 from train.plan.sections import SECTIONS, section_of
 from train.program import Program
 
 
-def read_step(program: Program, text: str) -> StepCost:
+def read_step(
+    program: Program, text: str, estimated_flops: Mapping[str, Flops]
+) -> StepCost:
     """Return the cost of a program's step, given its `compiled.as_text()`.
+
+    `estimated_flops` are the FLOPs by section that train/plan/estimated counts. They
+    supply the FLOPs of kernels, which the text does not state.
 
     Raises:
         ValueError: if the text is not an HLO module.
     """
-    module = read_module(text)
+    module = read_module(text, program.config.model)
     collectives = list_collectives(module, program.mesh)
     by_section = defaultdict[str, list[Executed]](list)
     for executed in module.executed:
         scope = scope_of(executed, executed.instruction)
         by_section[section_of(scope)].append(executed)
+    has_attention = any(map(is_attention, _with_nested(module.executed)))
     outside_layers = (c for c in collectives if not c.scope.startswith("layers"))
-    sections = tuple(
-        SectionCost(
-            name,
-            count_flops(by_section[name]),
-            count_memory_traffic(by_section[name]),
-            sum_collectives(c for c in collectives if section_of(c.scope) == name),
-        )
-        for name in SECTIONS
-    )
+    sections = list[SectionCost]()
+    for name in SECTIONS:
+        estimated = estimated_flops.get(name, Flops())
+        flops = _add_kernels(by_section[name], estimated)
+        if not has_attention:
+            flops = replace(flops, attention=0.0, whole_attention=0.0)
+        traffic = count_memory_traffic(by_section[name])
+        sent = sum_collectives(c for c in collectives if section_of(c.scope) == name)
+        sections.append(SectionCost(name, flops, traffic, sent))
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        sections=sections,
+        sections=tuple(sections),
         outside_layers=sum_collectives(outside_layers, by_use=True),
         unread=tuple(module.unread),
     )
+
+
+def _with_nested(all_executed: Sequence[Executed]) -> list[Instruction]:
+    nested = (executed.instruction.with_nested for executed in all_executed)
+    return [instruction for instructions in nested for instruction in instructions]
+
+
+def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
+    """Count the FLOPs of products, and add those of attention and grouped kernels.
+
+    The idle rows and columns of matrix units are the same fraction of all products as
+    in the estimate.
+    """
+    products = count_flops(all_executed)
+    grouped_kernels = list(filter(is_grouped, _with_nested(all_executed)))
+    grouped = estimated.grouped if grouped_kernels else 0.0
+    in_eight_bits = grouped if all(map(has_eight_bits, grouped_kernels)) else 0.0
+    kernels = Flops(
+        products=grouped,
+        attention=estimated.attention,
+        whole_attention=estimated.whole_attention,
+        eight_bits=in_eight_bits,
+        grouped=grouped,
+    )
+    total = products + kernels
+    scale = total.products / estimated.products if estimated.products else 0.0
+    return replace(total, padded=scale * estimated.padded)

@@ -3,43 +3,55 @@
 import pytest
 
 from tests.train.compiled import in_one
-from train.plan.compiled.buffers import largest_buffers
 from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.hlo import parse
-from train.plan.compiled.source_lines import SourceLines
 from train.plan.compiled.trip_counts import read_module
 
-FUSED = """HloModule fused
+INDEX, ROW = 4, 4 * 64  # bytes of an index, and of a row of the arrays below
+ARRAY, ONE_ROW = "f32[16,64]", "f32[1,64]"
 
-%inside (p: f32[16,64], i: s32[], q: f32[1,64]) -> f32[16,64] {
-  %p = f32[16,64] parameter(0)
-  %i = s32[] parameter(1)
-  %q = f32[1,64] parameter(2)
+
+def moved_by_fusion(operands: list[str], body: list[str], others: str = "") -> int:
+    """Bytes of a fusion, whose operands are %p0, %p1, ... in its body."""
+    parameters = "\n".join(
+        f"  %p{number} = {operand} parameter({number})"
+        for number, operand in enumerate(operands)
+    )
+    names = ", ".join(f"%p{number}" for number in range(len(operands)))
+    lines = "\n".join(f"  {line}" for line in body)
+    text = f"""HloModule fused
+
+{others}
+%inside (p: f32[]) -> f32[] {{
+{parameters}
   %z = s32[] constant(0)
-  %old = f32[1,64] dynamic-slice(%p, %i, %z), dynamic_slice_sizes={1,64}
-  %new = f32[1,64] add(%old, %q)
-  ROOT %u = f32[16,64] dynamic-update-slice(%p, %new, %i, %z)
-}
+{lines}
+}}
 
-ENTRY %main (a: f32[16,64], i: s32[], b: f32[1,64]) -> f32[16,64] {
-  %a = f32[16,64] parameter(0)
-  %i = s32[] parameter(1)
-  %b = f32[1,64]{1,0:T(1,128)S(1)} parameter(2)
-  ROOT %f = f32[16,64] fusion(%a, %i, %b), kind=kLoop, calls=%inside
-}
+ENTRY %main (p: f32[]) -> f32[] {{
+{parameters}
+  ROOT %f = f32[16,64] fusion({names}), kind=kLoop, calls=%inside
+}}
 """
+    module = read_module(text)
+    assert module.unread == []
+    return memory_traffic(module.entry.root)
 
 
 def test_slices_and_updates_move_what_they_touch():
     """A row is read and a row is written; the other operand lies in the core."""
-    module = read_module(FUSED)
-    index, row = 4, 4 * 64
-    assert memory_traffic(module.entry.root) == index + 2 * row
+    body = [
+        f"%old = {ONE_ROW} dynamic-slice(%p0, %p1, %z), dynamic_slice_sizes={{1,64}}",
+        f"%new = {ONE_ROW} add(%old, %p2)",
+        f"ROOT %u = {ARRAY} dynamic-update-slice(%p0, %new, %p1, %z)",
+    ]
+    in_core = f"{ONE_ROW}{{1,0:T(1,128)S(1)}}"
+    assert moved_by_fusion([ARRAY, "s32[]", in_core], body) == INDEX + 2 * ROW
 
 
-NESTED = """HloModule nested
-
-%shaped (p: f32[4,64]) -> f32[64,4] {
+def test_a_fusion_inside_another_reads_what_it_takes():
+    """One row of sixteen for a product, and all of what is only shaped for it."""
+    others = """%shaped (p: f32[4,64]) -> f32[64,4] {
   %p = f32[4,64] parameter(0)
   ROOT %b = f32[64,4] bitcast(%p)
 }
@@ -50,72 +62,52 @@ NESTED = """HloModule nested
   %z = s32[] constant(0)
   ROOT %d = f32[1,64] dynamic-slice(%p, %i, %z), dynamic_slice_sizes={1,64}
 }
-
-%inside (i: s32[], p: f32[16,64], q: f32[4,64]) -> f32[1,4] {
-  %i = s32[] parameter(0)
-  %p = f32[16,64] parameter(1)
-  %q = f32[4,64] parameter(2)
-  %row = f32[1,64] fusion(%p, %i), kind=kLoop, calls=%taken
-  %w = f32[64,4] fusion(%q), kind=kLoop, calls=%shaped
-  ROOT %y = f32[1,4] convolution(%row, %w), dim_labels=bf_io->bf
-}
-
-ENTRY %main (i: s32[], a: f32[16,64], b: f32[4,64]) -> f32[1,4] {
-  %i = s32[] parameter(0)
-  %a = f32[16,64] parameter(1)
-  %b = f32[4,64] parameter(2)
-  ROOT %f = f32[1,4] fusion(%i, %a, %b), kind=kOutput, calls=%inside
-}
 """
-
-
-def test_a_fusion_inside_another_reads_what_it_takes():
-    """One row of sixteen for a product, and all of what is only shaped for it."""
-    module = read_module(NESTED)
-    index, row, weight, result = 4, 4 * 64, 4 * 4 * 64, 4 * 4
-    moved = memory_traffic(module.entry.root)
-    assert moved == index + row + weight + result
-
-
-TILES = """HloModule tiles
-
-%tiled (p: f32[16,64]) -> f32[16,64] {
-  %p = f32[16,64]{1,0:T(16,128)} parameter(0)
-  ROOT %c = f32[16,64]{1,0:T(8,128)} copy(%p)
-}
-
-%inside (p: f32[16,64], i: s32[], q: f32[1,64]) -> f32[16,64] {
-  %p = f32[16,64] parameter(0)
-  %i = s32[] parameter(1)
-  %q = f32[1,64] parameter(2)
-  %z = s32[] constant(0)
-  %t = f32[16,64] fusion(%p), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, \
-calls=%tiled
-  ROOT %u = f32[16,64] dynamic-update-slice(%t, %q, %i, %z)
-}
-
-ENTRY %main (a: f32[16,64], i: s32[], b: f32[1,64]) -> f32[16,64] {
-  %a = f32[16,64] parameter(0)
-  %i = s32[] parameter(1)
-  %b = f32[1,64] parameter(2)
-  %n = f32[16,64] negate(%a)
-  %f = f32[16,64] fusion(%n, %i, %b), kind=kLoop, calls=%inside
-  ROOT %r = f32[16,64] add(%f, %f)
-}
-"""
+    body = [
+        f"%row = {ONE_ROW} fusion(%p1, %p0), kind=kLoop, calls=%taken",
+        "%w = f32[64,4] fusion(%p2), kind=kLoop, calls=%shaped",
+        "ROOT %y = f32[1,4] convolution(%row, %w), dim_labels=bf_io->bf",
+    ]
+    moved = moved_by_fusion(["s32[]", ARRAY, "f32[4,64]"], body, others)
+    assert moved == INDEX + ROW + 4 * ROW + 4 * 4
 
 
 def test_a_change_of_tiles_inside_a_fusion_moves_nothing():
     """A row is read and a row is written, into the buffer of the operand."""
-    module = read_module(TILES)
-    index, row = 4, 4 * 64
-    moved = memory_traffic(module.entry.instructions["f"])
-    assert moved == index + 2 * row
-    buffers = largest_buffers(module, SourceLines(TILES), 3)
-    assert [buffer.bytes for buffer in buffers] == [16 * row]
+    others = """%tiled (p: f32[16,64]) -> f32[16,64] {
+  %p = f32[16,64]{1,0:T(16,128)} parameter(0)
+  ROOT %c = f32[16,64]{1,0:T(8,128)} copy(%p)
+}
+"""
+    body = [
+        f"%t = {ARRAY} fusion(%p0), kind=kLoop, "
+        "output_to_operand_aliasing={{}: (0, {})}, calls=%tiled",
+        f"ROOT %u = {ARRAY} dynamic-update-slice(%t, %p2, %p1, %z)",
+    ]
+    moved = moved_by_fusion([ARRAY, "s32[]", ONE_ROW], body, others)
+    assert moved == INDEX + 2 * ROW
 
 
-COPYING = """HloModule copying
+def test_what_a_fusion_passes_on_or_a_collective_writes_beside_it_costs_nothing():
+    """One row in, one row out, and the shard of the collective."""
+    body = [
+        f"%s = {ONE_ROW} add(%p1, %p1)",
+        "%g = f32[4,64] all-gather(%p2), dimensions={0}",
+        f"ROOT %t = ({ONE_ROW}, {ARRAY}, f32[4,64]) tuple(%s, %p0, %g)",
+    ]
+    assert moved_by_fusion([ARRAY, ONE_ROW, "f32[2,64]"], body) == (1 + 1 + 2) * ROW
+
+
+@pytest.mark.parametrize(
+    ("work", "arrays"),
+    [
+        ("copy(%p)", 2),
+        ("all-reduce(%p), replica_groups={}", 1),  # as if a core had started it
+    ],
+)
+def test_a_sparse_core_moves_what_its_work_moves(work, arrays):
+    """No instruction of the call counts the arrays again."""
+    text = f"""HloModule copying
 
 %copied (p: f32[16,64]) -> f32[16,64] {{
   %p = f32[16,64] parameter(0)
@@ -129,51 +121,12 @@ ENTRY %main (a: f32[16,64]) -> f32[16,64] {{
   ROOT %done = f32[16,64] custom-call-done(%update)
 }}
 """
+    moved = sum(memory_traffic(e.instruction) for e in read_module(text).executed)
+    assert moved == arrays * 16 * ROW
 
 
 @pytest.mark.parametrize(
-    ("work", "arrays"),
-    [
-        ("copy(%p)", 2),
-        ("all-reduce(%p), replica_groups={}", 1),  # as if a core had started it
-    ],
-)
-def test_a_sparse_core_moves_what_its_work_moves(work, arrays):
-    """No instruction of the call counts the arrays again."""
-    module = read_module(COPYING.format(work=work))
-    moved = sum(memory_traffic(e.instruction) for e in module.executed)
-    assert moved == arrays * 16 * 64 * 4
-
-
-PASSING = """HloModule passing
-
-%inside (p: f32[16,64], q: f32[1,64], r: f32[2,64]) -> (f32[1,64], f32[16,64], f32[4,64]) {
-  %p = f32[16,64] parameter(0)
-  %q = f32[1,64] parameter(1)
-  %r = f32[2,64] parameter(2)
-  %s = f32[1,64] add(%q, %q)
-  %g = f32[4,64] all-gather(%r), dimensions={0}
-  ROOT %t = (f32[1,64], f32[16,64], f32[4,64]) tuple(%s, %p, %g)
-}
-
-ENTRY %main (a: f32[16,64], b: f32[1,64], c: f32[2,64]) -> (f32[1,64], f32[16,64], f32[4,64]) {
-  %a = f32[16,64] parameter(0)
-  %b = f32[1,64] parameter(1)
-  %c = f32[2,64] parameter(2)
-  ROOT %f = (f32[1,64], f32[16,64], f32[4,64]) fusion(%a, %b, %c), kind=kOutput, calls=%inside
-}
-"""  # noqa: E501 one line each, as XLA prints it
-
-
-def test_what_a_fusion_passes_on_or_a_collective_writes_beside_it_costs_nothing():
-    """One row in, one row out, and the shard of the collective."""
-    module = read_module(PASSING)
-    moved = memory_traffic(module.entry.root)
-    assert moved == (1 + 1 + 2) * 64 * 4
-
-
-@pytest.mark.parametrize(
-    ("result", "instruction", "moved"),
+    ("result", "instruction", "rows"),
     [
         ("(f32[16,64]{0:S(1)}, f32[16,64], u32[])", "copy-start(%main)", 16),
         ("(f32[16,64], f32[16,64]{0:S(1)}, u32[])", "copy-start(%core)", 16),
@@ -181,11 +134,10 @@ def test_what_a_fusion_passes_on_or_a_collective_writes_beside_it_costs_nothing(
         ("f32[16,64]", 'custom-call(), custom_call_target="AllocateBuffer"', 0),
     ],
 )
-def test_copies_between_memories_move_what_they_copy(result, instruction, moved):
+def test_copies_between_memories_move_what_they_copy(result, instruction, rows):
     text = in_one(
         "  %main = f32[16,64] parameter(0)\n"
         "  %core = f32[16,64]{0:S(1)} parameter(1)\n"
         f"  ROOT %c = {result} {instruction}"
     )
-    module = parse(text)
-    assert memory_traffic(module.entry.root) == moved * 64 * 4
+    assert memory_traffic(parse(text).entry.root) == rows * ROW

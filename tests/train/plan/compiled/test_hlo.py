@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.plan.compiled.hlo import HloArray, is_loop_invariant, parse
+from train.plan.compiled.hlo import HloArray, parse
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
@@ -58,33 +58,6 @@ def test_an_instruction_may_go_over_several_lines():
     assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
 
 
-CALL = """HloModule call
-
-%gather (p: bf16[4]) -> bf16[16] {
-  %p = bf16[4] parameter(0)
-  ROOT %g = bf16[16] all-gather(%p), dimensions={0}
-}, execution_thread="sparsecore"
-
-ENTRY %main (a: bf16[4]) -> bf16[16] {
-  %a = bf16[4] parameter(0)
-  %start = ((), (), (s32[8192])) custom-call-start(), \
-async_execution_thread="sparsecore", called_computations={%gather}, \
-metadata={op_name="a/gather"}
-  %update = ((bf16[4]), bf16[16], (s32[8192])) custom-call-update(%start, %a)
-  ROOT %done = bf16[16] custom-call-done(%update)
-}
-"""
-
-
-def test_an_update_starts_the_call_of_a_sparse_core():
-    module = parse(CALL)
-    start, update = (module.entry.instructions[name] for name in ("start", "update"))
-    assert start.called == []  # so that nothing counts twice
-    assert (update.opcode, update.operand_names) == ("call-start", ["a"])
-    assert [inner.name for inner in update.nested] == ["p", "g"]
-    assert update.op_name == "a/gather"
-
-
 @pytest.mark.parametrize(
     ("dtype", "dims", "size"),
     [
@@ -110,42 +83,3 @@ def test_what_cannot_be_read_is_listed():
 def test_something_else_is_refused():
     with pytest.raises(ValueError, match="not an HLO module"):
         parse("module @jit_step {\n}\n")
-
-
-LOOPS = """HloModule loops
-
-%inner (s: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %s = (s32[], f32[4]) parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %w = f32[4] get-tuple-element(%s), index=1
-  %one = s32[] constant(1)
-  %next = s32[] add(%i, %one)
-  ROOT %t = (s32[], f32[4]) tuple(%next, %w)
-}
-
-%outer (o: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {
-  %o = (f32[4], f32[4], s32[]) parameter(0)
-  %a = f32[4] get-tuple-element(%o), index=0
-  %b = f32[4] get-tuple-element(%o), index=1
-  %n = s32[] get-tuple-element(%o), index=2
-  %start = (s32[], f32[4]) tuple(%n, %a)
-  %loop = (s32[], f32[4]) while(%start), condition=%c, body=%inner
-  %kept = f32[4] get-tuple-element(%loop), index=1
-  %m = s32[] get-tuple-element(%loop), index=0
-  ROOT %u = (f32[4], f32[4], s32[]) tuple(%kept, %a, %m)
-}
-
-ENTRY %main (x: s32[]) -> s32[] {
-  ROOT %x = s32[] parameter(0)
-}
-"""
-
-
-def test_a_loop_keeps_what_passes_through_loops_inside():
-    bodies = parse(LOOPS).computations
-    inner, outer = bodies["inner"], bodies["outer"]
-    assert [is_loop_invariant(inner, element) for element in (0, 1)] == [False, True]
-    # The second takes the first's place; the third is what the inner loop counted.
-    assert [is_loop_invariant(outer, element) for element in range(3)] == [
-        *(True, False, False)
-    ]

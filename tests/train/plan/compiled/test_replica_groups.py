@@ -69,11 +69,8 @@ def test_an_unknown_way_of_writing_is_an_error():
 @pytest.mark.parametrize(
     ("attribute", "axes", "size"),
     [
-        ("replica_groups=[4,2]<=[8]", ("tensor",), 2),
         ("replica_groups=[4,2]<=[4,2]T(1,0)", ("fsdp",), 2),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",), 2),
         ("replica_groups=[2,4]<=[8]", ("fsdp", "tensor"), 4),
-        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ("fsdp",), 2),
         ("source_target_pairs={{0,2},{2,0},{5,7},{7,5}}", ("fsdp",), 2),
         ("replica_groups={}", AXES, 8),
     ],
@@ -81,11 +78,6 @@ def test_an_unknown_way_of_writing_is_an_error():
 def test_axes_are_those_along_which_members_differ(attribute, axes, size):
     found = group(f"{attribute}, use_global_device_ids=true", a_mesh((2, 2, 2)))
     assert found == Group(axes, size, "ICI")
-
-
-def test_part_of_an_axis_is_told():
-    found = group("replica_groups=[4,2]<=[8], x=1", a_mesh((1, 8, 1)))
-    assert found == Group(("fsdp",), 2, "ICI")
 
 
 @pytest.mark.parametrize(

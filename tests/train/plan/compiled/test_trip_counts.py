@@ -1,9 +1,10 @@
-"""How often a loop runs."""
+"""How often a loop runs, and how often a branch is taken."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from model.config import ModelConfig
 from train.plan.compiled.trip_counts import read_module
 
 BODY = """HloModule loop
@@ -11,61 +12,46 @@ BODY = """HloModule loop
 %step (s: (s32[], s32[])) -> (s32[], s32[]) {{
   %s = (s32[], s32[]) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
-  %by = s32[] get-tuple-element(%s), index=1
-  %next = s32[] add(%i, %by)
-  ROOT %t = (s32[], s32[]) tuple(%next, %by)
-}}
-
-%less (p: s32[], q: s32[]) -> pred[] {{
-  %p = s32[] parameter(0)
-  %q = s32[] parameter(1)
-  ROOT %cmp = pred[] compare(%p, %q), direction={direction}
+  %x = s32[] get-tuple-element(%s), index=1
+  %by = s32[] constant({by})
+  %next = s32[] add(%by, %i)
+  ROOT %t = (s32[], s32[]) tuple(%next, %x)
 }}
 
 %goes_on (s: (s32[], s32[])) -> pred[] {{
   %s = (s32[], s32[]) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
   %end = s32[] constant({end})
-  ROOT %f = pred[] fusion(%i, %end), kind=kLoop, calls=%less
+  ROOT %lt = pred[] compare(%i, %end), direction=LT
 }}
 
 ENTRY %main (x: s32[]) -> (s32[], s32[]) {{
   %x = s32[] parameter(0)
-  %begin = s32[] constant({begin})
+  %begin = s32[] {begin}
   %copied = s32[] copy(%begin)
-  %by = {by}
-  %start = (s32[], s32[]) tuple(%copied, %by)
+  %start = (s32[], s32[]) tuple(%copied, %x)
   ROOT %loop = (s32[], s32[]) while(%start), condition=%goes_on, body=%step
 }}
 """
 
 
-def trips(begin: int, end: int, direction: str, by: str) -> tuple[int, list[str]]:
-    text = BODY.format(begin=begin, end=end, direction=direction, by=by)
-    module = read_module(text)
-    assert module.loops["step"].trips == max(
-        e.count for e in module.executed if e.loops
-    )
-    return module.loops["step"].trips, module.unread
+def trips(begin: str, end: int, by: int) -> tuple[int, list[str]]:
+    module = read_module(BODY.format(begin=begin, end=end, by=by))
+    trips = module.loops["step"].trips
+    assert trips == max(e.count for e in module.executed if e.loops)
+    return trips, module.unread
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "direction", "by", "expected"),
-    [
-        (0, 12, "LT", 1, 12),
-        (3, 12, "LE", 4, 3),
-        (7, 0, "GE", -1, 8),
-        (0, 6, "NE", 2, 3),
-    ],
+    ("begin", "end", "by", "expected"), [(0, 12, 1, 12), (3, 12, 4, 3), (1, 2, 1, 1)]
 )
-def test_a_counter_is_run(begin, end, direction, by, expected):
-    assert trips(begin, end, direction, f"s32[] constant({by})") == (expected, [])
+def test_a_counter_is_run(begin, end, by, expected):
+    assert trips(f"constant({begin})", end, by) == (expected, [])
 
 
 def test_a_loop_that_depends_on_data_counts_once_and_is_listed():
-    assert trips(0, 12, "LT", "s32[] negate(%x)") == (
-        *(1, ["trip count of loop: counted as 1"]),
-    )
+    unread = ["trip count of loop: counted as 1"]
+    assert trips("negate(%x)", 12, 1) == (1, unread)
 
 
 def test_loops_in_loops_multiply():
@@ -104,3 +90,59 @@ ENTRY %main (a: bf16[4]) -> bf16[16] {
 """
     assert read_module(text).unread == ["g: no executed instruction contains it"]
     assert read_module(text.replace("runs=", "calls=")).unread == []
+
+
+BRANCHES = """HloModule branches
+
+%no (p: f32[4]) -> f32[8] {{
+  %p = f32[4] parameter(0)
+  ROOT %g = f32[8] all-gather(%p), dimensions={{0}}, metadata={{op_name="{inside}/no"}}
+}}
+
+%yes (q: f32[4]) -> f32[8] {{
+  %q = f32[4] parameter(0)
+  ROOT %n = f32[8] broadcast(%q), metadata={{op_name="{inside}/yes"}}
+}}
+
+%step (s: f32[4]) -> f32[4] {{
+  %s = f32[4] parameter(0)
+  %c = f32[8] conditional(%i, %s, %s), {branches}, metadata={{op_name="{name}"}}
+  ROOT %r = f32[4] slice(%c), slice={{[0:4]}}
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4] parameter(0)
+  ROOT %loop = f32[4] while(%x), body=%step, {trips}
+}}
+"""
+INDEXED = "branch_computations={%no, %yes}"
+BOOLEAN = "true_computation=%yes, false_computation=%no"
+TRIPS = 'backend_config={"known_trip_count":{"n":"8"}}'
+# One of four layers is global, and one has high precision.
+MODEL = ModelConfig(
+    num_layers=4,
+    window=3,
+    layer_pattern=("local", "local", "local", "global"),
+    high_precision_layers=("first",),
+)
+
+
+@pytest.mark.parametrize("branches", [INDEXED, BOOLEAN])
+@pytest.mark.parametrize(
+    ("name", "inside", "no", "yes"),
+    [
+        ("jvp(layers)/part.attention/cond", "jvp(layers)", 2, 6),
+        ("jvp(layers)/cond", "jvp(layers)/part.attention/part.norm", 2, 6),
+        ("jvp(layers)/part.mlp/cond", "jvp(layers)/part.mlp", 0, 8),
+        ("jit(step)/conditional.1", "transpose(jvp(layers))", 6, 2),
+        ("optimizer/cond", "optimizer", 8, 8),
+    ],
+)
+def test_branches_are_taken_as_often_as_the_model_says(branches, name, inside, no, yes):
+    text = BRANCHES.format(branches=branches, name=name, inside=inside, trips=TRIPS)
+    module = read_module(text, MODEL)
+    counts = {e.instruction.name: e.count for e in module.executed}
+    assert (counts.get("g", 0), counts["n"]) == (no, yes)
+    assert module.unread == []  # also if the gather is never executed
+    always = {e.instruction.name: e.count for e in read_module(text).executed}
+    assert always["g"] == always["n"] == 8

@@ -4,9 +4,9 @@ import math
 
 import jax
 import pytest
+from train.plan.estimated.temporaries import saved_bytes, temporaries, tiled_bytes
 
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.temporaries import saved_bytes, temporaries, tiled_bytes
 
 F32 = 4
 
