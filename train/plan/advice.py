@@ -88,7 +88,7 @@ def _for_products(
     prediction: Prediction, config: Config, mesh: Mesh, spare_bytes: int | None
 ) -> Advice:
     train, step = config.train, prediction.step_s
-    policies = policies_keeping_more(train.remat, train.offload)
+    policies = policies_keeping_more(train)
     can_save_more = policies and prediction.recomputed > _MUCH_RECOMPUTED
     link = max(prediction.links, key=lambda link: link.exposed, default=None)
     exposed = sum(link.exposed for link in prediction.links)

@@ -1,23 +1,50 @@
-"""A model on v5e-16, its programs estimated once; two slices."""
+"""A model on v5e-16 and on two slices, whose programs are estimated once."""
 
 import dataclasses
 
+import jax
 import pytest
 
 from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan import recomputing
-from train.plan.budget import memory_budget
+from train.plan.budget import MemoryBudget, memory_budget
 from train.plan.plan import Plan, estimate
 from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
 from train.plan.search.candidates import Layout
+from train.program import Program, make_program
 
 MODEL = (
     *("model=gpt2_124m", "model.vocab_size=50304", "mesh=ddp"),
     *("data.batch_size=64", "data.sequence_length=1024"),
 )
+FEW = POLICIES[0], POLICIES[2], POLICIES[-1]
+STAGES = Layout(1, 4, pipeline=2, dcn_pipeline=2)
+COPIES = Layout(2, 4, dcn_data=2)
+PROGRAMS: dict[tuple, Program] = {}
+PLANS: dict[int, Plan] = {}
+
+
+@pytest.fixture(autouse=True)
+def estimated_once(monkeypatch):
+    """Make and estimate each program once, of three policies, for any budget."""
+    monkeypatch.setattr(recomputing, "POLICIES", FEW)
+
+    def make_once(config, devices):
+        key = repr(config), devices[0].device_kind, len(devices), jax.__version_info__
+        if key not in PROGRAMS:
+            PROGRAMS[key] = make_program(config, devices)
+        return PROGRAMS[key]
+
+    def estimate_once(program, budget):
+        if id(program) not in PLANS:
+            PLANS[id(program)] = estimate(program)
+        return dataclasses.replace(PLANS[id(program)], budget=budget)
+
+    monkeypatch.setattr(weigh, "make_program", make_once)
+    monkeypatch.setattr(weigh, "estimate", estimate_once)
 
 
 @pytest.fixture
@@ -27,24 +54,12 @@ def devices(monkeypatch, tmp_path):
     return fake_devices(parse_target("v5e-16"))
 
 
-PLANS: dict[tuple, Plan] = {}
-FEW = POLICIES[0], POLICIES[2], POLICIES[-1]
-
-
 @pytest.fixture
-def estimated_once(monkeypatch):
-    """Estimate each program once, of three policies; none depends on the room."""
-    monkeypatch.setattr(recomputing, "POLICIES", FEW)
-
-    def once(program, budget=None):
-        mesh = program.mesh
-        key = repr(program.config), program.execution, mesh.devices.flat[0].device_kind
-        if (key, mesh.size) not in PLANS:
-            PLANS[key, mesh.size] = estimate(program)
-        plan = PLANS[key, mesh.size]
-        return dataclasses.replace(plan, budget=budget or plan.budget)
-
-    monkeypatch.setattr(weigh, "estimate", once)
+def two_slices(devices, monkeypatch):
+    """Two slices, on which copies and stages are weighed with one policy."""
+    monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
+    monkeypatch.setattr(weigh, "layouts", lambda *_: [STAGES, COPIES])
+    return fake_devices(parse_target("v5e-4x2"))
 
 
 @pytest.fixture
@@ -52,18 +67,10 @@ def room():
     return memory_budget(parse_target("v5e-16").chip, 0.05)
 
 
+def budget(size: int) -> MemoryBudget:
+    return MemoryBudget(size, size, size)
+
+
 @pytest.fixture
 def config(composed):
     return composed(*MODEL)
-
-
-STAGES = Layout(1, 4, 1, 1, 1, "none", 1, pipeline=2, dcn_pipeline=2)
-COPIES = Layout(2, 4, 1, 2, 1, "none", 1)
-
-
-@pytest.fixture
-def two_slices(devices, monkeypatch):
-    """Two slices, on which copies and stages are weighed; one way to recompute."""
-    monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
-    monkeypatch.setattr(weigh, "layouts", lambda *_: [STAGES, COPIES])
-    return fake_devices(parse_target("v5e-4x2"))
