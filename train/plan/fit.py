@@ -26,10 +26,7 @@ Proposals = Iterator[tuple[str, str, Config]]
 
 
 def make_fit(
-    program: Program,
-    memory: DeviceMemory,
-    budget: MemoryBudget,
-    searchable: bool = True,
+    program: Program, memory: DeviceMemory, budget: MemoryBudget, *, searchable: bool
 ) -> Advice:
     """Return advice with the changes that make a step fit into a device's memory.
 

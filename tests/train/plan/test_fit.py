@@ -36,8 +36,9 @@ def needs(program) -> int:
     return estimate_memory(program).needed.bytes
 
 
-def budget(size: int) -> MemoryBudget:
-    return MemoryBudget(size, size, size)
+def fit(program, memory, available, searchable=True):
+    budget = MemoryBudget(available, available, available)
+    return make_fit(program, memory, budget, searchable=searchable)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_the_advised_changes_fit_and_only_with_the_last(
 ):
     program, available = laid_out(*overrides.split()), mib * MIB
     assert needs(program) > available
-    advice = make_fit(program, estimate_memory(program), budget(available))
+    advice = fit(program, estimate_memory(program), available)
     assert advice.override == advised
     assert needs(laid_out(*overrides.split(), *advised.split())) <= available
     *others, last = advice.changes
@@ -79,29 +80,29 @@ def test_the_advised_changes_fit_and_only_with_the_last(
 )
 def test_impossible_changes_are_not_advised(laid_out, overrides, key):
     program = laid_out(*overrides.split())
-    advice = make_fit(program, estimate_memory(program), budget(MIB))
+    advice = fit(program, estimate_memory(program), MIB)
     assert not any(key in change.override for change in advice.changes)
 
 
 def test_the_compiler_is_expected_to_need_more_after_a_change_too(laid_out):
     program = laid_out("mesh=ddp", "data.batch_size=64")
     memory, available = estimate_memory(program), needs(program) - MIB
-    first = make_fit(program, memory, budget(available))
+    first = fit(program, memory, available)
     assert len(first.changes) == 1
     saved = needs(program) - first.changes[0].needed_bytes
     compiled = Figure(available + saved + MIB, "compiled")
     memory = dataclasses.replace(memory, needed=compiled)
-    assert make_fit(program, memory, budget(available)).override != first.override
+    assert fit(program, memory, available).override != first.override
 
 
 def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):
     program = laid_out("mesh=ddp", "data.batch_size=8")
     compiled = Figure(24 * 1024 * MIB, "compiled")
     memory = dataclasses.replace(estimate_memory(program), needed=compiled)
-    advice = make_fit(program, memory, budget(15 * 1024 * MIB))
+    advice = fit(program, memory, 15 * 1024 * MIB)
     assert "a device needs 24.00 GiB, 9.00 GiB more" in advice.bottleneck
     assert advice.override == "search=true"
-    unknown_chip = make_fit(program, memory, budget(15 * 1024 * MIB), searchable=False)
+    unknown_chip = fit(program, memory, 15 * 1024 * MIB, searchable=False)
     assert unknown_chip.override == ""
     needed = [change.needed_bytes for change in advice.changes]
     assert needed == sorted(needed, reverse=True)

@@ -71,10 +71,7 @@ class SearchResult:
 
     @property
     def first(self) -> Candidate:
-        """The fastest layout that fits, or if none does, the one that needs least.
-
-        If any layouts were compiled, the others do not count.
-        """
+        """The best compiled layout, or the best estimated one if none was compiled."""
         return (self.compiled or self.weighed)[0]
 
     @property
@@ -116,9 +113,8 @@ def print_result(result: SearchResult, config: Config) -> None:
 def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
     """Return a sentence for each reason why layouts could not be planned."""
     return [
-        f"{group.layouts} layout{'s' * (group.layouts != 1)} could not be planned. "
-        f"This is a bug of train.plan. The first is {group.first.overrides(config)}: "
-        f"{name}: {group.why}"
+        f"layouts that could not be planned: {group.layouts}. This is a bug of "
+        f"train.plan. The first is {group.first.overrides(config)}: {name}: {group.why}"
         for name, group in failed.items()
     ]
 

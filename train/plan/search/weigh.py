@@ -109,9 +109,8 @@ class Weighing:
             for layout in choices[-1:] if is_slow else choices:
                 self.weigh(layout)
         for key, mistakes in impossible.items():
-            rule, _, _ = mistakes[0].rule.partition(";")
-            why = f"{key}={as_typed(mistakes[0].value)} {rule}"
-            self.excluded[key] = Excluded(len(mistakes), why)
+            value, rule = as_typed(mistakes[0].value), mistakes[0].rule.split(";")[0]
+            self.excluded[key] = Excluded(len(mistakes), f"{key}={value} {rule}")
 
     def weigh_changes(self) -> None:
         """Weigh precision changes to the layouts on the frontier."""
