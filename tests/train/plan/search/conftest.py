@@ -16,7 +16,7 @@ from train.plan.search.candidates import Layout
 
 MODEL = (
     *("model=gpt2_124m", "model.vocab_size=50304", "mesh=ddp"),
-    *("data.batch_size=16", "data.sequence_length=1024"),
+    *("data.batch_size=8", "data.sequence_length=1024"),
 )
 MESHES = [Layout(1, 8), Layout(2, 4), Layout(1, 4, 2), Layout(1, 1, 8)]
 FEW = POLICIES[0], POLICIES[2], POLICIES[-1]

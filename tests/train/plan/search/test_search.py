@@ -41,11 +41,9 @@ def compilers(monkeypatch):
 
 
 def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
-    # No search lists a mesh like this one, but it is the config's own.
-    config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")
+    config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")  # no listed mesh
     result = search(config, devices, budget(LARGE))
-    fitting = [c for c in result.weighed if c.fits]
-    best = min(fitting, key=lambda c: c.step_s)
+    best = min((c for c in result.weighed if c.fits), key=lambda c: c.step_s)
     assert result.best == best
     (given,) = (c for c in result.weighed if c.layout == result.given)
     as_given = estimate(make_program(config, devices))
@@ -53,8 +51,8 @@ def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
     # Twelve heads cannot be sharded over eight devices.
     assert {*result.excluded} == {"mesh.params.heads", "mesh.params.kv_heads"}
     assert result.excluded["mesh.params.heads"].meshes == 1
-    needed = [c.needed for c in frontier(fitting)]
-    assert needed == sorted(needed, reverse=True)
+    least = min(result.weighed, key=lambda c: c.needed)
+    assert {best, least} <= {*frontier(result.weighed)}
     print_result(result, config)
     printed = capsys.readouterr().out
     assert "the first of them: mesh.params.heads=tensor puts" in printed
@@ -100,9 +98,7 @@ def test_a_search_is_cached(composed, config, devices, monkeypatch):
             search(composed(*MODEL, change), devices, budget(LARGE))
 
 
-def test_finalists_are_compiled_small_and_the_best_of_them_whole(
-    config, devices, compilers
-):
+def test_finalists_are_compiled_small_and_the_best_whole(config, devices, compilers):
     calls = compilers(lambda plan: LARGE, lambda plan: LARGE)
     result = search(config, devices, budget(LARGE), compiles=4)
     assert calls == 4 * ["extrapolated"] + ["compiled"]
@@ -114,9 +110,7 @@ def test_finalists_are_compiled_small_and_the_best_of_them_whole(
     assert len(calls) == 5
 
 
-def test_if_the_best_does_not_fit_after_all_the_next_is_compiled(
-    config, devices, compilers
-):
+def test_if_the_best_does_not_fit_the_next_is_compiled(config, devices, compilers):
     sizes = [LARGE + 1, LARGE]
     calls = compilers(lambda plan: LARGE, lambda plan: sizes.pop(0))
     result = search(config, devices, budget(LARGE), compiles=3)
