@@ -74,7 +74,7 @@ def advise(prediction: Prediction, config: Config, mesh: Mesh) -> Advice:
         return _for_fewer_passes(bottleneck, config)
     bottleneck = "bound by computing: matrix products take "
     bottleneck += share(prediction.products)
-    policies = policies_keeping_more(config.train.remat, config.train.offload)
+    policies = policies_keeping_more(config.train)
     if policies and prediction.recomputed > _MUCH_RECOMPUTED:
         bottleneck += f", {prediction.recomputed:.2f} x what the model needs"
         change = "recompute less, if the saved activations fit"

@@ -16,44 +16,24 @@ class PlanConfig(Config):
     """Keys of `python -m train.plan`, in addition to those of training."""
 
     target: Annotated[
-        str | None,
-        Doc(
-            "The machine to compile for, such as v5e-256 (train/hardware/targets.py). "
-            "null: this one, and nothing is compiled."
-        ),
+        str | None, Doc("The machine to compile for. null estimates for this machine.")
     ] = None
     margin: Annotated[
-        float,
-        Ge(0),
-        Lt(1),
-        Doc("The fraction of a device's memory that must stay free."),
+        float, Ge(0), Lt(1), Doc("The fraction of device memory that must stay free.")
     ] = MARGIN
     json: Annotated[bool, Doc("Print one JSON object, for programs.")] = False
     output: Annotated[
-        str | None,
-        Doc("The folder of plan.html and plan.json. null means plans/<name>."),
+        str | None, Doc("The folder of plan.html and plan.json. null: plans/<name>.")
     ] = None
     show: Annotated[
-        bool,
-        Doc(
-            "Write the step as traced, lowered and optimized, and say what XLA made of "
-            "it."
-        ),
+        bool, Doc("Write the step as traced, lowered and optimized, with a summary.")
     ] = False
     search: Annotated[bool, Doc("Search for the fastest layout that fits.")] = False
     search_precision: Annotated[
-        bool,
-        Doc(
-            "The search also weighs small moments, host memory and products in eight "
-            "bits."
-        ),
+        bool, Doc("Also weigh small moments, host memory and eight-bit products.")
     ] = False
     search_compiles: Annotated[
-        Number,
-        Doc(
-            "The search compiles at least this many of the best candidates. 0 compiles "
-            "none."
-        ),
+        Number, Doc("The least number of candidates that a search compiles.")
     ] = 4
     search_minutes: Annotated[
         float, Gt(0), Doc("The search compiles no more candidates after these minutes.")

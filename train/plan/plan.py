@@ -104,7 +104,7 @@ class Plan:
     def _choose_policy(self, advice: Advice) -> Advice:
         """Return advice with the fastest policy that recomputes less, by estimates."""
         train, step_times = self.program.config.train, dict[RematPolicy, float]()
-        more = policies_keeping_more(train.remat, train.offload)
+        more = policies_keeping_more(train)
         for policy in (train.remat, *more):
             changed = self.program.with_train_config(replace(train, remat=policy))
             plan = estimate(changed, self.budget)

@@ -1,14 +1,10 @@
-"""The ways to recompute, from what keeps least to what keeps most."""
-
-import itertools
+"""The remat policies, from the one that saves least to the one that saves most."""
 
 import pytest
-from train.plan.estimated.temporaries import saved_bytes
 
 from train.cli.command import compose
-from train.config import Remat
-from train.plan.estimated.local_step import local_step
-from train.plan.estimated.step import estimate_memory, estimate_step
+from train.config import Remat, TrainConfig
+from train.plan.plan import estimate
 from train.plan.recomputing import (
     POLICIES,
     format_policy,
@@ -18,34 +14,31 @@ from train.plan.recomputing import (
 )
 
 
-@pytest.mark.parametrize("way", [*POLICIES, ()])
-def test_what_is_typed_is_the_policy(way):
-    assert parse_policy(format_policy(way)) == way
-    assert compose([f"train.remat={format_policy(way)}"]).train.remat == way
+@pytest.mark.parametrize("policy", [*POLICIES, ()])
+def test_a_formatted_policy_is_parsed_by_plans_and_configs(policy):
+    assert parse_policy(format_policy(policy)) == policy
+    assert compose([f"train.remat={format_policy(policy)}"]).train.remat == policy
 
 
-def test_less_and_more_go_from_what_is_next():
-    attention = ("attention",)
-    assert policies_keeping_more(Remat.full) == [*POLICIES[1:]]
-    assert policies_keeping_less(Remat.none) == [*reversed(POLICIES[:-1])]
-    assert policies_keeping_less(attention) == [Remat.full]
-    assert policies_keeping_more(Remat.none) == policies_keeping_less(Remat.full) == []
-    # What keeps attention keeps neither more nor less than the products alone.
-    assert policies_keeping_less(Remat.dots) == [Remat.full]
+def test_policies_are_listed_from_the_next_one_on():
+    none, dots, full = (TrainConfig(remat=remat) for remat in Remat)
+    attention = TrainConfig(remat=("attention",))
+    assert policies_keeping_more(full) == [*POLICIES[1:]]
+    assert policies_keeping_less(none) == [*reversed(POLICIES[:-1])]
+    assert policies_keeping_more(none) == policies_keeping_less(full) == []
+    # Saving attention saves neither more nor less than saving products.
+    assert policies_keeping_less(dots) == policies_keeping_less(attention)
     assert {*policies_keeping_more(attention)} == {*POLICIES[2:]} - {Remat.dots}
-    assert policies_keeping_more(("mlp_up",)) == [Remat.dots, *POLICIES[-2:]]
+    offloaded = TrainConfig(remat=Remat.full, offload=("attention",))
+    assert policies_keeping_more(offloaded) == [Remat.dots]
 
 
 @pytest.mark.slow
-def test_what_keeps_more_computes_less(programs):
-    """By the estimate, of a model whose attention is XLA's: no kernel runs twice."""
-    kept, flops = [], []
-    for way in POLICIES:
-        program = programs(
-            f"train.remat={format_policy(way)}", "model.activation=swiglu"
-        )
-        kept.append(saved_bytes(local_step(program)))
-        flops.append(estimate_step(program).flops.total)
-        assert estimate_memory(program).needed.bytes > 0
-    assert all(a < b for a, b in itertools.pairwise(kept))
-    assert all(a >= b for a, b in itertools.pairwise(flops))
+def test_a_policy_that_saves_more_needs_more_memory_and_fewer_flops(programs):
+    swiglu = "model.activation=swiglu"
+    remats = (f"train.remat={format_policy(policy)}" for policy in POLICIES)
+    plans = [estimate(programs(remat, swiglu)) for remat in remats]
+    memory = [plan.memory.needed.bytes for plan in plans]
+    flops = [plan.cost.flops.total for plan in plans]
+    assert memory == sorted(memory)
+    assert flops == sorted(flops, reverse=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from model.config import ModelConfig
 from train.plan.branches import branch_counts
-from train.plan.compiled.attribution import part_in_name
 from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.hlo import (
     Computation,
@@ -25,7 +24,7 @@ from train.plan.compiled.hlo import (
     Module,
     parse,
 )
-from train.plan.sections import scope_in_name
+from train.plan.sections import outermost_part, scope_in_name
 
 
 def read_module(text: str, model: ModelConfig | None = None) -> Module:
@@ -91,14 +90,10 @@ def _counts_of_branches(
     scopes = map(scope_in_name, (conditional.op_name, *names))
     if len(branches) != 2 or not any(scope.startswith("layers") for scope in scopes):
         return [count] * len(branches)
-    inner_parts = {_outermost_part(name) for name in names} - {""}
+    inner_parts = {outermost_part(name) for name in names} - {""}
     shared_part = inner_parts.pop() if len(inner_parts) == 1 else ""
-    part = _outermost_part(conditional.op_name) or shared_part
+    part = outermost_part(conditional.op_name) or shared_part
     return [*branch_counts(model, part, count)]
-
-
-def _outermost_part(name: str) -> str:
-    return part_in_name(name).partition(".")[0]
 
 
 def _read_loop(loop: Instruction) -> Loop:

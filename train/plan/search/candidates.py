@@ -1,24 +1,14 @@
 """List the layouts of a step that a search weighs."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.choices import OffloadName
-from model.config import ModelConfig
 from train.config import MESH_AXES, Config, DcnConfig
-from train.errors import ConfigError
-from train.mesh_sizes import axis_sizes
+from train.mesh_sizes import least_sizes, pipeline_of
 from train.plan.precision import with_changes
-from train.plan.recomputing import (
-    format_policy,
-    parse_policy,
-    policies_for,
-    policies_with_offload,
-)
+from train.plan.recomputing import format_policy, parse_policy, policies_for
 
-_REQUIRED = ("data", "fsdp", "tensor")  # in the overrides even if their size is 1
 _MAX_TENSOR = 16
 _MIN_POSITIONS = 8192  # least positions of a row on a device of a context axis
 
@@ -31,13 +21,13 @@ class Layout:
     or nodes. `remat` is a policy in the syntax of `format_policy`.
     """
 
-    data: int
-    fsdp: int
-    tensor: int
-    dcn_data: int
-    dcn_fsdp: int
-    remat: str
-    accumulation_steps: int
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    dcn_data: int = 1
+    dcn_fsdp: int = 1
+    remat: str = "none"
+    accumulation_steps: int = 1
     context: int = 1
     expert: int = 1
     pipeline: int = 1
@@ -48,47 +38,25 @@ class Layout:
     changes: tuple[str, ...] = ()  # overrides of plan/precision.py
 
     @property
-    def layer_shards(self) -> tuple[int, ...]:
-        """The sizes of the axes that shard the layers or their activations."""
-        return self.tensor, self.expert, self.context, self.pipeline
-
-    @property
     def dcn(self) -> DcnConfig:
         """The sizes of the mesh axes across slices or nodes."""
         return DcnConfig(**{axis: getattr(self, f"dcn_{axis}") for axis in MESH_AXES})
 
     def overrides(self, config: Config) -> str:
         """Return the overrides that give a config this layout."""
-        mesh, dcn = config.mesh, self.dcn
-        sizes = {
-            axis: getattr(self, axis)
-            for axis in (*_REQUIRED, *(a for a in MESH_AXES if a not in _REQUIRED))
-            if axis in _REQUIRED or getattr(self, axis) > 1 or getattr(mesh, axis) != 1
-        }
-        factors = {
-            axis: getattr(dcn, axis)
-            for axis in MESH_AXES
-            if getattr(dcn, axis) > 1 or getattr(mesh.dcn, axis) > 1
-        }
-        return " ".join(
-            [
-                *(["mesh.planned=false"] if mesh.planned else []),
-                *(f"mesh.{axis}={n}" for axis, n in sizes.items()),
-                *(f"mesh.dcn.{axis}={n}" for axis, n in factors.items()),
-                f"train.remat={self.remat}",
-                f"train.accumulation_steps={self.accumulation_steps}",
-                *self.changes,
-            ]
-        )
+        overrides = ["mesh.planned=false"] if config.mesh.planned else []
+        tables = ("mesh", self, config.mesh), ("mesh.dcn", self.dcn, config.mesh.dcn)
+        for (section, sizes, given), axis in itertools.product(tables, MESH_AXES):
+            if (size := getattr(sizes, axis)) > 1 or getattr(given, axis) != 1:
+                overrides.append(f"{section}.{axis}={size}")
+        overrides.append(f"train.remat={self.remat}")
+        overrides.append(f"train.accumulation_steps={self.accumulation_steps}")
+        return " ".join([*overrides, *self.changes])
 
     def applied(self, config: Any) -> Any:
         """Return a config with this layout."""
-        mesh = replace(
-            config.mesh,
-            **{axis: getattr(self, axis) for axis in MESH_AXES},
-            planned=False,
-            dcn=self.dcn,
-        )
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        mesh = replace(config.mesh, **sizes, planned=False, dcn=self.dcn)
         train = replace(
             config.train,
             remat=parse_policy(self.remat),
@@ -103,91 +71,49 @@ def layouts(
     """List the possible meshes, without rematerialisation and with one microbatch.
 
     The tensor, expert and context axes stay inside a slice or node. Either data,
-    fsdp or pipeline spans all slices or nodes. A pipeline has one stage in each.
-
-    Args:
-        num_devices: the number of all devices.
-        num_slices: the number of slices or nodes.
-        experts: the number of experts of the model, or 0.
-        sequence_length: the length of a row. Only long rows are sharded over context.
+    fsdp or pipeline spans all slices or nodes. A pipeline has one stage in each. Only
+    long rows are sharded over context.
     """
-    slice_size = num_devices // num_slices
-    meshes = []
-    max_sizes = {"tensor": _MAX_TENSOR, "expert": max(experts, 1)}
-    max_sizes["context"] = max(sequence_length // _MIN_POSITIONS, 1)
-    sizes = (
-        [n for n in _divisors(slice_size) if n <= limit] for limit in max_sizes.values()
-    )
-    for tensor, expert, context in itertools.product(*sizes):
-        unassigned, indivisible = divmod(slice_size, tensor * expert * context)
-        if indivisible:
+    meshes, slice_size = list[Layout](), num_devices // num_slices
+    divisors = [n for n in range(1, slice_size + 1) if slice_size % n == 0]
+    limits = _MAX_TENSOR, max(experts, 1), max(sequence_length // _MIN_POSITIONS, 1)
+    sizes = ([n for n in divisors if n <= limit] for limit in limits)
+    for tensor, expert, context, fsdp in itertools.product(*sizes, divisors):
+        data, remainder = divmod(slice_size, tensor * expert * context * fsdp)
+        if remainder:
             continue
-        for fsdp in _divisors(unassigned):
-            data = unassigned // fsdp
-            layout = Layout(
-                data=data,
-                fsdp=fsdp,
-                tensor=tensor,
-                dcn_data=1,
-                dcn_fsdp=1,
-                remat="none",
-                accumulation_steps=1,
-                expert=expert,
-                context=context,
-            )
-            replica_sizes = {"data": data * num_slices, "dcn_data": num_slices}
-            meshes.append(replace(layout, **replica_sizes))
-            if num_slices > 1:
-                shards = {"fsdp": fsdp * num_slices, "dcn_fsdp": num_slices}
-                stages = {"pipeline": num_slices, "dcn_pipeline": num_slices}
-                meshes += [replace(layout, **shards), replace(layout, **stages)]
+        layout = Layout(data, fsdp, tensor, context=context, expert=expert)
+        meshes.append(replace(layout, data=data * num_slices, dcn_data=num_slices))
+        if num_slices > 1:
+            sharded = replace(layout, fsdp=fsdp * num_slices, dcn_fsdp=num_slices)
+            staged = replace(layout, pipeline=num_slices, dcn_pipeline=num_slices)
+            meshes += [sharded, staged]
     return meshes
 
 
-def variants(
-    layout: Layout,
-    batch_size: int,
-    model: ModelConfig,
-    offload: Sequence[OffloadName] = (),
-    passes: int = 1,
-) -> list[Layout]:
+def variants(layout: Layout, config: Config) -> list[Layout]:
     """Return a mesh with each remat policy and each number of microbatches.
 
     The variant with the least FLOPs comes first, and the one with the least memory
-    last. `passes` is the number of a pipeline's local microbatches (mesh_sizes.py):
-    each of them has at least one row.
+    last. Each microbatch of a device has at least one row, if the batch has enough.
     """
     shards = layout.data * layout.fsdp * layout.expert * layout.pipeline
-    allowed = policies_with_offload(offload)
-    microbatches = _powers_of_two_in(batch_size // (shards * passes))
+    shards *= pipeline_of(config, layout.pipeline).local_microbatches
+    rows = max(1, config.data.batch_size // shards)
+    powers_of_two = [2**i for i in range(rows.bit_length())]
     return [
         replace(layout, remat=format_policy(policy), accumulation_steps=n)
-        for policy in reversed(policies_for(model))
-        for n in microbatches
-        if policy in allowed
+        for policy in reversed(policies_for(config))
+        for n in powers_of_two
+        if rows % n == 0
     ]
 
 
 def layout_of(config: Config, num_devices: int) -> Layout | None:
-    """Return the layout of a config; None if its mesh is planned or impossible."""
+    """Return the layout of a config, which may be impossible; None if it is planned."""
     if config.mesh.planned:
         return None
-    try:
-        sizes: dict[str, Any] = {**axis_sizes(config.mesh, num_devices)}
-    except ConfigError:
-        return None
-    return Layout(
-        **sizes,
-        **{f"dcn_{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES},
-        remat=format_policy(config.train.remat),
-        accumulation_steps=config.train.accumulation_steps,
-    )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _powers_of_two_in(number: int) -> list[int]:
-    """Return the powers of two that divide a number."""
-    return [n for n in (2**i for i in range(number.bit_length())) if number % n == 0]
+    sizes: dict[str, Any] = {**least_sizes(config.mesh, num_devices)}
+    sizes |= {f"dcn_{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES}
+    train, policy = config.train, format_policy(config.train.remat)
+    return Layout(**sizes, remat=policy, accumulation_steps=train.accumulation_steps)

@@ -1,8 +1,8 @@
 """Search for the fastest layout that fits: mesh, rematerialisation and microbatches.
 
-All layouts are estimated from shapes (plan/estimated/step.py). Then the best layouts
-are compiled if the compiler is installed. The config's own layout is estimated and
-compiled too.
+All layouts are estimated from shapes (plan/estimated/step.py), which gives their speed
+and a lower bound of memory. If the compiler is installed, it compiles small copies of
+the best layouts, and then the best one whole.
 """
 
 import hashlib
@@ -19,31 +19,27 @@ from pydantic import TypeAdapter
 
 from data.machine import cache_folder
 from data.storage import write_atomically
-from train.config import MESH_AXES, Config
-from train.errors import DOES_NOT_FIT, ConfigError, Exit
+from train.config import Config
+from train.errors import DOES_NOT_FIT, Exit
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
 from train.identity import HARMLESS, flatten, is_covered, training_config
 from train.mesh import Device
 from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.config import MARGIN
-from train.plan.plan import compile_and_read
+from train.plan.cost import COMPILED
+from train.plan.plan import compile_and_read, compile_small
 from train.plan.recomputing import format_policy
 from train.plan.search.candidates import Layout, layout_of
-from train.plan.search.result import (
-    Candidate,
-    SearchResult,
-    as_candidate,
-    failures,
-    none_fits,
-    rank,
-)
-from train.plan.search.weigh import weigh_all, weigh_changes
-from train.program import make_program
+from train.plan.search.result import Candidate, SearchResult, failures, none_fits, rank
+from train.plan.search.weigh import Weighing
 from train.run.versions import code_version, versions
 
 log = logging.getLogger(__name__)
 _RESULT = TypeAdapter(SearchResult)
+# A lower bound of memory omits the buffers inside a layer and of the loss. So training
+# takes a layout that was not compiled only if it leaves this fraction of the memory.
+_UNCOMPILED_MARGIN = 0.15
 
 
 def search(
@@ -57,16 +53,11 @@ def search(
 ) -> SearchResult:
     """Return the estimated and the compiled layouts of a config, ranked.
 
-    Results are cached by code version, config and devices.
-
-    Args:
-        config: the settled config. Its own layout, if it has one, is also searched.
-        devices: the devices to plan for, which need not be present.
-        budget: a device's memory.
-        compiles: compile this many layouts, and more until one fits; 0 compiles none.
-        minutes: compile no more layouts after this time.
-        precision: also weigh fewer bits and host memory (plan/precision.py).
-        beat: called while layouts are weighed, and before each compilation.
+    The config's own layout, if it has one, is also searched. At least `compiles`
+    layouts are compiled, and more until one fits, but none if `compiles` is 0 or after
+    `minutes`. With `precision`, the changes of plan/precision.py are weighed too.
+    `beat` is called before each estimate and compilation. Results are cached by code
+    version, config and devices.
 
     Raises:
         ConfigError: if the rates of the devices are unknown, or no mesh is possible.
@@ -75,38 +66,23 @@ def search(
     file = _cache_file(config, devices, budget, precision)
     if file.exists():
         result = _RESULT.validate_json(file.read_text())
-        compiled_layouts = {candidate.layout for candidate in result.compiled}
-        if len(compiled_layouts) >= compiles and (
-            requested is None or not compiles or requested in compiled_layouts
-        ):
+        known = {c.layout for c in result.weighed if not (compiles and c.fits)}
+        known |= {c.layout for c in result.compiled} | {None}
+        if len(result.compiled) >= compiles and requested in known:
             return replace(result, given=requested)
     start = time.monotonic()
-    weighed = weigh_all(config, devices, budget, requested, beat)
+    weighing = Weighing(config, devices, budget, beat)
+    weighing.weigh_meshes(requested)
     if precision:
-        weighed = weigh_changes(config, devices, budget, weighed)
-    ranked = sorted(weighed.candidates.values(), key=rank)
-    queue = _queue(ranked, requested)
-    compiled = list[Candidate]()
-    while queue and compiles and time.monotonic() < start + 60 * minutes:
-        beat()
-        layout = queue.pop(0).layout
-        program = make_program(layout.applied(config), devices)
-        try:
-            compiled.append(as_candidate(layout, compile_and_read(program, budget)))
-        except (ConfigError, Exit):
-            raise
-        except Exception as error:  # a planner bug, which may not affect other layouts
-            weighed.errors[layout] = error
-            continue
-        if len(compiled) >= compiles and any(c.fits for c in compiled):
-            break
+        weighing.weigh_changes()
+    compiled = _compile(weighing, requested, compiles, start + 60 * minutes)
     result = SearchResult(
-        weighed=ranked,
-        compiled=sorted(compiled, key=rank),
-        given=requested if requested in weighed.candidates else None,
-        excluded=weighed.excluded,
+        weighed=sorted(weighing.candidates, key=rank),
+        compiled=compiled,
+        given=requested if requested in weighing.estimates else None,
+        excluded=weighing.excluded,
         seconds=time.monotonic() - start,
-        failed=weighed.failed,
+        failed=weighing.failed,
     )
     if not result.failed:  # The next search repeats a failed estimate.
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,18 +90,33 @@ def search(
     return result
 
 
-def _queue(ranked: list[Candidate], requested: Layout | None) -> list[Candidate]:
-    """Return the candidates to compile: the config's, each policy's best, then others.
+def _compile(
+    weighing: Weighing, requested: Layout | None, compiles: int, deadline: float
+) -> list[Candidate]:
+    """Compile small copies of finalists, then the best one whole; return them ranked.
 
-    Each policy comes early because estimates compare remat policies less accurately
-    than meshes.
+    The config's own layout comes first, then each policy's best, because estimates of
+    policies are less accurate than those of meshes. A finalist is left for last if its
+    estimate and the least gap so far between compiler and estimate do not fit.
     """
-    fitting = [c for c in ranked if c.fits]
-    best = {c.layout.remat: c for c in reversed(fitting)}.values()
-    own_layout = [c for c in ranked if c.layout == requested]
-    return list(
-        {c.layout: c for c in (*own_layout, *sorted(best, key=rank), *fitting)}.values()
-    )
+    fitting = sorted((c for c in weighing.candidates if c.fits), key=rank)
+    best_of = {c.layout.remat: c for c in reversed(fitting)}.values()
+    queue = sorted(fitting, key=lambda c: (c.layout != requested, c not in best_of))
+    estimated, compiled = {c.layout: c.needed for c in queue}, list[Candidate]()
+    while compiles and time.monotonic() < deadline:
+        best = compiled[0] if compiled and compiled[0].fits else None
+        if queue and (best is None or len(compiled) < compiles):
+            gap = min((c.needed - estimated[c.layout] for c in compiled), default=0)
+            likely = (c for c in queue if c.needed + gap <= c.available)
+            finalist, make_plan = next(likely, queue[0]), compile_small
+            queue.remove(finalist)
+        elif best and best.how != COMPILED:
+            finalist, make_plan = compiled.pop(0), compile_and_read
+        else:
+            break
+        if candidate := weighing.plan(finalist.layout, make_plan):
+            compiled = sorted([*compiled, candidate], key=rank)
+    return compiled
 
 
 def choose(
@@ -138,8 +129,9 @@ def choose(
 ) -> Layout:
     """Return the best layout for a config with `mesh.planned=true`.
 
-    Cached results of a search that compiled are preferred to new estimates. `beat` is
-    called as long as the search makes progress.
+    Cached results of a search that compiled are preferred. If nothing was compiled, the
+    best layout is the fastest that leaves `_UNCOMPILED_MARGIN`, if there is one, and
+    otherwise the one that leaves most memory. See `search` for the arguments.
 
     Raises:
         Exit: if no layout fits, with the code DOES_NOT_FIT.
@@ -151,9 +143,7 @@ def choose(
         return Layout(
             data=slices,
             fsdp=len(devices) // slices,
-            tensor=1,
             dcn_data=slices,
-            dcn_fsdp=1,
             remat=format_policy(config.train.remat),
             accumulation_steps=config.train.accumulation_steps,
         )
@@ -161,9 +151,13 @@ def choose(
     result = search(config, devices, budget, compiles, minutes, beat=beat)
     for sentence in failures(result.failed, config):
         log.warning("mesh=planned: %s", sentence)
-    if result.best is None:
-        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
     best = result.best
+    if best is None:
+        raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")
+    if not result.compiled:
+        limit = budget.available - int(_UNCOMPILED_MARGIN * budget.total)
+        safe = (c for c in result.weighed if c.needed <= limit)
+        best = next(safe, min(result.weighed, key=lambda c: c.needed))
     log.info("mesh=planned: %s (%s)", best.layout.overrides(config), best.how)
     return best.layout
 
@@ -176,13 +170,11 @@ def _cache_file(
     The name does not depend on the config's layout or on keys that a plan does not
     use. So training reads the results of `python -m train.plan search=true`.
     """
-    layout_keys = *(f"mesh.{axis}" for axis in MESH_AXES), "mesh.dcn", "mesh.planned"
-    searched_keys = (*layout_keys, "train.remat", "train.accumulation_steps")
+    device, cores = devices[0], "runtime.sparse_cores"
+    machine = device.device_kind, len(devices), num_slices(devices), budget.available
     unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
-    device, slices = devices[0], num_slices(devices)
-    machine = device.device_kind, len(devices), slices, budget.available
-    ignored, cores = (*HARMLESS, *searched_keys, *unused_keys), "runtime.sparse_cores"
-    items = flatten(training_config(config)).items()
+    items = flatten(training_config(Layout().applied(config))).items()
+    ignored = (*HARMLESS, *unused_keys)
     key_values = {k: v for k, v in items if k == cores or not is_covered(k, ignored)}
     identity = [key_values, machine, precision, versions(), code_version()]
     identity = json.dumps(identity, sort_keys=True)

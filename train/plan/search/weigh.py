@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -16,185 +16,131 @@ from train.errors import ConfigError, Exit, Mistake, as_typed
 from train.hardware.interconnect import num_slices
 from train.mesh import Device
 from train.plan.budget import MemoryBudget
-from train.plan.plan import estimate
+from train.plan.plan import Plan, estimate
 from train.plan.precision import combinations
 from train.plan.search.candidates import Layout, layouts, variants
-from train.plan.search.result import (
-    Candidate,
-    Excluded,
-    Failed,
-    as_candidate,
-    frontier,
-)
+from train.plan.search.result import Candidate, Excluded, Failed, failures, frontier
 from train.program import Program, make_program
 
 _MUCH_SLOWER = 1.5  # No other variant of a mesh makes up for this slow-down.
 
 
-class Estimates(NamedTuple):
-    """The estimates of layouts.
+@dataclass
+class Weighing:
+    """The layouts that one search has weighed so far.
 
-    candidates: the memory and speed of each layout.
+    beat: called before each estimate and each compilation.
+    estimates: the estimate of each weighed layout; None if it failed.
     excluded: impossible meshes, by the key of the broken rule.
-    errors: the error of each layout that could not be estimated.
+    failed: layouts that could not be planned, by the name of the error.
     """
 
-    candidates: dict[Layout, Candidate]
-    excluded: dict[str, Excluded]
-    errors: dict[Layout, Exception]
+    config: Config
+    devices: Sequence[Device]
+    budget: MemoryBudget
+    beat: Callable[[], object]
+    estimates: dict[Layout, Candidate | None] = field(default_factory=dict)
+    excluded: dict[str, Excluded] = field(default_factory=dict)
+    failed: dict[str, Failed] = field(default_factory=dict)
 
     @property
-    def failed(self) -> dict[str, Failed]:
-        """The layouts that could not be estimated, by the name of the error."""
-        groups = dict[str, Failed]()
-        for layout, error in self.errors.items():
-            name = type(error).__name__
-            group = groups.get(name, Failed(0, layout, str(error)))
-            groups[name] = replace(group, layouts=group.layouts + 1)
-        return groups
+    def candidates(self) -> list[Candidate]:
+        """The estimates that did not fail."""
+        return [c for c in self.estimates.values() if c]
 
+    def plan(
+        self, layout: Layout, make_plan: Callable[[Program, MemoryBudget], Plan]
+    ) -> Candidate | None:
+        """Return a layout with the figures of its plan, or None after an error.
 
-def weigh_all(
-    config: Config,
-    devices: Sequence[Device],
-    budget: MemoryBudget,
-    requested: Layout | None,
-    beat: Callable[[], object] = lambda: None,
-) -> Estimates:
-    """Estimate all layouts. An error in one estimate does not affect other layouts.
-
-    First each mesh is weighed in its variant with the least FLOPs, then in its other
-    variants. If that first variant is much slower than a layout that fits, only the
-    variant with the least memory follows. `beat` is called once or twice for each mesh.
-    """
-    weighed, impossible = dict[Layout, Candidate](), dict[str, list[Mistake]]()
-    errors = dict[Layout, Exception]()
-    experts = config.model.num_experts if config.model.expert_layers else 0
-    length = config.data.sequence_length
-    meshes = layouts(len(devices), num_slices(devices), experts, length)
-    if requested:
-        meshes.insert(0, requested)
-    possible = list[tuple[Candidate, Program, list[Layout]]]()
-
-    def weigh(program: Program, layout: Layout) -> Candidate | None:
-        if layout not in weighed:
-            program = program.with_train_config(layout.applied(config).train)
-            candidate = _weigh(program, layout, budget)
-            if isinstance(candidate, Exception):
-                errors[layout] = candidate
-                return None
-            weighed[layout] = candidate
-        return weighed[layout]
-
-    def weigh_first(program: Program, variants: list[Layout]) -> Candidate | None:
-        return next((c for layout in variants if (c := weigh(program, layout))), None)
-
-    for mesh in _track(meshes, "weighing meshes", beat):
+        An error is a bug of the planner. It is counted, and other layouts are planned.
+        Raises ConfigError if the layout is impossible: training checks no further.
+        """
+        self.beat()
+        config = layout.applied(self.config)
+        if mistakes := config_mistakes(config):
+            raise ConfigError(mistakes)
         try:
-            program, choices = _make_variants(config, devices, mesh)
-        except ConfigError as error:
-            for mistake in error.mistakes:
-                impossible.setdefault(mistake.key, []).append(mistake)
-            continue
-        if mesh is requested:
-            weigh(program, mesh)
-        elif candidate := weigh_first(program, choices):
-            possible.append((candidate, program, choices))
-    if not weighed and errors:
-        raise next(iter(errors.values()))
-    if not weighed:
-        raise ConfigError([mistakes[0] for mistakes in impossible.values()])
-    possible.sort(key=lambda entry: entry[0].step_s)
-    for candidate, program, choices in _track(possible, "weighing layouts", beat):
-        fitting = (c.step_s for c in weighed.values() if c.fits)
-        is_slow = candidate.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
-        for layout in choices[-1:] if is_slow else choices:
-            if layout not in errors:
-                weigh(program, layout)
-    excluded = {
-        key: Excluded(len(group), _why(group[0])) for key, group in impossible.items()
-    }
-    return Estimates(weighed, excluded, errors)
+            program = make_program(config, self.devices)
+            return _as_candidate(layout, make_plan(program, self.budget))
+        except (ConfigError, Exit):
+            raise
+        except Exception as error:
+            name = type(error).__name__
+            group = self.failed.get(name, Failed(0, layout, str(error)))
+            self.failed[name] = replace(group, layouts=group.layouts + 1)
+            return None
+
+    def weigh(self, layout: Layout) -> None:
+        """Estimate a layout, unless this has been done."""
+        if layout not in self.estimates:
+            self.estimates[layout] = self.plan(layout, estimate)
+
+    def weigh_meshes(self, requested: Layout | None) -> None:
+        """Weigh the requested layout and all meshes.
+
+        Each mesh is first weighed in its variant with the least FLOPs. If this is much
+        slower than a layout that fits, then only the variant with the least memory
+        follows, and otherwise all variants.
+
+        Raises ConfigError if no mesh is possible, and RuntimeError if all plans failed.
+        """
+        config, impossible = self.config, dict[str, list[Mistake]]()
+        experts = config.model.num_experts if config.model.expert_layers else 0
+        length, slices = config.data.sequence_length, num_slices(self.devices)
+        meshes = layouts(len(self.devices), slices, experts, length)
+        firsts = [variants(mesh, config)[0] for mesh in meshes]
+        firsts = [requested, *firsts] if requested else firsts
+        for layout in _track(firsts, "weighing meshes"):
+            try:
+                self.weigh(layout)
+            except ConfigError as error:
+                for mistake in error.mistakes:
+                    impossible.setdefault(mistake.key, []).append(mistake)
+        if not self.candidates and self.failed:
+            raise RuntimeError(" ".join(failures(self.failed, config)))
+        if not self.candidates:
+            raise ConfigError([mistakes[0] for mistakes in impossible.values()])
+        possible = sorted(self.candidates, key=lambda c: c.step_s)
+        for first in _track(possible, "weighing layouts"):
+            fitting = (c.step_s for c in self.candidates if c.fits)
+            is_slow = first.step_s > _MUCH_SLOWER * min(fitting, default=math.inf)
+            choices = variants(first.layout, config)
+            for layout in choices[-1:] if is_slow else choices:
+                self.weigh(layout)
+        for key, mistakes in impossible.items():
+            value, rule = as_typed(mistakes[0].value), mistakes[0].rule.split(";")[0]
+            self.excluded[key] = Excluded(len(mistakes), f"{key}={value} {rule}")
+
+    def weigh_changes(self) -> None:
+        """Weigh precision changes to the layouts on the frontier."""
+        # They include layouts that do not fit, because a change may save enough memory.
+        best_layouts = [c.layout for c in frontier(self.candidates)]
+        pairs = list(itertools.product(combinations(self.config), best_layouts))
+        for changes, layout in _track(pairs, "weighing changes"):
+            with suppress(ConfigError):  # invalid, unsupported or of unknown speed
+                self.weigh(replace(layout, changes=changes))
 
 
-def _weigh(
-    program: Program, layout: Layout, budget: MemoryBudget
-) -> Candidate | Exception:
-    """Return the estimate of a layout, or its error unless the config is wrong."""
-    try:
-        return as_candidate(layout, estimate(program, budget))
-    except (ConfigError, Exit):
-        raise
-    except Exception as error:  # a planner bug, which may not affect other layouts
-        return error
+def _as_candidate(layout: Layout, plan: Plan) -> Candidate:
+    """Return a candidate; raise ConfigError if the devices' rates are unknown."""
+    needed, prediction = plan.memory.needed, plan.prediction
+    if prediction is None:
+        rule = f"cannot compare layouts: {plan.missing_prediction}"
+        raise ConfigError([Mistake("search", True, rule)])
+    middle = prediction.middle
+    return Candidate(
+        layout=layout,
+        needed=needed.bytes,
+        held=plan.memory.held,
+        available=plan.budget.available,
+        step_s=middle.step_s,
+        tokens_per_second=middle.tokens_per_second,
+        mfu=middle.mfu,
+        how=needed.how,
+    )
 
 
-def _make_variants(
-    config: Config, devices: Sequence[Device], mesh: Layout
-) -> tuple[Program, list[Layout]]:
-    """Return the program of a mesh, and its variants, the least FLOPs first.
-
-    Raises:
-        ConfigError: if the config with this mesh is invalid. The search must check
-            this, because training uses the best layout without further checks.
-    """
-    program, offload = make_program(mesh.applied(config), devices), config.train.offload
-    rows, passes = config.data.batch_size, program.pipeline.local_microbatches
-    choices = variants(mesh, rows, config.model, offload, passes)
-    if mistakes := [
-        m for variant in choices[:1] for m in config_mistakes(variant.applied(config))
-    ]:
-        raise ConfigError(mistakes)
-    return program, choices
-
-
-def weigh_changes(
-    config: Config,
-    devices: Sequence[Device],
-    budget: MemoryBudget,
-    plain: Estimates,
-) -> Estimates:
-    """Add the estimates of precision changes to the layouts on the frontier.
-
-    The frontier includes layouts that do not fit, because a change may save enough
-    memory. Combinations that are invalid, unsupported or of unknown speed are skipped.
-    """
-    weighed, errors = dict(plain.candidates), dict(plain.errors)
-    programs = dict[Layout, Program | None]()
-    best_layouts = [c.layout for c in frontier(plain.candidates.values())]
-    pairs = list(itertools.product(combinations(config), best_layouts))
-    for changes, layout in _track(pairs, "weighing changes"):
-        layout = replace(layout, changes=changes)
-        changed = layout.applied(config)
-        if config_mistakes(changed):
-            continue
-        mesh = replace(layout, remat="full", accumulation_steps=1)
-        if mesh not in programs:
-            programs[mesh] = None
-            with suppress(ConfigError):
-                programs[mesh] = make_program(changed, devices)
-        program = programs[mesh]
-        if program is None:
-            continue
-        with suppress(ConfigError):
-            candidate = _weigh(program.with_train_config(changed.train), layout, budget)
-            if isinstance(candidate, Exception):
-                errors[layout] = candidate
-            else:
-                weighed[layout] = candidate
-    return plain._replace(candidates=weighed, errors=errors)
-
-
-def _track(
-    items: list[Any], title: str, beat: Callable[[], object] = lambda: None
-) -> Iterator[Any]:
-    """Yield the items with a progress bar in a terminal; call `beat` before each."""
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    for item in track(items, title, console=console, transient=True, disable=hidden):
-        beat()
-        yield item
-
-
-def _why(mistake: Mistake) -> str:
-    return f"{mistake.key}={as_typed(mistake.value)} {mistake.rule.partition(';')[0]}"
+def _track(items: list[Any], title: str) -> Iterable[Any]:
+    """Iterate over the items, with a progress bar in a terminal."""
+    return track(items, title, console=Console(stderr=True), transient=True)

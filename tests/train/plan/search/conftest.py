@@ -1,4 +1,4 @@
-"""A model on v5e-16, its programs estimated once; two slices."""
+"""A model on four meshes of v5e-8, whose programs are estimated once."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from train.hardware import devices as topology
 from train.hardware.devices import fake_devices
 from train.hardware.targets import parse_target
 from train.plan import recomputing
-from train.plan.budget import memory_budget
+from train.plan.budget import MemoryBudget
 from train.plan.plan import Plan, estimate
 from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
@@ -16,54 +16,40 @@ from train.plan.search.candidates import Layout
 
 MODEL = (
     *("model=gpt2_124m", "model.vocab_size=50304", "mesh=ddp"),
-    *("data.batch_size=64", "data.sequence_length=1024"),
+    *("data.batch_size=8", "data.sequence_length=1024"),
 )
+MESHES = [Layout(1, 8), Layout(2, 4), Layout(1, 4, 2), Layout(1, 1, 8)]
+FEW = POLICIES[0], POLICIES[2], POLICIES[-1]
+LARGE = 2**34
+PLANS: dict[tuple, Plan] = {}
+
+
+@pytest.fixture(autouse=True)
+def estimated_once(monkeypatch):
+    """Estimate each program once, of three policies, for any budget."""
+    monkeypatch.setattr(recomputing, "POLICIES", FEW)
+    monkeypatch.setattr(weigh, "layouts", lambda *_: MESHES)
+
+    def estimate_once(program, budget):
+        key = repr(program.config), program.execution, program.mesh.size
+        if key not in PLANS:
+            PLANS[key] = estimate(program)
+        return dataclasses.replace(PLANS[key], budget=budget)
+
+    monkeypatch.setattr(weigh, "estimate", estimate_once)
 
 
 @pytest.fixture
 def devices(monkeypatch, tmp_path):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return fake_devices(parse_target("v5e-16"))
+    return fake_devices(parse_target("v5e-8"))
 
 
-PLANS: dict[tuple, Plan] = {}
-FEW = POLICIES[0], POLICIES[2], POLICIES[-1]
-
-
-@pytest.fixture
-def estimated_once(monkeypatch):
-    """Estimate each program once, of three policies; none depends on the room."""
-    monkeypatch.setattr(recomputing, "POLICIES", FEW)
-
-    def once(program, budget=None):
-        mesh = program.mesh
-        key = repr(program.config), program.execution, mesh.devices.flat[0].device_kind
-        if (key, mesh.size) not in PLANS:
-            PLANS[key, mesh.size] = estimate(program)
-        plan = PLANS[key, mesh.size]
-        return dataclasses.replace(plan, budget=budget or plan.budget)
-
-    monkeypatch.setattr(weigh, "estimate", once)
-
-
-@pytest.fixture
-def room():
-    return memory_budget(parse_target("v5e-16").chip, 0.05)
+def budget(size: int) -> MemoryBudget:
+    return MemoryBudget(size, size, size)
 
 
 @pytest.fixture
 def config(composed):
     return composed(*MODEL)
-
-
-STAGES = Layout(1, 4, 1, 1, 1, "none", 1, pipeline=2, dcn_pipeline=2)
-COPIES = Layout(2, 4, 1, 2, 1, "none", 1)
-
-
-@pytest.fixture
-def two_slices(devices, monkeypatch):
-    """Two slices, on which copies and stages are weighed; one way to recompute."""
-    monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
-    monkeypatch.setattr(weigh, "layouts", lambda *_: [STAGES, COPIES])
-    return fake_devices(parse_target("v5e-4x2"))

@@ -1,233 +1,170 @@
-"""The fastest layout that fits, on stand-ins: nothing is compiled."""
+"""The fastest layout that fits; functions stand for compilers."""
 
 import dataclasses
-import itertools
 
 import jax
 import pytest
 
-from tests.train.plan.search.conftest import FEW, MODEL
+from tests.train.plan.search.conftest import FEW, LARGE, MODEL, budget
 from train.errors import DOES_NOT_FIT, ConfigError, Exit
-from train.hardware import devices as topology
-from train.plan.aot import OutOfMemory
-from train.plan.budget import MemoryBudget
 from train.plan.config import PlanConfig
 from train.plan.plan import estimate
 from train.plan.recomputing import format_policy
 from train.plan.search import search as searching
 from train.plan.search import weigh
-from train.plan.search.result import (
-    frontier,
-    none_fits,
-    print_result,
-)
+from train.plan.search.result import frontier, none_fits, print_result
 from train.plan.search.search import choose, search
 from train.program import make_program
-from train.units import format_bytes
-
-pytestmark = pytest.mark.usefixtures("estimated_once")
 
 
-def test_all_are_weighed_and_the_fastest_that_fits_is_best(config, devices, room):
-    found = search(config, devices, room)
-    assert len(found.weighed) >= 50
-    fitting = [one for one in found.weighed if one.fits]
-    best = found.best
-    assert best is not None
-    assert best.step_s == min(one.step_s for one in fitting)
-    assert found.given is not None
-    (given,) = [one for one in found.weighed if one.layout == found.given]
-    assert best.step_s <= given.step_s
+@pytest.fixture
+def compilers(monkeypatch):
+    """Let compiled programs need what functions of an estimate say; list the calls."""
+    calls = []
+
+    def replace_compiler(name, how, size):
+        def compile_program(program, budget):
+            calls.append(how)
+            plan = estimate(program, budget)
+            needed = dataclasses.replace(plan.memory.needed, bytes=size(plan), how=how)
+            memory = dataclasses.replace(plan.memory, needed=needed)
+            return dataclasses.replace(plan, memory=memory)
+
+        monkeypatch.setattr(searching, name, compile_program)
+
+    def compilers(small, whole):
+        replace_compiler("compile_small", "extrapolated", small)
+        replace_compiler("compile_and_read", "compiled", whole)
+        return calls
+
+    return compilers
+
+
+def test_the_fastest_layout_that_fits_is_best(composed, devices, capsys):
+    config = composed(*MODEL, "mesh=fsdp", "mesh.context=2")  # no listed mesh
+    result = search(config, devices, budget(LARGE))
+    best = min((c for c in result.weighed if c.fits), key=lambda c: c.step_s)
+    assert result.best == best
+    (given,) = (c for c in result.weighed if c.layout == result.given)
     as_given = estimate(make_program(config, devices))
     assert given.needed == as_given.memory.needed.bytes
-    # Twelve heads cannot be cut into eight parts or sixteen.
-    assert set(found.excluded) == {"mesh.params.heads", "mesh.params.kv_heads"}
-    heads = found.excluded["mesh.params.heads"]
-    assert heads.meshes == 3  # of 5 + 4 + 3 + 2 + 1; data x fsdp = 2, and 1
-    assert "mesh.params.heads=tensor puts the heads dim 12 of" in heads.why
-    assert "on 8 devices, which do not divide it" in heads.why
+    # Twelve heads cannot be sharded over eight devices.
+    assert {*result.excluded} == {"mesh.params.heads", "mesh.params.kv_heads"}
+    assert result.excluded["mesh.params.heads"].meshes == 1
+    least = min(result.weighed, key=lambda c: c.needed)
+    assert {best, least} <= {*frontier(result.weighed)}
+    print_result(result, config)
+    printed = capsys.readouterr().out
+    assert "the first of them: mesh.params.heads=tensor puts" in printed
+    assert f"{given.layout.overrides(config)} (this config's)" in printed
+    assert f"best        {best.layout.overrides(config)}" in printed
+    assert "compile this layout" in printed
 
 
 def test_a_layout_that_cannot_be_estimated_is_counted_with_the_reason(
-    config, devices, room, monkeypatch, capsys
+    composed, config, devices, monkeypatch, capsys
 ):
     known = weigh.estimate
 
-    def estimated(program, budget):
+    def fail(program, budget):
         if program.mesh.shape["tensor"] == 2:
             raise ValueError("no such kernel")
         return known(program, budget)
 
-    monkeypatch.setattr(weigh, "estimate", estimated)
-    found = search(config, devices, room)
-    assert found.best is not None
-    assert all(one.layout.tensor != 2 for one in found.weighed)
-    (failed,) = found.failed.values()
-    print_result(found, config)
-    said = f"first is {failed.first.overrides(config)}: ValueError: no such"
-    assert f"{failed.layouts} layouts could not be" in (out := capsys.readouterr().out)
-    assert said in out
-
-
-def test_where_no_layout_can_be_estimated_the_error_is_raised(
-    composed, devices, room, monkeypatch
-):
-    def estimated(program, budget):
-        raise ValueError("no such kernel")
-
-    monkeypatch.setattr(weigh, "estimate", estimated)
-    with pytest.raises(ValueError, match="no such kernel"):
-        search(composed(*MODEL, "model.num_layers=6"), devices, room)
-
-
-def test_what_was_found_is_not_looked_for_again(config, devices, room, monkeypatch):
-    found = search(config, devices, room)
-    monkeypatch.delattr(searching, "weigh_all")
-    assert search(config, devices, room) == found
-    other = dataclasses.replace(
-        config, mesh=dataclasses.replace(config.mesh, data=1, fsdp=-1)
-    )
-    again = search(other, devices, room)  # its own layout is one of those weighed
-    assert again.weighed == found.weighed
-    assert again.given != found.given
-    assert search(dataclasses.replace(config, seed=1), devices, room) == found
-    asked = PlanConfig(**vars(config), target="v5e-16", search=True, search_compiles=0)
-    assert search(asked, devices, room) == found
-    runtime = dataclasses.replace(config.runtime, sparse_cores=False)
-    with pytest.raises(NameError):  # it changes what is scheduled beside products
-        search(dataclasses.replace(config, runtime=runtime), devices, room)
-    model = dataclasses.replace(config.model, num_layers=6)
-    with pytest.raises(NameError):
-        search(dataclasses.replace(config, model=model), devices, room)
-
-
-def test_a_search_gives_a_sign_of_life_for_each_mesh(config, devices, room):
-    beats = []
-    found = search(config, devices, room, beat=lambda: beats.append(1))
-    assert len(beats) > len({one.layout.layer_shards for one in found.weighed})
-
-
-def test_the_best_and_the_one_given_are_compiled(config, devices, room, monkeypatch):
-    """What the compiler says wins over what was estimated."""
-    seen = []
-
-    def compile_and_read(program, budget):
-        seen.append(program.config.train.remat)
-        found = estimate(program, budget)
-        too_much = room.available + 1 if len(seen) < 4 else room.available
-        needed = dataclasses.replace(found.memory.needed, bytes=too_much)
-        memory = dataclasses.replace(found.memory, needed=needed)
-        return dataclasses.replace(found, memory=memory)
-
-    monkeypatch.setattr(searching, "compile_and_read", compile_and_read)
-    found = search(config, devices, room, compiles=2)
-    assert len(found.compiled) == len(seen) == 4  # until one fits
-    assert found.given in {one.layout for one in found.compiled}
-    assert found.best == found.compiled[0]
-    assert found.best.fits
-    assert not found.compiled[1].fits
-    assert search(config, devices, room, compiles=2) == found
-    assert choose(config, devices) == found.best.layout
-
-
-def test_of_each_way_to_recompute_the_best_is_compiled_first(config, devices, room):
-    found = search(config, devices, room)
-    queue = [one.layout for one in searching._queue(found.weighed, found.given)]
-    assert queue[0] == found.given
-    assert {layout.remat for layout in queue[1:4]} == {*map(format_policy, FEW)}
-    fitting = [one.layout for one in found.weighed if one.fits]
-    assert len(queue) == len(set(queue)) == len({*fitting, found.given})
-
-
-def test_no_more_are_compiled_when_the_time_is_up(config, devices, room, monkeypatch):
-    monkeypatch.setattr(searching, "compile_and_read", OutOfMemory)
-    assert search(config, devices, room, compiles=2, minutes=0).compiled == []
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_it_says_so(config, devices, capsys):
-    room = MemoryBudget(2**20, 2**20, 2**20)
-    found = search(config, devices, room)
-    assert found.best is None
-    assert found.given is not None
-    print_result(found, config)
+    monkeypatch.setattr(weigh, "estimate", fail)
+    result = search(config, devices, budget(LARGE))
+    assert all(c.layout.tensor != 2 for c in result.weighed)
+    (failed,) = result.failed.values()
+    print_result(result, config)
     printed = capsys.readouterr().out
-    assert "none fits" in printed
-    least = min(found.weighed, key=lambda one: one.needed)
-    own, row = (line for line in printed.splitlines() if line.startswith("no "))
-    assert own.endswith(f"{found.given.overrides(config)} (this config's)")
-    assert row.endswith(least.layout.overrides(config))
-    for size in (least.needed, room.available, least.needed - room.available):
-        assert format_bytes(size) in printed.partition("best ")[2]
-    assert f"state and batch alone take {format_bytes(least.held)}" in printed
-    with pytest.raises(Exit, match="none fits; the least is needed by") as raised:
+    assert f"{failed.first.overrides(config)}: ValueError: no such" in printed
+    monkeypatch.setattr(weigh, "layouts", lambda *_: [failed.first])
+    with pytest.raises(RuntimeError, match="ValueError: no such kernel"):
+        search(composed(*MODEL, "mesh=planned"), devices, budget(LARGE))
+
+
+def test_a_search_is_cached(composed, config, devices, monkeypatch):
+    beats = []
+    result = search(config, devices, budget(LARGE), beat=lambda: beats.append(1))
+    assert len(beats) >= len(result.weighed)
+    monkeypatch.delattr(searching, "Weighing")
+    other = search(composed(*MODEL, "mesh=fsdp"), devices, budget(LARGE))
+    assert other.weighed == result.weighed
+    assert other.given != result.given
+    plan = PlanConfig(**{**vars(config), "seed": 1}, search_compiles=0)
+    assert search(plan, devices, budget(LARGE)) == result
+    for change in ("runtime.sparse_cores=false", "model.num_layers=6"):
+        with pytest.raises(NameError):
+            search(composed(*MODEL, change), devices, budget(LARGE))
+
+
+def test_finalists_are_compiled_small_and_the_best_whole(config, devices, compilers):
+    calls = compilers(lambda plan: LARGE, lambda plan: LARGE)
+    result = search(config, devices, budget(LARGE), compiles=4)
+    assert calls == 4 * ["extrapolated"] + ["compiled"]
+    assert result.best.how == "compiled"
+    layouts = [c.layout for c in result.compiled]
+    assert result.given in layouts
+    assert {layout.remat for layout in layouts} == {*map(format_policy, FEW)}
+    assert search(config, devices, budget(LARGE), compiles=4) == result
+    assert len(calls) == 5
+
+
+def test_if_the_best_does_not_fit_the_next_is_compiled(config, devices, compilers):
+    sizes = [LARGE + 1, LARGE]
+    calls = compilers(lambda plan: LARGE, lambda plan: sizes.pop(0))
+    result = search(config, devices, budget(LARGE), compiles=3)
+    assert calls == 3 * ["extrapolated"] + 2 * ["compiled"]
+    assert result.best.how == "compiled"
+    assert result.compiled[-1].needed == LARGE + 1
+
+
+def test_compiling_continues_until_a_layout_fits(config, devices, compilers):
+    """With the gap of the first layout, only the smallest layout is likely to fit."""
+    room = budget(LARGE)
+    least = min(c.needed for c in search(config, devices, room).weighed)
+    calls = compilers(*2 * [lambda plan: plan.memory.needed.bytes + LARGE - least])
+    assert search(config, devices, room, compiles=1, minutes=0).compiled == calls == []
+    result = search(config, devices, room, compiles=1)
+    assert result.best.needed == LARGE
+    assert calls == ["extrapolated", "extrapolated", "compiled"]
+
+
+def test_without_a_compiler_a_margin_is_left(config, devices, monkeypatch):
+    """The needed memory is then a lower bound."""
+    weighed = search(config, devices, budget(LARGE)).weighed
+    fastest, least = weighed[0], min(weighed, key=lambda c: c.needed)
+    safe = next(c for c in weighed if c.needed < 0.85 * fastest.needed)
+    sizes = {2 * fastest.needed: fastest, fastest.needed: safe, least.needed: least}
+    for size, expected in sizes.items():
+        room = budget(size)
+        monkeypatch.setattr(searching, "memory_budget", lambda *_, r=room, **__: r)
+        assert choose(config, devices) == expected.layout
+
+
+def test_if_none_fits_the_closest_is_named(config, devices, capsys):
+    result = search(config, devices, budget(2**20))
+    assert result.best is None
+    least = min(result.weighed, key=lambda c: c.needed)
+    print_result(result, config)
+    printed = capsys.readouterr().out
+    assert f"needed by {least.layout.overrides(config)}" in printed
+    assert "sequence_length" not in printed  # Even the state does not fit.
+    with pytest.raises(Exit, match="none fits") as raised:
         choose(config, devices, margin=0.99999)
     assert raised.value.code == DOES_NOT_FIT
+    room = budget((least.held + least.needed) // 2)
+    assert "sequence_length" in none_fits(search(config, devices, room), config)
 
 
-@pytest.mark.slow
-def test_what_real_devices_have_is_what_there_is(config, devices, monkeypatch):
-    little = {"bytes_limit": 2**20}
-    device = topology.StandIn
-    monkeypatch.setattr(device, "memory_stats", lambda _: little, raising=False)
-    with pytest.raises(Exit, match=r"of which there are 1\.00 MiB"):
-        choose(config, devices, margin=0.0)
-
-
-def test_what_helps_depends_on_what_does_not_fit(config, devices):
-    """More than the state: shorter rows help."""
-    least = search(config, devices, MemoryBudget(2**20, 2**20, 2**20)).closest
-    room = MemoryBudget(*[(least.held + least.needed) // 2] * 3)
-    said = none_fits(search(config, devices, room), config)
-    assert "data.sequence_length" in said
-    assert "alone" not in said
-
-
-@pytest.mark.slow
-def test_a_layout_that_cuts_layers_across_slices_is_weighed_if_given(
-    composed, two_slices, room
-):
-    cut = "mesh=fsdp_tensor", "mesh.tensor=2", "mesh.dcn.tensor=2"
-    found = search(composed(*MODEL, *cut), two_slices, room)
-    assert found.given is not None
-    assert (found.given.tensor, found.given.dcn_tensor) == (2, 2)
-
-
-def test_time_that_was_up_is_not_taken_for_a_lack_of_room(config, devices, room):
-    found = search(config, devices, room)
-    refused = dataclasses.replace(found.weighed[-1], needed=room.available + 1)
-    found = dataclasses.replace(found, compiled=[refused])
-    assert found.best is None
-    assert "search_minutes" in none_fits(found, config)
-
-
-def test_where_no_mesh_is_possible_all_that_is_wrong_is_listed(composed, devices, room):
+def test_if_no_mesh_is_possible_all_mistakes_are_listed(composed, devices):
     odd = ("model.num_heads=3", "model.head_dim=64", "data.batch_size=1")
-    config = composed(*MODEL, *odd)
     with pytest.raises(ConfigError) as error:
-        search(config, devices, room)
+        search(composed(*MODEL, *odd), devices, budget(LARGE))
     keys = {mistake.key for mistake in error.value.mistakes}
-    heads = {"mesh.params.heads", "mesh.params.kv_heads"}
-    assert keys == {"data.batch_size", *heads}
+    assert keys == {"data.batch_size", "mesh.params.heads", "mesh.params.kv_heads"}
 
 
-def test_the_frontier_trades_speed_for_memory(config, devices, room, capsys):
-    found = search(config, devices, room)
-    print_result(found, config)
-    printed = capsys.readouterr().out
-    assert "impossible  3 meshes; the first of them: mesh.params.heads=" in printed
-    assert found.given is not None
-    assert f"{found.given.overrides(config)} (this config's)" in printed
-    lines = [line for line in printed.splitlines() if "yes" in line]
-    assert lines
-    assert found.best is not None
-    assert found.best.layout.overrides(config) in lines[0]
-    fitting = [one for one in found.weighed if one.fits]
-    for faster, slower in itertools.pairwise(frontier(fitting)):
-        assert faster.step_s <= slower.step_s
-        assert faster.needed > slower.needed
-
-
-def test_on_devices_that_nobody_states_all_are_on_fsdp(config):
+def test_devices_of_unknown_rates_are_all_on_fsdp(config):
     layout = choose(config, jax.devices())
     assert (layout.data, layout.fsdp, layout.tensor) == (1, 8, 1)
