@@ -30,7 +30,7 @@ def make_fit(
 ) -> Advice:
     """Return advice with the changes that make a step fit into a device's memory.
 
-    A search needs the chips' rates; `searchable` says whether they are known.
+    `searchable`: whether the chips' rates are known, which a search needs.
     """
     needed, available = memory.needed.bytes, budget.available
     bottleneck = (
@@ -47,10 +47,10 @@ def make_fit(
     changes = list[SuggestedChange]()
     for propose in proposers:
         outcomes = _outcomes(program, propose, gap, available)
-        least = min(outcomes, key=lambda o: o[0].needed_bytes, default=None)
-        if least is None or least[0].needed_bytes >= needed:
+        smallest = min(outcomes, key=lambda o: o[0].needed_bytes, default=None)
+        if smallest is None or smallest[0].needed_bytes >= needed:
             continue
-        change, program = least
+        change, program = smallest
         needed = change.needed_bytes
         changes.append(change)
         if change.fits:

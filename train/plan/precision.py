@@ -1,8 +1,7 @@
 """Config changes that save memory or time by using fewer bits or host memory.
 
-They may slightly alter what is learned, or transfer data over PCIe in each step. So a
-plan suggests them only if nothing else makes a step fit, and a search tries them only
-with `search_precision=true`.
+They may alter what is learned, or transfer data over PCIe in each step. So a plan
+suggests them last, and a search tries them only with `search_precision=true`.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """The rematerialisation policies that a plan compares.
 
-Attention's result is saved first, because it is small for the time of computing it.
-Next come the query, key, value and output projections, and then the intermediates of
-the MLP, which are the largest.
+Attention's result is saved first, because it is small for its time. Next come the
+query, key, value and output projections, and then the MLP's large intermediates.
 """
 
 from typing import Any

@@ -46,8 +46,8 @@ class Layout:
         """Return the overrides that give a config this layout."""
         overrides = ["mesh.planned=false"] if config.mesh.planned else []
         tables = ("mesh", self, config.mesh), ("mesh.dcn", self.dcn, config.mesh.dcn)
-        for (section, sizes, given), axis in itertools.product(tables, MESH_AXES):
-            if (size := getattr(sizes, axis)) > 1 or getattr(given, axis) != 1:
+        for (section, sizes, current), axis in itertools.product(tables, MESH_AXES):
+            if (size := getattr(sizes, axis)) > 1 or getattr(current, axis) != 1:
                 overrides.append(f"{section}.{axis}={size}")
         overrides.append(f"train.remat={self.remat}")
         overrides.append(f"train.accumulation_steps={self.accumulation_steps}")

@@ -89,9 +89,9 @@ def print_result(result: SearchResult, config: Config) -> None:
     for sentence in failures(result.failed, config):
         print(f"failed      {sentence}")
     fitting = [c for c in frontier(result.weighed) if c.fits]
-    own = [c for c in result.weighed if c.layout == result.given]
+    requested = [c for c in result.weighed if c.layout == result.given]
     shown = dict[Layout, Candidate]()
-    for c in [*result.compiled, *fitting, *own, result.first]:
+    for c in [*result.compiled, *fitting, *requested, result.first]:
         shown.setdefault(c.layout, c)  # Compiled figures replace estimates.
     rows = list[list[str]]()
     for c in shown.values():

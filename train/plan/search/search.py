@@ -66,9 +66,9 @@ def search(
     file = _cache_file(config, devices, budget, precision)
     if file.exists():
         result = _RESULT.validate_json(file.read_text())
-        known = {c.layout for c in result.weighed if not (compiles and c.fits)}
-        known |= {c.layout for c in result.compiled} | {None}
-        if len(result.compiled) >= compiles and requested in known:
+        searched = {c.layout for c in result.weighed if not (compiles and c.fits)}
+        searched |= {c.layout for c in result.compiled} | {None}
+        if len(result.compiled) >= compiles and requested in searched:
             return replace(result, given=requested)
     start = time.monotonic()
     weighing = Weighing(config, devices, budget, beat)
