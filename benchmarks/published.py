@@ -8,7 +8,7 @@ what the keys cannot express. The program compiles the step for the row's machin
 estimates it (`--estimated`), and predicts its speed. Constants of
 train/hardware/achievable.py are fitted to the rows with the use "settled on"; the rows
 with the use "judged by" validate them. The costs of compiled steps are cached in
-~/.cache/longhaul/published_sections. A row that is not in the cache is skipped with a
+~/.cache/longhaul/published_costs. A row that is not in the cache is skipped with a
 message if its compiler is not installed. MFU follows train/model_flops.py, also for
 published speeds.
 """
@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import Mesh
 
-from benchmarks.published_gpu_rows import GPU_ROWS
+from benchmarks.published_gpu_rows import B200_ROWS, GPU_ROWS
+from benchmarks.published_llama_rows import LLAMA_ROWS
 from benchmarks.published_rows import TPU_ROWS, Row
 from data.machine import cache_folder
 from train.cli.command import compose
@@ -35,12 +35,10 @@ from train.console import print_table
 from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
-from train.plan.aot import OutOfMemory, measure_compile
-from train.plan.compiled.step import read_step
 from train.plan.config import PlanConfig
 from train.plan.cost import CollectiveTotal, Flops, HbmBytes, SectionCost, StepCost
-from train.plan.estimated.local_step import local_step
 from train.plan.estimated.step import estimate_step
+from train.plan.plan import compile_and_read
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
 from train.program import Program, make_program, settle
@@ -61,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     wanted = (options.rows or "").lower().split(",")
     results = []
-    for row in (*TPU_ROWS, *GPU_ROWS):
+    for row in (*TPU_ROWS, *LLAMA_ROWS, *GPU_ROWS, *B200_ROWS):
         if any(part in row.name.lower() for part in wanted):
             found = executed(row, options.fresh, options.kept, options.estimated)
             if found:
@@ -151,17 +149,27 @@ def chip_of(row: Row, chip: Chip) -> Chip:
     return dataclasses.replace(chip, achievable=achievable, **other)
 
 
+def platform_of(chip: Chip) -> str:
+    """Return the group of a chip in the summary: TPU, GPU or B200.
+
+    B200 has the constants of H100, so no row may count for both.
+    """
+    if chip.matrix_unit:
+        return "TPU"
+    return "B200" if chip.kind == "B200" else "GPU"
+
+
 def execution_of(program: Program) -> StepCost | str:
     """Compile a program and return its cost, or the reason why there is none."""
-    compiled, cost = measure_compile(program)
-    if isinstance(compiled, OutOfMemory):
-        needed, there = compiled.needed_bytes / 2**30, compiled.available_bytes / 2**30
-        return f"it does not fit: {needed:.1f} of {there:.1f} GiB"
-    print(f"compiled in {cost.seconds:.0f} s", file=sys.stderr)
-    try:
-        return read_step(program, compiled.as_text() or "", local_step(program).flops)
-    except jax.errors.JaxRuntimeError as error:
-        return f"XLA cannot print the program: {str(error).splitlines()[0]}"
+    plan = compile_and_read(program)
+    if plan.text is None and plan.fits:
+        return "XLA cannot print the program"
+    if plan.text is None:
+        needed, available = plan.memory.needed.bytes, plan.budget.available
+        return f"it does not fit: {needed / 2**30:.1f} of {available / 2**30:.1f} GiB"
+    if plan.compilation:
+        print(f"compiled in {plan.compilation.seconds:.0f} s", file=sys.stderr)
+    return plan.cost
 
 
 def compare(row: Row, found: Found) -> dict[str, Any]:
@@ -184,7 +192,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
         "source": row.source,
         "date": row.date,
         "use": row.use,
-        "platform": "TPU" if found.chip.matrix_unit else "GPU",
+        "platform": platform_of(found.chip),
         "differs": row.differs,
         "overrides": row.overrides,
         "how": prediction.how,
@@ -232,7 +240,7 @@ def report(results: list[dict[str, Any]]) -> None:
     headers = ["run", "", "s a step", "predicted", "error of the middle", "MFU"]
     headers += ["predicted", "in range"]
     print_table(rows, headers, "published runs (MFU: 6N + 12LCT, causal not halved)")
-    for kind in itertools.product(("TPU", "GPU"), ("settled on", "judged by")):
+    for kind in itertools.product(("TPU", "GPU", "B200"), ("settled on", "judged by")):
         errors = [r for r in results if (r["platform"], r["use"]) == kind]
         if errors:
             print(f"{' '.join(kind)}: {_summary(errors)}")
@@ -258,7 +266,7 @@ def _summary(results: list[dict[str, Any]]) -> str:
 
 def _kept(overrides: tuple[str, ...]) -> Path:
     key = hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:16]
-    return cache_folder() / "published_sections" / f"{key}.json"
+    return cache_folder() / "published_costs" / f"{key}.json"
 
 
 if __name__ == "__main__":

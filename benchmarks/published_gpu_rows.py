@@ -295,3 +295,18 @@ _OTHERS = (
     ),
 )
 GPU_ROWS = (*(mpt.as_row() for mpt in _MPTS), *_maxtext(), *_OTHERS)
+# B200 has the constants of H100, so this row judges them on another chip.
+B200_ROWS = (
+    Row(
+        "torchtitan Llama 3 8B, b200-8",
+        "pytorch/torchtitan at b5bcd76, torchtitan/components/quantization/mxfp8.md, "
+        "dense models, bfloat16",
+        (
+            *(*LLAMA3_8B, "mesh=fsdp", "train.remat=dots", _NO_LOOP),
+            *("data.batch_size=8", "target=b200-8"),
+        ),
+        tokens=8307.5,
+        date="2025-08",
+        differs="PyTorch; power-limited; it recomputes half of the products",
+    ),
+)

@@ -27,13 +27,13 @@ _22B = (
 LLAMA3_8B = ("model=llama3_8b", "data.sequence_length=8192")
 # The results that MaxText's recipes for v6e offload instead of recomputing them.
 _PROJECTIONS = "query,key,value,attention_output"
-_OFFLOADED = f"train.remat=[{_PROJECTIONS}]", f"train.offload=[residual,{_PROJECTIONS}]"
+OFFLOADED = f"train.remat=[{_PROJECTIONS}]", f"train.offload=[residual,{_PROJECTIONS}]"
 _MIXTRAL = ("model=mixtral_8x7b", "mesh=fsdp", "data.sequence_length=4096")
 # Experts with a capacity factor of 1.25 multiply 1.25 times as many rows. The one-hot
 # products that bring 4,096 tokens to experts and back add 2 x 4,096 / (3 x 14,336) of
 # the experts' FLOPs. All these products are dense, without tiles of grouped rows.
 _DROPPED = GroupedRates(rate=1 / (1.25 * (1 + 2 * 4096 / (3 * 14336))))
-_RECIPES_AT = "AI-Hypercomputer/tpu-recipes at "
+RECIPES_AT = "AI-Hypercomputer/tpu-recipes at "
 MAXTEXT_AT = "AI-Hypercomputer/maxtext at e591f30, src/maxtext/configs/"
 OWN_FLAGS = "its own XLA flags"
 
@@ -122,14 +122,6 @@ TPU_ROWS = (
         flops=328e12,
     ),
     Row(
-        "MaxText Llama 3.1 8B, v6e-8",
-        _RECIPES_AT + "c8cfe2f, training/trillium/Llama3.1-8B-MaxText/v6e-8/README.md",
-        (*LLAMA3_8B, "mesh=fsdp", *_OFFLOADED, "data.batch_size=24", "target=v6e-8"),
-        tokens=7138.89,
-        differs=f"larger attention blocks; {OWN_FLAGS}",
-        use="settled on",
-    ),
-    Row(
         "MaxText Mixtral 8x7B, v5p-128",
         "AI-Hypercomputer/maxtext at 48445cf, end_to_end/tpu/mixtral/Run_Mixtral.md; "
         "rows: tpu-recipes at 92f03ef, training/v5p/Mixtral-8X7B-Maxtext",
@@ -148,8 +140,8 @@ TPU_ROWS = (
     ),
     Row(
         "MaxText Mixtral 8x7B, v6e-256",
-        _RECIPES_AT + "e008533, training/trillium/Mixtral-8x7B-MaxText/README.md",
-        (*_MIXTRAL, *_OFFLOADED, "data.batch_size=3072", "target=v6e-256"),
+        RECIPES_AT + "e008533, training/trillium/Mixtral-8x7B-MaxText/README.md",
+        (*_MIXTRAL, *OFFLOADED, "data.batch_size=3072", "target=v6e-256"),
         tokens=12 * 4096 / 13.484,
         differs="experts drop tokens beyond a capacity of 1.25 and are reached by "
         f"one-hot products; larger attention blocks; {OWN_FLAGS}",

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from benchmarks.published_gpu_rows import GPU_ROWS
+from benchmarks.published_gpu_rows import B200_ROWS, GPU_ROWS
+from benchmarks.published_llama_rows import LLAMA_ROWS
 from benchmarks.published_rows import TPU_ROWS
 from tests.train.machines import machine
 from train.plan.estimated.step import estimate_step
@@ -15,6 +16,16 @@ from train.program import make_program
 
 BASE = ("optimizer=adamw", "tracker=none")
 FIGURES = Path(published.__file__).parent / "results/2026-11-22_published.json"
+
+
+def estimated(composed, row):
+    """Return the comparison of a row with the estimate of its step."""
+    *overrides, target = row.overrides
+    at = machine(composed, target.removeprefix("target="), *overrides, base=BASE)
+    program = make_program(at.config, list(at.mesh.devices.flat))
+    chip = published.chip_of(row, at.chip)
+    found = published.Found(estimate_step(program), program, chip)
+    return published.compare(row, found)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +54,18 @@ def test_public_runs_of_experts_are_within_15_percent_of_the_estimate(composed, 
     """Of those that no constant was settled on."""
     (row,) = [row for row in TPU_ROWS if row.name.endswith(f"Mixtral 8x7B, {target}")]
     assert row.use == "judged by"
-    *overrides, target = row.overrides
-    at = machine(composed, target.removeprefix("target="), *overrides, base=BASE)
-    program = make_program(at.config, list(at.mesh.devices.flat))
-    chip = published.chip_of(row, at.chip)
-    found = published.Found(estimate_step(program), program, chip)
-    assert abs(published.compare(row, found)["error"]) < 0.15
+    assert abs(estimated(composed, row)["error"]) < 0.15
+
+
+def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, capsys):
+    (hopper,) = [row for row in GPU_ROWS if row.name == "MPT 3b, 512 tokens, h100-8"]
+    (blackwell,) = B200_ROWS
+    published.report([estimated(composed, row) for row in (hopper, blackwell)])
+    summary = capsys.readouterr().out
+    assert "\nGPU judged by: 1 of 1 in range" in summary
+    assert "\nB200 judged by: " in summary
+
+
+@pytest.mark.parametrize("row", LLAMA_ROWS, ids=lambda row: row.name)
+def test_a_row_of_llama_can_be_planned(composed, row):
+    assert estimated(composed, row)["step_s"]["low"] > 0

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("strict")
     [
         ("gpt2_1558m", 1_557_611_200, 1_557_611_200),
         ("llama3_70b", 70_553_706_496, 70_553_706_496),
+        ("llama3_405b", 405_853_388_800, 405_853_388_800),
         ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
         # The published 3.61 B are without the table that looks tokens up.

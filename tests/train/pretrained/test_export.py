@@ -138,6 +138,7 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
     [
         ("llama3_8b", 8_030_261_248),
         ("llama3_1_8b", 8_030_261_248),
+        ("llama3_405b", 405_853_388_800),
         ("mistral_7b", 7_241_732_096),
         ("qwen2_5_7b", 7_615_616_512),
         ("olmo2_7b", 7_298_617_344),

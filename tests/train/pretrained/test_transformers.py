@@ -45,9 +45,9 @@ def a_batch(theirs):
 @pytest.mark.parametrize(
     "preset",
     [
-        *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "mistral_7b"),
-        *("qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b", "mixtral_8x7b"),
-        *("qwen3_30b_a3b", "gpt_oss_20b", "gpt2_124m", "gpt2_1558m"),
+        *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "llama3_405b"),
+        *("mistral_7b", "qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b"),
+        *("mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "gpt2_124m", "gpt2_1558m"),
     ],
 )
 def test_full_size_tensors_are_those_that_transformers_writes(preset):
