@@ -121,7 +121,7 @@ def attention_flops(equation: Any, operands: list[LocalArray]) -> tuple[float, f
     whole = heads * num_blocks * sum(product.flops for product in products)
     masks = [array.value for array in operands if array.value is not None]
     if masks:  # the next blocks to load, and which blocks are computed
-        return whole, np.count_nonzero(masks[1]) / num_blocks
+        return whole, int(np.count_nonzero(masks[1])) / num_blocks
     blocks_in_row = keys.shape[-2] / block.columns
     return whole, (blocks_in_row + 1) / (2 * blocks_in_row)
 
