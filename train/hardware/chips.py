@@ -32,6 +32,8 @@ class Chip:
     scatters_in_one_step: whether XLA:TPU runs a reduce-scatter over a whole slice as
         one ring through all devices, not as an all-reduce.
     achievable: the fractions of these rates that programs achieve.
+    worst_error: the largest error of a predicted step among the published runs that
+        judge the predictions for this chip (docs/results.md); None if there is none.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Chip:
     sparse_cores: bool = False
     scatters_in_one_step: bool = False
     achievable: Achievable = TPU
+    worst_error: float | None = None
 
     def is_faster_in(self, dtype: str) -> bool:
         """Return whether products of this dtype are faster than bfloat16's."""
@@ -90,6 +93,7 @@ _H100 = Chip(
     dcn_bandwidth=400 / 8 * GB,
     host_bandwidth=64 * GB,
     achievable=HOPPER,
+    worst_error=0.54,
 )
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
@@ -104,6 +108,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(30.75 * GIB),
         matrix_unit=128,
+        worst_error=0.16,
     ),
     "v5e": Chip(
         "TPU v5 lite",
@@ -116,6 +121,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
+        worst_error=0.10,
     ),
     "v5p": Chip(
         "TPU v5",  # some versions of JAX say "TPU v5p"
@@ -128,6 +134,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(95.73 * GIB),  # more than the vendor states
         matrix_unit=128,
+        worst_error=0.07,
     ),
     "v6e": Chip(
         "TPU v6 lite",
@@ -142,6 +149,7 @@ CHIPS = {
         matrix_unit=256,
         sparse_cores=True,
         achievable=TPU_V6E,
+        worst_error=0.06,
     ),
     "tpu7x": Chip(
         "TPU7x",
@@ -155,6 +163,7 @@ CHIPS = {
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
         scatters_in_one_step=True,
+        worst_error=0.17,
     ),
     "a100": Chip(
         "A100",  # the model with 80 GB
@@ -166,10 +175,15 @@ CHIPS = {
         dcn_bandwidth=200 / 8 * GB,
         host_bandwidth=32 * GB,
         achievable=AMPERE,
+        worst_error=0.23,
     ),
     "h100": _H100,
     "h200": replace(
-        _H100, kind="H200", hbm_bytes=151_397_597_184, hbm_bandwidth=4800 * GB
+        _H100,
+        kind="H200",
+        hbm_bytes=151_397_597_184,
+        hbm_bandwidth=4800 * GB,
+        worst_error=None,
     ),
     # Superchips. Without its entry, `chip_of` would take a GH200, which has 96 or
     # 144 GB, for an H200.
@@ -184,6 +198,7 @@ CHIPS = {
         link_bandwidth=50 * GB,
         dcn_bandwidth=400 / 8 * GB,
         achievable=BLACKWELL,
+        worst_error=0.50,
     ),
 }
 
