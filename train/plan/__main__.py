@@ -10,13 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.cli.command import run_command
 from train.cli.rules import config_mistakes
 from train.config import Platform
-from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
+from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake
 from train.hardware.chips import chip_of
 from train.hardware.targets import CPU, Target, parse_target
 from train.plan.config import PlanConfig
@@ -55,12 +54,9 @@ def main(config: PlanConfig) -> int:
     limit, chip = memory_limit(devices[0]), chip_of(devices[0].device_kind)
     budget = memory_budget(chip, config.margin, len(devices), limit)
     encoding = encoding_of(config.data)
-    vocab_size, num_tokens = padded_vocab_size(encoding), encoding.n_vocab
-    check_vocab = partial(settle, config, vocab_size, num_tokens)
-    settled: Any = settle(config, vocab_size)
+    num_tokens = encoding.n_vocab
+    settled: Any = settle(config, padded_vocab_size(encoding), num_tokens)
     config = settled
-    if config.search or config.mesh.planned:
-        check_vocab()  # A mistake is reported before a long search, not after it.
     if config.search:
         return _search(config, devices, budget, compiles)
     if config.mesh.planned:
@@ -69,8 +65,7 @@ def main(config: PlanConfig) -> int:
             config, devices, margin=margin, compiles=compiles, minutes=minutes
         )
         config = layout.applied(config)
-    make = partial(make_program, config, devices, num_tokens=num_tokens)
-    program, _ = check_all(make, check_vocab)
+    program = make_program(config, devices, num_tokens=num_tokens)
     return _plan(config, target, program, budget, can_compile)
 
 
@@ -124,12 +119,8 @@ def _plan(
     plan = (compile_and_read if can_compile else estimate)(program, budget)
     inspection = None
     if config.show and plan.text:
-        inspection = inspect(
-            plan.text, [name for name, _ in named(program.state)], config.model
-        )
-    elif config.show:
-        problem = "show=true has no effect: the step was estimated, not compiled"
-        print(problem, file=sys.stderr)
+        names = [name for name, _ in named(program.state)]
+        inspection = inspect(plan.text, names, config.model)
     values = {
         "target": config.target,
         "chips": target.num_chips if target else None,
@@ -204,9 +195,6 @@ def plan_mistakes(config: PlanConfig) -> list[Mistake]:
     elif config.search:
         rule = "needs a machine to search for, for example target=v5e-256"
         mistakes.append(Mistake("search", True, rule))
-    if config.search_precision and not config.search:
-        rule = "needs search=true; add it"
-        mistakes.append(Mistake("search_precision", True, rule))
     if config.search and config.show:
         rule = "shows one layout: remove search=true, or use mesh=planned"
         mistakes.append(Mistake("show", True, rule))
