@@ -108,7 +108,7 @@ def _plan(
     from train.plan.compiled.inspection import inspect
     from train.plan.page import page_data
     from train.plan.plan import compile_and_read, estimate
-    from train.plan.show import inspection_data, print_inspection
+    from train.plan.show import print_inspection, sentences
 
     array = config.plan.array and array_slices(program, config.plan.array)
     if not config.json:
@@ -132,7 +132,10 @@ def _plan(
     has_page = has_target or config.show
     if has_page:
         values |= page_data(plan, sys.argv[1:])
-        values["inspection"] = inspection and inspection_data(inspection)
+        values["inspection"] = inspection and {
+            **asdict(inspection),
+            "sentences": sentences(inspection),
+        }
     if config.json:
         print(json.dumps(values))
     else:

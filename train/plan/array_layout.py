@@ -19,8 +19,8 @@ from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes
 
-_DEVICES_DRAWN = 320  # by the page, which draws at least one panel
-_NODE_COLUMNS = 8
+# The page draws as many devices at most, but at least one panel.
+_DEVICES_DRAWN = 320
 
 
 class _Position(NamedTuple):
@@ -36,8 +36,7 @@ class _Position(NamedTuple):
 
 def _position(device: Device) -> _Position:
     if device.platform != "tpu":
-        row, column = divmod(device.id, _NODE_COLUMNS)
-        return _Position((device.process_index,), row, (column, 0))
+        return _Position((device.process_index,), row=0, column=(device.id, 0))
     x, y, *depth = device.coords
     panel = getattr(device, "slice_index", 0), *depth
     return _Position(panel, row=y, column=(x, device.core_on_chip))
@@ -56,8 +55,8 @@ def layout_data(program: Program) -> dict[str, Any]:
     mesh = program.mesh
     devices = sorted(enumerate(mesh.devices.flat), key=lambda item: _position(item[1]))
     panels = defaultdict[tuple[int, ...], list[tuple[int, Device]]](list)
-    for place, device in devices:
-        panels[_position(device).panel].append((place, device))
+    for index, device in devices:
+        panels[_position(device).panel].append((index, device))
     first_panel = next(iter(panels.values()))
     num_drawn = max(1, _DEVICES_DRAWN // len(first_panel))
     unit = {"tpu": "slice", "cpu": "process"}.get(devices[0][1].platform, "node")
@@ -68,7 +67,7 @@ def layout_data(program: Program) -> dict[str, Any]:
         "panels": [
             {
                 "title": f"{unit} {', z '.join(map(str, panel))}",
-                "places": [place for place, _ in members],
+                "places": [index for index, _ in members],
                 "hosts": [device.process_index for _, device in members],
             }
             for panel, members in islice(panels.items(), num_drawn)
@@ -120,7 +119,7 @@ def array_slices(program: Program, name: str) -> dict[str, Any]:
         raise ConfigError([Mistake("plan.array", name, rule)])
     leaf = arrays[name]
     slices = leaf.sharding.devices_indices_map(leaf.shape)
-    held = []
+    shards = []
     for position, device in np.ndenumerate(mesh.devices):
         dims = zip(slices[device], leaf.shape, strict=True)
         axes = zip(mesh.shape.items(), position, strict=True)
@@ -129,5 +128,5 @@ def array_slices(program: Program, name: str) -> dict[str, Any]:
             "position": {axis: index for (axis, size), index in axes if size > 1},
             "slice": [dim_slice.indices(size)[:2] for dim_slice, size in dims],
         }
-        held.append(shard)
-    return _array_data(name, leaf) | {"held": held}
+        shards.append(shard)
+    return _array_data(name, leaf) | {"held": shards}

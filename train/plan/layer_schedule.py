@@ -31,7 +31,7 @@ from train.plan.compiled.flops import (
     sum_flops,
 )
 from train.plan.compiled.hbm_bytes import memory_traffic
-from train.plan.compiled.hlo import Executed, Instruction, Loop, Module
+from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.cost import SectionCost
 from train.plan.rates import Rates
 from train.plan.sections import scope_in_name, section_of
@@ -68,17 +68,8 @@ class Timeline:
 
     name: str
     trips: int
+    seconds: float
     lanes: dict[str, list[Span]]
-
-    @property
-    def seconds(self) -> float:
-        """The end of the last span."""
-        return max((spans[-1].end_s for spans in self.lanes.values()), default=0.0)
-
-    def busy(self, *kinds: str) -> float:
-        """Return the total seconds of the spans of the given kinds."""
-        spans = (span for lane in self.lanes.values() for span in lane)
-        return sum(span.seconds for span in spans if span.kind in kinds)
 
 
 def layer_timelines(
@@ -98,17 +89,18 @@ def layer_timelines(
         ]
         if loops and section.name in ("layers forward", "layers backward"):
             # Loops inside a layer have fewer FLOPs than the loop around them.
-            longest = max(loops, key=_loop_flops)
+            longest = max(loops, key=lambda x: x.trips * sum_flops(x.body.order))
             kernel_seconds = _average_kernel_seconds(module, section, rates)
             device = _Device(mesh, rates, kernel_seconds)
             device.run([e for e in module.executed if longest in e.loops])
-            name = section.name.removeprefix("layers ")
-            timelines.append(Timeline(name, longest.trips, dict(device.lanes)))
+            timeline = Timeline(
+                name=section.name.removeprefix("layers "),
+                trips=longest.trips,
+                seconds=device.lanes[COMPUTE][-1].end_s,
+                lanes=dict(device.lanes),
+            )
+            timelines.append(timeline)
     return timelines
-
-
-def _loop_flops(loop: Loop) -> float:
-    return loop.trips * sum_flops(loop.body.order)
 
 
 def _average_kernel_seconds(
@@ -129,9 +121,9 @@ def _average_kernel_seconds(
 
 def _kernel_kind(instruction: Instruction) -> str:
     """Return the kind of a kernel's span, or "" if an instruction is not a kernel."""
-    if is_attention(instruction):
-        return ATTENTION
-    return PRODUCT if is_grouped(instruction) else ""
+    if is_grouped(instruction):
+        return PRODUCT
+    return ATTENTION if is_attention(instruction) else ""
 
 
 class _Device:

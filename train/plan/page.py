@@ -5,9 +5,8 @@ figures, the timelines of one layer, and how arrays are sharded.
 """
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,11 @@ from train.hardware.chips import chip_of
 from train.plan.advice import plan_sentences
 from train.plan.array_layout import layout_data
 from train.plan.compiled.trip_counts import read_module
-from train.plan.layer_schedule import (
-    ATTENTION,
-    PRODUCT,
-    WAIT,
-    Span,
-    Timeline,
-    layer_timelines,
-)
+from train.plan.layer_schedule import layer_timelines
 from train.plan.plan import Plan
 from train.plan.rates import rates_of
 
 TEMPLATE = Path(__file__).with_name("plan.html")
-_PIXELS = 1000  # assumed width of a timeline
 
 
 def page_data(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
@@ -70,39 +61,5 @@ def layers_data(plan: Plan) -> dict[str, Any]:
         "missing": "" if timelines else "The compiled step has no loop over layers.",
         "flops": rates.flops,
         "memory": rates.memory,
-        "passes": list(map(pass_data, timelines)),
+        "passes": [asdict(timeline) for timeline in timelines],
     }
-
-
-def pass_data(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline's total times and its lanes as plain values."""
-    pixel_s = timeline.seconds / _PIXELS
-    return {
-        "name": timeline.name,
-        "trips": timeline.trips,
-        "seconds": timeline.seconds,
-        "products": timeline.busy(PRODUCT, ATTENTION),
-        "waits": timeline.busy(WAIT),
-        "lanes": [
-            {
-                "name": lane,
-                "busy": sum(span.seconds for span in spans if span.kind != WAIT),
-                "spans": [asdict(span) for span in merge(spans, pixel_s)],
-            }
-            for lane, spans in timeline.lanes.items()
-        ],
-    }
-
-
-def merge(spans: Iterable[Span], resolution_s: float) -> list[Span]:
-    """Join the spans of a lane that start in the same interval of `resolution_s`.
-
-    `spans` are sorted by start. A joined span is labelled as the longest one in it.
-    """
-    merged = []
-    for _, same_pixel in groupby(spans, lambda span: span.start_s // resolution_s):
-        group = list(same_pixel)
-        start_s, longest = group[0].start_s, max(group, key=lambda span: span.seconds)
-        seconds = group[-1].end_s - start_s
-        merged.append(replace(longest, start_s=start_s, seconds=seconds))
-    return merged

@@ -1,8 +1,5 @@
 """Write the texts of a compiled step to files, and print its summary."""
 
-from dataclasses import asdict
-from typing import Any
-
 from etils import epath
 
 from data.storage import write_atomically
@@ -49,11 +46,6 @@ def sentences(inspection: Inspection) -> list[tuple[str, str]]:
             for copy in inspection.copies
         ],
     ]
-
-
-def inspection_data(inspection: Inspection) -> dict[str, Any]:
-    """Return an inspection as plain values, with its sentences for the page."""
-    return asdict(inspection) | {"sentences": sentences(inspection)}
 
 
 def print_inspection(inspection: Inspection) -> None:
