@@ -123,8 +123,8 @@ def _plan(
         inspection = inspect(plan.text, names, config.model)
     values = {
         "target": config.target,
-        "chips": target.num_chips if target else None,
-        "slices": target.slices if target else None,
+        "chips": target and target.num_chips,
+        "slices": target and target.slices,
         "array": array,
         **plan.as_json(),
     }

@@ -78,13 +78,11 @@ def advise(prediction: Prediction, config: Config) -> Advice:
         bottleneck += "; collectives that no product overlaps take "
         bottleneck += f"{share(exposed_s)}, most of it {link.name}"
         return _for_less_traffic(bottleneck, config, link)
+    change = "little is left to gain on these chips; use more or faster chips"
     if prediction.fill < _LOW_FILL:
         bottleneck += f"; the model's dims fill {prediction.fill:.0%} of matrix units"
         change = "make dims multiples of a matrix unit's rows, the head dim first"
-        return Advice(bottleneck, change)
-    return Advice(
-        bottleneck, "little is left to gain on these chips; use more or faster chips"
-    )
+    return Advice(bottleneck, change)
 
 
 def _for_less_traffic(
@@ -108,7 +106,7 @@ def print_prediction(prediction: Prediction, advice: Advice) -> None:
     """Print the time of each resource, the predicted range and the advice."""
     rows = [
         ["matrix products", format_seconds(prediction.products), ""],
-        ["main memory, at most", format_seconds(prediction.memory), ""],
+        ["main memory", format_seconds(prediction.memory), ""],
     ]
     for link in prediction.links:
         hidden = f"{link.hidden / link.seconds:.0%}" if link.seconds else ""

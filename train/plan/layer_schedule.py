@@ -127,7 +127,7 @@ def _kernel_kind(instruction: Instruction) -> str:
 
 
 class _Device:
-    """A simulated device: it runs a layer and records spans."""
+    """A simulated device, which records the spans of its lanes."""
 
     def __init__(self, mesh: Mesh, rates: Rates, kernel_seconds: dict[str, float]):
         self._mesh, self._rates, self._kernel_seconds = mesh, rates, kernel_seconds

@@ -13,7 +13,6 @@ from train.plan.array_layout import array_slices, layout_data, print_slices
 from train.plan.page import TEMPLATE
 
 MACHINES = [
-    ("v5e-256", "mesh=fsdp_tensor", "mesh.tensor=4"),
     ("v5e-16x3", "mesh=fsdp", "mesh.data=3", "mesh.dcn.data=3"),
     ("v5p-128", "mesh=fsdp_tensor", "mesh.tensor=2"),
     ("tpu7x-16", "mesh=fsdp"),
