@@ -10,12 +10,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from train.cli.command import run_command
 from train.cli.rules import config_mistakes
 from train.config import Platform
-from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake
+from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
 from train.hardware.chips import chip_of
 from train.hardware.targets import CPU, Target, parse_target
 from train.plan.config import PlanConfig
@@ -54,9 +55,12 @@ def main(config: PlanConfig) -> int:
     limit, chip = memory_limit(devices[0]), chip_of(devices[0].device_kind)
     budget = memory_budget(chip, config.margin, len(devices), limit)
     encoding = encoding_of(config.data)
-    num_tokens = encoding.n_vocab
-    settled: Any = settle(config, padded_vocab_size(encoding), num_tokens)
+    vocab_size, num_tokens = padded_vocab_size(encoding), encoding.n_vocab
+    check_vocab = partial(settle, config, vocab_size, num_tokens)
+    settled: Any = settle(config, vocab_size)
     config = settled
+    if config.search or config.mesh.planned:
+        check_vocab()  # A mistake is reported before a long search, not after it.
     if config.search:
         return _search(config, devices, budget, compiles)
     if config.mesh.planned:
@@ -65,7 +69,8 @@ def main(config: PlanConfig) -> int:
             config, devices, margin=margin, compiles=compiles, minutes=minutes
         )
         config = layout.applied(config)
-    program = make_program(config, devices, num_tokens=num_tokens)
+    make = partial(make_program, config, devices, num_tokens=num_tokens)
+    program, _ = check_all(make, check_vocab)
     return _plan(config, target, program, budget, can_compile)
 
 
