@@ -113,7 +113,7 @@ def _plan(
     from train.plan.compiled.inspection import inspect
     from train.plan.page import page_data
     from train.plan.plan import compile_and_read, estimate
-    from train.plan.show import inspection_data, print_inspection
+    from train.plan.show import print_inspection, sentences
 
     array = config.plan.array and array_slices(program, config.plan.array)
     if not config.json:
@@ -124,16 +124,12 @@ def _plan(
     plan = (compile_and_read if can_compile else estimate)(program, budget)
     inspection = None
     if config.show and plan.text:
-        inspection = inspect(
-            plan.text, [name for name, _ in named(program.state)], config.model
-        )
-    elif config.show:
-        problem = "show=true has no effect: the step was estimated, not compiled"
-        print(problem, file=sys.stderr)
+        names = [name for name, _ in named(program.state)]
+        inspection = inspect(plan.text, names, config.model)
     values = {
         "target": config.target,
-        "chips": target.num_chips if target else None,
-        "slices": target.slices if target else None,
+        "chips": target and target.num_chips,
+        "slices": target and target.slices,
         "array": array,
         **plan.as_json(),
     }
@@ -141,7 +137,10 @@ def _plan(
     has_page = has_target or config.show
     if has_page:
         values |= page_data(plan, sys.argv[1:])
-        values["inspection"] = inspection and inspection_data(inspection)
+        values["inspection"] = inspection and {
+            **asdict(inspection),
+            "sentences": sentences(inspection),
+        }
     if config.json:
         print(json.dumps(values))
     else:
@@ -204,9 +203,6 @@ def plan_mistakes(config: PlanConfig) -> list[Mistake]:
     elif config.search:
         rule = "needs a machine to search for, for example target=v5e-256"
         mistakes.append(Mistake("search", True, rule))
-    if config.search_precision and not config.search:
-        rule = "needs search=true; add it"
-        mistakes.append(Mistake("search_precision", True, rule))
     if config.search and config.show:
         rule = "shows one layout: remove search=true, or use mesh=planned"
         mistakes.append(Mistake("show", True, rule))

@@ -1,19 +1,16 @@
 """Show which chip holds which slice of an array, on the grid of the machine.
 
 A panel is one plane of chips: a two-dimensional TPU slice, a plane of a
-three-dimensional TPU slice, or a node of GPUs. Most panels differ only in the mesh
-position of their first device. So plan.html stores each distinct pattern of relative
-positions once, and its script computes which device holds which slice.
+three-dimensional TPU slice, or a node of GPUs.
 """
 
 from collections import defaultdict
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from model.axes import mesh_axes
 from model.params import named
 from train.console import print_table
 from train.errors import ConfigError, Mistake
@@ -22,8 +19,8 @@ from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes
 
-_CHIPS_DRAWN = 320  # chips that the page draws at a time
-_NODE_COLUMNS = 8
+# The page draws as many devices at most, but at least one panel.
+_DEVICES_DRAWN = 320
 
 
 class _Position(NamedTuple):
@@ -39,8 +36,7 @@ class _Position(NamedTuple):
 
 def _position(device: Device) -> _Position:
     if device.platform != "tpu":
-        row, column = divmod(device.id, _NODE_COLUMNS)
-        return _Position((device.process_index,), row, (column, 0))
+        return _Position((device.process_index,), row=0, column=(device.id, 0))
     x, y, *depth = device.coords
     panel = getattr(device, "slice_index", 0), *depth
     return _Position(panel, row=y, column=(x, device.core_on_chip))
@@ -50,72 +46,56 @@ def layout_data(program: Program) -> dict[str, Any]:
     """Return the data with which the page's script draws the shardings of arrays.
 
     Returns:
-        axes: [name, size] of each mesh axis, the slowest network first.
-        unit: the kind of group that a panel is part of: `slice`, `node` or `process`.
-        planes: the number of panels in a unit.
+        axes: the size of each mesh axis, the slowest network first.
         columns: the number of columns of a panel.
-        drawn: the number of panels that are drawn at a time.
-        patterns: `places` (indices in `mesh.devices.flat`) and `hosts` of a panel's
-            devices, each minus the panel's minimum.
-        panels: [pattern, first place, first host] of each panel.
-        arrays: name, type, shape, bytes on a device, and spec, which lists for each dim
-            the indices of its mesh axes.
+        panels: title, places (indices in `mesh.devices.flat`) and hosts of the devices
+            of each panel that is drawn.
+        arrays: name, dtype, shape, spec, and the bytes on a device.
     """
     mesh = program.mesh
     devices = sorted(enumerate(mesh.devices.flat), key=lambda item: _position(item[1]))
     panels = defaultdict[tuple[int, ...], list[tuple[int, Device]]](list)
     for index, device in devices:
         panels[_position(device).panel].append((index, device))
-    patterns, drawn_panels = list[dict[str, list[int]]](), list[list[int]]()
-    for panel in panels.values():
-        places = [index for index, _ in panel]
-        hosts = [device.process_index for _, device in panel]
-        pattern = {
-            "places": [index - min(places) for index in places],
-            "hosts": [host - min(hosts) for host in hosts],
-        }
-        if pattern not in patterns:
-            patterns.append(pattern)
-        drawn_panels.append([patterns.index(pattern), min(places), min(hosts)])
-    platform, panel = mesh.devices.flat[0].platform, next(iter(panels.values()))
+    first_panel = next(iter(panels.values()))
+    num_drawn = max(1, _DEVICES_DRAWN // len(first_panel))
+    unit = {"tpu": "slice", "cpu": "process"}.get(devices[0][1].platform, "node")
     arrays = [*named(program.state.params), *named({"batch": program.batch._asdict()})]
     return {
-        "axes": [[name, size] for name, size in mesh.shape.items()],
-        "unit": {"tpu": "slice", "cpu": "process"}.get(platform, "node"),
-        "planes": len({key[1:] for key in panels}),
-        "columns": len({_position(device).column for _, device in panel}),
-        "drawn": max(1, _CHIPS_DRAWN // len(panel)),
-        "patterns": patterns,
-        "panels": drawn_panels,
+        "axes": dict(mesh.shape),
+        "columns": len({_position(device).column for _, device in first_panel}),
+        "panels": [
+            {
+                "title": f"{unit} {', z '.join(map(str, panel))}",
+                "places": [index for index, _ in members],
+                "hosts": [device.process_index for _, device in members],
+            }
+            for panel, members in islice(panels.items(), num_drawn)
+        ],
         "arrays": [_array_data(name, leaf) for name, leaf in arrays],
     }
 
 
 def _array_data(name: str, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding)
-    names, rank = sharding.mesh.axis_names, len(leaf.shape)
-    spec = [*sharding.spec, *[None] * rank][:rank]
+    sharding: Any = leaf.sharding
     return {
         "name": name,
-        "type": str(leaf.dtype),
-        "shape": leaf.shape,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": list(sharding.spec),
         "bytes": format_bytes(bytes_per_device(leaf)),
-        "spec": [[names.index(axis) for axis in mesh_axes(entry)] for entry in spec],
     }
 
 
 def print_slices(array: dict[str, Any]) -> None:
-    """Print the result of `array_slices`, without mesh axes that have one position."""
-    held = array["held"]
-    axes = [a for a in held[0]["position"] if any(x["position"][a] for x in held)]
+    """Print the result of `array_slices`."""
     rows = [
         [
             shard["device"],
-            " ".join(f"{axis}={shard['position'][axis]}" for axis in axes),
+            " ".join(f"{axis}={index}" for axis, index in shard["position"].items()),
             f"[{', '.join(f'{start}:{stop}' for start, stop in shard['slice'])}]",
         ]
-        for shard in held
+        for shard in array["held"]
     ]
     shape = "x".join(map(str, array["shape"]))
     title = f"{array['name']} {shape} {array['dtype']}, {tuple(array['spec'])}"
@@ -126,8 +106,9 @@ def array_slices(program: Program, name: str) -> dict[str, Any]:
     """Return which device holds which slice of a parameter, as plain values.
 
     Returns:
-        name, shape, dtype and spec of the parameter, and `held`, which lists for each
-        device its name, its mesh position, and the start and stop in each dim.
+        name, shape, dtype, spec and bytes of the parameter, and `held`, which lists for
+        each device its name, its position along the mesh axes with several devices, and
+        the start and stop in each dim.
 
     Raises:
         ConfigError: if no parameter has this name. The error lists all names.
@@ -137,22 +118,15 @@ def array_slices(program: Program, name: str) -> dict[str, Any]:
         rule = "must be the name of a parameter, one of: " + ", ".join(arrays)
         raise ConfigError([Mistake("plan.array", name, rule)])
     leaf = arrays[name]
-    positions = {device: index for index, device in np.ndenumerate(mesh.devices)}
-    indices = leaf.sharding.devices_indices_map(leaf.shape)
-    return {
-        "name": name,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": list(leaf.sharding.spec),
-        "held": [
-            {
-                "device": str(device),
-                "position": dict(zip(mesh.axis_names, positions[device], strict=True)),
-                "slice": [
-                    dim_slice.indices(size)[:2]
-                    for dim_slice, size in zip(index, leaf.shape, strict=True)
-                ],
-            }
-            for device, index in indices.items()
-        ],
-    }
+    slices = leaf.sharding.devices_indices_map(leaf.shape)
+    shards = []
+    for position, device in np.ndenumerate(mesh.devices):
+        dims = zip(slices[device], leaf.shape, strict=True)
+        axes = zip(mesh.shape.items(), position, strict=True)
+        shard = {
+            "device": str(device),
+            "position": {axis: index for (axis, size), index in axes if size > 1},
+            "slice": [dim_slice.indices(size)[:2] for dim_slice, size in dims],
+        }
+        shards.append(shard)
+    return _array_data(name, leaf) | {"held": shards}

@@ -6,19 +6,18 @@ network along a set of mesh axes is another. A lane runs one thing at a time.
 
 - An instruction takes as long as its FLOPs or its main-memory traffic, whichever is
   longer. All kernels of a kind take the same time in a pass.
-- A collective takes as long as a device needs to send its bytes.
-- An asynchronous operation starts when its lane is free. The instruction that needs its
-  result waits for its end. The device waits at once for a synchronous collective.
-- Asynchronous copies between memories have a separate lane. They take no bandwidth from
-  the instructions that overlap them.
+- A collective takes as long as a device needs to send its bytes. It starts when its
+  lane is free. The instruction that needs its result waits for its end.
+- An instruction in a loop inside the layer runs all its trips at once.
 
-So the simulated times are the shortest that the schedule allows, without overheads.
+Asynchronous copies between memories take no time. So the simulated times are the
+shortest that the schedule allows.
 """
 
-import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
 
 from jax.sharding import Mesh
 
@@ -32,34 +31,25 @@ from train.plan.compiled.flops import (
     sum_flops,
 )
 from train.plan.compiled.hbm_bytes import memory_traffic
-from train.plan.compiled.hlo import Computation, Executed, Instruction, Loop, Module
-from train.plan.cost import StepCost
+from train.plan.compiled.hlo import Executed, Instruction, Module
+from train.plan.cost import SectionCost
 from train.plan.rates import Rates
 from train.plan.sections import scope_in_name, section_of
-from train.units import format_bytes
 
-COMPUTE, COPIES = "compute", "copies between memories"  # lanes besides networks
+COMPUTE = "compute"  # the lane besides those of networks
 PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
-_SECTIONS = ("layers forward", "layers backward")
-_KERNELS = (ATTENTION, PRODUCT)
-_HOST = ("send", "recv", "send-done", "recv-done")
+# Instructions that move data while others run, or that wait for such a move.
+_TRANSFERS = (*KINDS, "send", "recv")
 
 
 @dataclass(frozen=True)
 class Span:
-    """A time span of a lane.
+    """A time span of a lane; `kind` is one of those above or a collective's kind."""
 
-    kind: PRODUCT, ATTENTION, MEMORY, WAIT or the kind of a collective.
-    waiter: the instruction that waits for the end of asynchronous work, if any.
-    """
-
-    lane: str
     kind: str
-    seconds: float
     label: str
-    detail: str = ""
-    waiter: str = ""
-    start_s: float = 0.0
+    start_s: float
+    seconds: float
 
     @property
     def end_s(self) -> float:
@@ -73,182 +63,126 @@ class Timeline:
 
     name: `forward` or `backward`.
     trips: the number of trips of the loop.
-    spans: the spans sorted by start. Spans of the same lane do not overlap.
+    lanes: the spans of each lane, sorted by start. They do not overlap.
     """
 
     name: str
     trips: int
-    spans: list[Span]
-
-    @property
-    def seconds(self) -> float:
-        """The end of the last span."""
-        return max((span.end_s for span in self.spans), default=0.0)
-
-    def busy(self, *kinds: str) -> float:
-        """Return the total seconds of the spans of the given kinds."""
-        return sum(span.seconds for span in self.spans if span.kind in kinds)
+    seconds: float
+    lanes: dict[str, list[Span]]
 
 
 def layer_timelines(
-    module: Module,
-    mesh: Mesh,
-    rates: Rates,
-    kernel_seconds: Mapping[tuple[str, str], float],
+    module: Module, mesh: Mesh, rates: Rates, sections: Iterable[SectionCost]
 ) -> list[Timeline]:
     """Simulate a layer's forward and backward pass; [] if no loop runs layers.
 
-    `kernel_seconds` is the result of `average_kernel_seconds`.
+    `sections` are those of the step's cost. They state the FLOPs of kernels.
     """
-    loops = defaultdict[str, list[Loop]](list)
-    for executed in module.executed:
-        if executed.instruction.opcode == "while":
-            loop = executed.instruction.loop
-            loops[scope_in_name(loop.op_name)].append(loop)
-
-    def loop_flops(loop: Loop) -> float:
-        return loop.trips * sum_flops(loop.body.order)
-
     timelines = []
-    for section in filter(loops.get, _SECTIONS):
-        # Loops inside a layer have fewer FLOPs than the loop around them.
-        longest = max(loops[section], key=loop_flops)
-        kernels = {kind: kernel_seconds.get((section, kind), 0.0) for kind in _KERNELS}
-        device = _Device(module, mesh, rates, kernels)
-        device.run(longest.body)
-        name = section.removeprefix("layers ")
-        timelines.append(Timeline(name, longest.trips, device.finish()))
+    for section in sections:
+        whiles = (
+            e.instruction for e in module.executed if e.instruction.opcode == "while"
+        )
+        loops = [
+            w.loop for w in whiles if scope_in_name(w.loop.op_name) == section.name
+        ]
+        if loops and section.name in ("layers forward", "layers backward"):
+            # Loops inside a layer have fewer FLOPs than the loop around them.
+            longest = max(loops, key=lambda x: x.trips * sum_flops(x.body.order))
+            kernel_seconds = _average_kernel_seconds(module, section, rates)
+            device = _Device(mesh, rates, kernel_seconds)
+            device.run([e for e in module.executed if longest in e.loops])
+            timeline = Timeline(
+                name=section.name.removeprefix("layers "),
+                trips=longest.trips,
+                seconds=device.lanes[COMPUTE][-1].end_s,
+                lanes=dict(device.lanes),
+            )
+            timelines.append(timeline)
     return timelines
 
 
-def average_kernel_seconds(
-    module: Module, cost: StepCost, rates: Rates
-) -> dict[tuple[str, str], float]:
-    """Return the average seconds of one kernel, by section and kind of span."""
-    executions = Counter[tuple[str, str]]()
+def _average_kernel_seconds(
+    module: Module, section: SectionCost, rates: Rates
+) -> dict[str, float]:
+    """Return the average seconds of a section's kernels, by kind of span."""
+    executions = Counter[str]()
     for executed in module.executed:
-        section = section_of(scope_of(executed, executed.instruction))
-        for inner in executed.instruction.with_nested:
-            executions[section, _kernel_kind(inner)] += executed.count
-    flops = {(s.name, ATTENTION): s.flops.attention for s in cost.sections}
-    flops |= {(s.name, PRODUCT): s.flops.grouped for s in cost.sections}
+        if section_of(scope_of(executed, executed.instruction)) == section.name:
+            for inner in executed.instruction.with_nested:
+                executions[_kernel_kind(inner)] += executed.count
+    flops = {ATTENTION: section.flops.attention, PRODUCT: section.flops.grouped}
     return {
-        kernels: total / executions[kernels] / rates.flops
-        for kernels, total in flops.items()
-        if executions[kernels]
+        kind: total / max(1, executions[kind]) / rates.flops
+        for kind, total in flops.items()
     }
 
 
 def _kernel_kind(instruction: Instruction) -> str:
     """Return the kind of a kernel's span, or "" if an instruction is not a kernel."""
-    if is_attention(instruction):
-        return ATTENTION
-    return PRODUCT if is_grouped(instruction) else ""
+    if is_grouped(instruction):
+        return PRODUCT
+    return ATTENTION if is_attention(instruction) else ""
 
 
 class _Device:
-    """A simulated device: it runs computations and records spans."""
+    """A simulated device, which records the spans of its lanes."""
 
-    def __init__(
-        self, module: Module, mesh: Mesh, rates: Rates, kernels: Mapping[str, float]
-    ):
-        self._mesh, self._rates, self._kernels = mesh, rates, kernels
-        self._free = defaultdict[str, float](float)  # when each lane becomes free
-        # The end and label of asynchronous work, by the waiting instruction's name.
-        self._pending = dict[str, tuple[float, str]]()
-        self._spans = list[Span]()
-        self._bodies = defaultdict[Computation, list[Executed]](list)
-        for executed in module.executed:
-            self._bodies[executed.instruction.computation].append(executed)
-        self._cached_work = functools.cache(self._work_of)
+    def __init__(self, mesh: Mesh, rates: Rates, kernel_seconds: dict[str, float]):
+        self._mesh, self._rates, self._kernel_seconds = mesh, rates, kernel_seconds
+        self.lanes = defaultdict[str, list[Span]](list, {COMPUTE: []})
 
-    def finish(self) -> list[Span]:
-        """Complete pending asynchronous operations and return all spans, by start."""
-        for name in sorted(self._pending, key=lambda name: self._pending[name]):
-            self._wait_for(name)
-        spans = (span for span in self._spans if span.seconds > 0)
-        return sorted(spans, key=lambda span: span.start_s)
-
-    def run(self, computation: Computation) -> None:
-        """Simulate one execution of a computation."""
-        for executed in self._bodies[computation]:
-            instruction = executed.instruction
-            self._wait_for(instruction.name)
-            if instruction.opcode == "while":
-                for _ in range(instruction.loop.trips):
-                    self.run(instruction.body)
-            elif instruction.opcode in ("call", "conditional"):
-                # The branch that is taken most often represents all branches.
-                self.run(max(instruction.called, key=self._executions))
-            else:
-                for work in self._cached_work(executed):
-                    self._start(work)
+    def run(self, layer: list[Executed]) -> None:
+        """Simulate the instructions of one layer, which are in scheduled order."""
+        # The spans of collectives, by the name of the instruction that waits for them.
+        pending = defaultdict[str, list[Span]](list)
+        for executed in layer:
+            name, times = executed.instruction.name, executed.count / layer[0].count
+            self._wait_for(pending.pop(name, []))
+            for collective in started_collectives(executed, self._mesh):
                 # The device waits at once for a synchronous collective.
-                self._wait_for(instruction.name)
+                waiter = collective.waiter if collective.is_async else name
+                pending[waiter].append(self._send(collective, times))
+            self._compute(executed.instruction, times)
+            self._wait_for(pending.pop(name, []))
+        self._wait_for(chain.from_iterable(pending.values()))
 
-    def _executions(self, called: Computation) -> int:
-        return max((executed.count for executed in self._bodies[called]), default=0)
+    def _add(self, lane: str, kind: str, label: str, seconds: float) -> Span:
+        """Start work as soon as its lane and the device are free."""
+        start_s = max(self._free_s(COMPUTE), self._free_s(lane))
+        span = Span(kind, label, start_s, seconds)
+        if seconds > 0:
+            self.lanes[lane].append(span)
+        return span
 
-    def _start(self, work: Span) -> None:
-        start_s = max(self._free[COMPUTE], self._free[work.lane])
-        self._spans.append(replace(work, start_s=start_s))
-        end_s = self._free[work.lane] = start_s + work.seconds
-        if work.lane != COMPUTE:
-            pending = self._pending.get(work.waiter, (0.0, ""))
-            self._pending[work.waiter] = max((end_s, work.label), pending)
+    def _free_s(self, lane: str) -> float:
+        return self.lanes[lane][-1].end_s if self.lanes[lane] else 0.0
 
-    def _wait_for(self, name: str) -> None:
-        """Wait for the asynchronous work whose result an instruction needs, if any."""
-        end_s, label = self._pending.pop(name, (0.0, ""))
-        wait_s = end_s - self._free[COMPUTE]
-        if wait_s > 0:
-            self._start(Span(COMPUTE, WAIT, wait_s, f"waits for {label}"))
+    def _wait_for(self, collectives: Iterable[Span]) -> None:
+        for span in collectives:
+            seconds = span.end_s - self._free_s(COMPUTE)
+            self._add(COMPUTE, WAIT, f"waits for {span.label}", seconds)
 
-    def _work_of(self, executed: Executed) -> list[Span]:
-        """Return what an instruction starts, as spans without a start."""
-        instruction, opcode = executed.instruction, executed.instruction.opcode
-        works = [
-            self._collective_work(collective, instruction)
-            for collective in started_collectives(executed, self._mesh)
-        ]
-        if opcode.removesuffix("-start") in KINDS or opcode in _HOST:
-            return works
-        kind, busy_s, rates = MEMORY, 0.0, self._rates
+    def _send(self, collective: Collective, times: float) -> Span:
+        group, uses = collective.group, dict.fromkeys(use for use, _ in collective.uses)
+        lane = f"{group.network}: {' and '.join(group.axes) or 'no axis'}"
+        label = f"{collective.kind} {', '.join(uses)}"
+        seconds = times * collective.sent / self._rates.send(group)
+        return self._add(lane, collective.kind, label, seconds)
+
+    def _compute(self, instruction: Instruction, times: float) -> None:
+        opcode, name, rates = instruction.opcode, instruction.op_name, self._rates
+        if opcode in _TRANSFERS or opcode.endswith(("-start", "-done")):
+            return
+        kind, seconds = MEMORY, 0.0
         for inner in instruction.with_nested:
             if kernel := _kernel_kind(inner):
-                kind, busy_s = kernel, busy_s + self._kernels.get(kernel, 0.0)
+                kind, seconds = kernel, seconds + self._kernel_seconds[kernel]
             elif flops := product_flops(inner):
                 rate = rates.eight_bits if has_eight_bits(inner) else rates.flops
-                kind, busy_s = PRODUCT, busy_s + flops / rate
-        traffic = memory_traffic(instruction)
-        done_names = [u.name for u in instruction.users if u.opcode.endswith("-done")]
-        waiter = done_names[0] if opcode.endswith("-start") and done_names else ""
-        work = Span(
-            lane=COPIES if waiter else COMPUTE,
-            kind=kind,
-            seconds=max(busy_s, traffic / rates.memory),
-            label=ATTENTION if kind == ATTENTION else _label(instruction),
-            detail=f"{instruction.name}: {format_bytes(traffic)}",
-            waiter=waiter,
-        )
-        return [*works, work]
-
-    def _collective_work(
-        self, collective: Collective, instruction: Instruction
-    ) -> Span:
-        group, uses = collective.group, dict.fromkeys(use for use, _ in collective.uses)
-        sent = f"{format_bytes(collective.sent)} sent by each of {group.size}"
-        return Span(
-            lane=f"{group.network}: {' and '.join(group.axes) or 'no axis'}",
-            kind=collective.kind,
-            seconds=collective.sent / self._rates.send(group),
-            label=f"{collective.kind} {', '.join(uses)}",
-            detail=f"{collective.name}: {sent}",
-            waiter=collective.waiter if collective.is_async else instruction.name,
-        )
-
-
-def _label(instruction: Instruction) -> str:
-    name = instruction.op_name
-    label = part_in_name(name) or name.rpartition("/")[2] or instruction.opcode
-    return label + (", again" if "rematted_computation" in name else "")
+                kind, seconds = PRODUCT, seconds + flops / rate
+        seconds = max(seconds, memory_traffic(instruction) / rates.memory)
+        label = part_in_name(name) or name.rpartition("/")[2] or opcode
+        label += ", again" if "rematted_computation" in name else ""
+        self._add(COMPUTE, kind, label, times * seconds)

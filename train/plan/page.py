@@ -5,10 +5,8 @@ figures, the timelines of one layer, and how arrays are sharded.
 """
 
 import shlex
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,11 @@ from train.hardware.chips import chip_of
 from train.plan.advice import plan_sentences
 from train.plan.array_layout import layout_data
 from train.plan.compiled.trip_counts import read_module
-from train.plan.layer_schedule import (
-    ATTENTION,
-    COMPUTE,
-    COPIES,
-    PRODUCT,
-    WAIT,
-    Span,
-    Timeline,
-    average_kernel_seconds,
-    layer_timelines,
-)
+from train.plan.layer_schedule import layer_timelines
 from train.plan.plan import Plan
 from train.plan.rates import rates_of
 
 TEMPLATE = Path(__file__).with_name("plan.html")
-_PIXELS = 1000  # assumed width of a timeline
-_MAX_LABELS = 8  # labels listed for each timeline
 
 
 def page_data(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
@@ -55,13 +41,9 @@ def page_data(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
 
 
 def layers_data(plan: Plan) -> dict[str, Any]:
-    """Return the timelines of a layer and the rates that determine them.
+    """Return the timelines of a layer, with the rates of products and of main memory.
 
-    Returns:
-        missing: the reason why there are no timelines, or "".
-        flops: the rate of products, in FLOP/s.
-        memory: the rate of main memory, in bytes/s.
-        passes: `pass_data` of each timeline.
+    If there are none, `missing` is the reason why.
     """
     mesh, model = plan.program.mesh, plan.program.config.model
     chip = chip_of(mesh.devices.flat[0].device_kind)
@@ -69,62 +51,15 @@ def layers_data(plan: Plan) -> dict[str, Any]:
         return {"missing": "There is no compiled step whose schedule could be shown."}
     if chip is None:
         return {"missing": "Not drawn: the rates of this machine are not known."}
-    module = read_module(plan.text, plan.program.config.model)
+    module = read_module(plan.text, model)
     try:
         rates = rates_of(mesh, chip, model.compute_dtype)
-        kernel_seconds = average_kernel_seconds(module, plan.cost, rates)
-        timelines = layer_timelines(module, mesh, rates, kernel_seconds)
+        timelines = layer_timelines(module, mesh, rates, plan.cost.sections)
     except ValueError as error:
         return {"missing": f"Not drawn: {error}."}
     return {
         "missing": "" if timelines else "The compiled step has no loop over layers.",
         "flops": rates.flops,
         "memory": rates.memory,
-        "passes": list(map(pass_data, timelines)),
+        "passes": [asdict(timeline) for timeline in timelines],
     }
-
-
-def pass_data(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline's lanes, and the labels that take the most time in total."""
-    lanes, labels = defaultdict(list), defaultdict(list)
-    for span in timeline.spans:
-        lanes[span.lane].append(span)
-        labels[span.label, span.lane].append(span.seconds)
-    lane_names = sorted(lanes, key=lambda lane: (lane != COMPUTE, lane == COPIES, lane))
-    pixel_s = timeline.seconds / _PIXELS
-    longest = sorted(labels.items(), key=lambda item: -sum(item[1]))
-    return {
-        "name": timeline.name,
-        "trips": timeline.trips,
-        "seconds": timeline.seconds,
-        "products": timeline.busy(PRODUCT, ATTENTION),
-        "waits": timeline.busy(WAIT),
-        "lanes": [
-            {
-                "name": lane,
-                "busy": sum(s.seconds for s in lanes[lane] if s.kind != WAIT),
-                "spans": list(map(asdict, merge(lanes[lane], pixel_s))),
-            }
-            for lane in lane_names
-        ],
-        "longest": [
-            {"label": label, "lane": lane, "times": len(s), "seconds": sum(s)}
-            for (label, lane), s in longest[:_MAX_LABELS]
-        ],
-    }
-
-
-def merge(spans: Iterable[Span], resolution_s: float) -> list[Span]:
-    """Join the spans of a lane that start in the same interval of `resolution_s`.
-
-    `spans` are sorted by start. A joined span has the label of the longest one in it.
-    """
-    merged = []
-    for _, same_pixel in groupby(spans, lambda span: span.start_s // resolution_s):
-        group = list(same_pixel)
-        start_s, longest = group[0].start_s, max(group, key=lambda span: span.seconds)
-        more = f", and {len(group) - 1} more" if len(group) > 1 else ""
-        seconds, detail = group[-1].end_s - start_s, longest.detail + more
-        joined = replace(longest, start_s=start_s, seconds=seconds, detail=detail)
-        merged.append(joined)
-    return merged

@@ -96,7 +96,7 @@ class Plan:
             return make_fit(program, self.memory, self.budget, searchable=searchable)
         if prediction is None:
             return None
-        advice = advise(prediction, program.config, program.mesh)
+        advice = advise(prediction, program.config)
         if advice.override.startswith("train.remat="):
             return self._choose_policy(advice)
         return advice

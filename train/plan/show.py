@@ -1,18 +1,14 @@
 """Write the texts of a compiled step to files, and print its summary."""
 
-from dataclasses import asdict
-from typing import Any
-
 from etils import epath
 
 from data.storage import write_atomically
 from train.console import print_table
+from train.plan.advice import print_texts
 from train.plan.aot import lower_step
 from train.plan.compiled.inspection import Inspection
 from train.program import Program
 from train.units import format_bytes
-
-_MAX_NAMED = 3  # arrays named in the sentence about updates in place
 
 
 def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
@@ -34,35 +30,27 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
 def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     """Return the summary of a compiled step as pairs of a title and a sentence."""
     updated, others = inspection.in_place.updated, inspection.in_place.others
-    in_place = f"all {len(updated)} arrays of the state are updated in place"
+    in_place = f"{len(updated)} of {len(updated + others)} arrays of the state are "
+    in_place += "updated in place"
     if others:
-        examples = ", ".join(others[:_MAX_NAMED]) + ", ..." * (len(others) > _MAX_NAMED)
-        in_place = f"{len(updated)} of {len(updated + others)} arrays of the state are "
-        in_place += f"updated in place, but not {examples}"
+        in_place += f", but not, for example, {', '.join(others[:3])}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
     sizes = inspection.operand_bytes
     dtypes = ", ".join(f"{d} {n / sum(sizes.values()):.1%}" for d, n in sizes.items())
-    copies = [
-        f"{copy.share:.1%} of all bytes: {copy.name} ({copy.what})"
-        for copy in inspection.copies
-    ]
     return [
         ("in place", in_place),
         ("kernels", kernels or "none; XLA generated all code itself"),
         ("operands", f"of products: {dtypes or 'none'}"),
-        *[("copies", copy) for copy in copies or ["none above 1 % of all bytes"]],
+        *[
+            ("copies", f"{copy.share:.1%} of all bytes: {copy.name} ({copy.what})")
+            for copy in inspection.copies
+        ],
     ]
-
-
-def inspection_data(inspection: Inspection) -> dict[str, Any]:
-    """Return an inspection as plain values, with its sentences for the page."""
-    return asdict(inspection) | {"sentences": sentences(inspection)}
 
 
 def print_inspection(inspection: Inspection) -> None:
     """Print the summary of a compiled step and its largest buffers."""
-    for name, text in sentences(inspection):
-        print(f"{name:<11} {text}")
+    print_texts(sentences(inspection))
     rows = [[format_bytes(b.bytes), b.array, b.made] for b in inspection.buffers]
     title = "largest buffers besides the state (compiled)"
     print_table(rows, ["bytes", "array", "made by"], title)

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from tests.train.machines import execution, machine, total
-from train.mesh_sizes import mesh_mistakes
 from train.plan.advice import advise, print_prediction
 
 SECOND = {"products": 0.865 * 197e12, "memory": 0.85 * 819e9, "ici": 0.74 * 200e9}
@@ -40,14 +39,14 @@ CASES = [
         f"v5e-256 {TENSOR} data.batch_size=256",
         step(tensor=0.3),
         "bound by computing: .* most of it tensor over ICI",
-        "mesh.tensor=8 mesh.fsdp=32",
+        "search=true",
     ),
     (f"v5e-256 {FSDP}", step(memory=3.0), "main memory", "data.batch_size=512"),
-    (  # Nine rows a device are three times three rows.
-        "v5e-8 mesh=fsdp data.batch_size=72 train.accumulation_steps=9",
+    (
+        "v5e-8 mesh=fsdp data.batch_size=16 train.accumulation_steps=2",
         step(memory=3.0),
         "bound by main memory",
-        "train.accumulation_steps=3",
+        "search=true",
     ),
     (
         f"v5e-256 {FSDP}",
@@ -55,29 +54,11 @@ CASES = [
         "bound by the network: fsdp over ICI at 148.0 GB/s",
         "data.batch_size=512",
     ),
-    (  # Sixteen rows are too few for more devices along fsdp.
-        f"v5e-256 {TENSOR} data.batch_size=16",
-        step(tensor=3.0),
-        "tensor over ICI",
-        "mesh.tensor=8 mesh.fsdp=32 data.batch_size=32",
-    ),
     (
-        f"v5e-256x2 {SLICES} mesh=fsdp mesh.data=2 mesh.dcn.data=2",
-        step(dcn_data=3.0),
-        "data over DCN at 1.0 GB/s",
-        "data.batch_size=1024",
-    ),
-    (  # The data axis already spans slices, and still does.
         f"v5e-128x4 {SLICES} mesh=fsdp mesh.dcn.fsdp=2 mesh.data=2 mesh.dcn.data=2",
         step(dcn_fsdp=3.0),
         "fsdp over DCN",
-        "mesh.fsdp=128 mesh.data=4 mesh.dcn.fsdp=1 mesh.dcn.data=4",
-    ),
-    (
-        f"v5e-256x2 {SLICES} mesh=ddp mesh.tensor=4 mesh.dcn.tensor=2",
-        step(dcn_tensor=3.0),
-        "tensor over DCN",
-        "mesh.tensor=2 mesh.data=256 mesh.dcn.tensor=1 mesh.dcn.data=2",
+        "search=true",
     ),
 ]
 
@@ -89,21 +70,20 @@ def test_the_bottleneck_is_named_and_the_remedy_can_be_typed(
     name, *overrides = layout.split()
     at = machine(composed, name, *overrides)
     prediction = at.predict(cost)
-    advice = advise(prediction, at.config, at.mesh)
+    advice = advise(prediction, at.config)
     assert advice.override == override
     assert re.search(bottleneck, advice.bottleneck), advice.bottleneck
     print_prediction(prediction, advice)
     assert f"{advice.change}: {advice.override}".strip(": ") in capsys.readouterr().out
-    if override:
+    if override and override != "search=true":
         changed = machine(composed, name, *overrides, *override.split())
         assert changed.config != at.config
-        assert mesh_mistakes(changed.config, changed.mesh.size) == []
 
 
 def test_idle_matrix_units_are_named(composed):
     at = machine(composed, "v6e-8", "mesh=fsdp", "data.batch_size=8")
     prediction = dataclasses.replace(at.predict(step()), fill=0.25)
-    assert "25% of matrix units" in advise(prediction, at.config, at.mesh).bottleneck
+    assert "25% of matrix units" in advise(prediction, at.config).bottleneck
 
 
 def test_what_bounds_each_section_is_printed(composed, capsys):
@@ -113,7 +93,7 @@ def test_what_bounds_each_section_is_printed(composed, capsys):
     (first,), (second,) = layers.sections, loss.sections
     sections = (first, dataclasses.replace(second, name="loss"))
     prediction = at.predict(dataclasses.replace(layers, sections=sections))
-    advice = advise(prediction, at.config, at.mesh)
+    advice = advise(prediction, at.config)
     assert advice.bottleneck.startswith("bound by computing")
     print_prediction(prediction, advice)
     assert "step: matrix products, loss: main memory" in capsys.readouterr().out

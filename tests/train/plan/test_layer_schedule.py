@@ -2,25 +2,21 @@
 
 import itertools
 import math
-from collections import defaultdict
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
+from train.plan.cost import Flops, HbmBytes, SectionCost
 from train.plan.estimated.step import estimate_step
 from train.plan.layer_schedule import (
     ATTENTION,
     COMPUTE,
-    COPIES,
-    MEMORY,
     PRODUCT,
     WAIT,
     Timeline,
-    average_kernel_seconds,
     layer_timelines,
 )
 from train.plan.rates import Rates
@@ -60,9 +56,12 @@ def loop_body(name: str, lines: tuple[str, ...]) -> str:
 """
 
 
-def module(*body: str, inner: tuple[str, ...] = ()) -> Module:
-    """A loop over three layers; `inner` is the body of a loop of three trips in it."""
-    return read_module(
+def simulate(*body: str, send_s=1.0, inner: tuple[str, ...] = ()) -> Timeline:
+    """Simulate a layer: a product takes a second, a gathered matrix `send_s`.
+
+    Three layers run in a loop; `inner` is the body of a loop of three trips in it.
+    """
+    module = read_module(
         f"""HloModule layers
 
 %gather (w: {SHARD}) -> {MATRIX} {{
@@ -80,18 +79,15 @@ ENTRY %main (start: {STATE}) -> {STATE} {{
   ROOT %layers = {STATE} while(%start), condition=%cond, body=%body, {LAYERS}, {LOOP}
 }}"""
     )
-
-
-def simulate(*body, send_s=1.0, memory=math.inf, inner=()) -> Timeline:
-    """Simulate a layer: a product takes a second, a gathered matrix `send_s`."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
-    rates = Rates(DOT_FLOPS, memory, lambda group: SENT / send_s, 2 * DOT_FLOPS)
-    (layer,) = layer_timelines(module(*body, inner=inner), mesh, rates, {})
+    rates = Rates(DOT_FLOPS, math.inf, lambda group: SENT / send_s, 2 * DOT_FLOPS)
+    section = SectionCost("layers forward", Flops(0.0), HbmBytes(), [])
+    (layer,) = layer_timelines(module, mesh, rates, [section])
     return layer
 
 
 def lane(timeline: Timeline, name: str) -> list[tuple]:
-    spans = [span for span in timeline.spans if span.lane == name]
+    spans = timeline.lanes[name]
     return [(s.kind, round(s.start_s, 6), round(s.seconds, 6)) for s in spans]
 
 
@@ -102,7 +98,7 @@ def test_what_a_product_does_not_hide_is_waited_for(send_s, wait):
     assert layer.seconds == pytest.approx(end + 1)
     assert lane(layer, "memory: fsdp") == [("all-gather", 0, send_s)]
     assert lane(layer, COMPUTE) == [(PRODUCT, 0, 1), *wait, (PRODUCT, end, 1)]
-    labels = [span.label for span in layer.spans if span.kind == WAIT]
+    labels = [span.label for span in layer.lanes[COMPUTE] if span.kind == WAIT]
     assert labels == ["waits for all-gather mlp.up"] * len(wait)
 
 
@@ -120,36 +116,28 @@ def test_what_no_instruction_waits_for_ends_with_the_layer():
     assert lane(layer, COMPUTE) == [(PRODUCT, 0, 1), (WAIT, 1, 3)]
 
 
-def test_a_copy_overlaps_and_a_loop_inside_runs_all_its_trips():
-    body = (
-        f"%copy-start = ({MATRIX}, {MATRIX}, u32[]) copy-start(%x)",
-        f"%loop = {STATE} while(%state), condition=%cond, body=%inner, {LOOP}",
-        f"%copy-done = {MATRIX} copy-done(%copy-start)",
-    )
-    matrix_bytes = 4 * SIDE**2
-    layer = simulate(*body, memory=matrix_bytes / 4, inner=GATHER[1:2])
-    assert lane(layer, COPIES) == [(MEMORY, 0, 8)]
-    # Reading and writing three matrices takes longer than the product's FLOPs.
-    assert lane(layer, COMPUTE) == [(PRODUCT, 12 * n, 12) for n in range(3)]
+def test_a_loop_in_a_layer_runs_all_its_trips():
+    loop = f"%loop = {STATE} while(%state), condition=%cond, body=%inner, {LOOP}"
+    layer = simulate(loop, inner=GATHER, send_s=2)
+    assert layer.seconds == 9
+    assert lane(layer, "memory: fsdp") == [("all-gather", 0, 6)]
+    assert lane(layer, COMPUTE) == [(PRODUCT, 0, 3), (WAIT, 3, 3), (PRODUCT, 6, 3)]
 
 
 def test_lanes_of_a_tpu_step(stored_step):
     """No lane does two things at once, and kernels take what their FLOPs take."""
     step, rates = stored_step("fsdp"), Rates(197e12, 1e15, lambda group: 5e10, 4e14)
     cost, mesh = estimate_step(step.program), step.program.mesh
-    kernel_seconds = average_kernel_seconds(step.module, cost, rates)
-    layers = layer_timelines(step.module, mesh, rates, kernel_seconds)
+    layers = layer_timelines(step.module, mesh, rates, cost.sections)
     flops = {section.name: section.flops.attention for section in cost.sections}
     assert [layer.name for layer in layers] == ["forward", "backward"]
     for layer in layers:
-        lanes = defaultdict(list)
-        for span in layer.spans:
-            lanes[span.lane].append(span)
-        assert {"ICI: fsdp", COMPUTE} <= lanes.keys()
-        for spans in lanes.values():
+        assert {"ICI: fsdp", COMPUTE} <= layer.lanes.keys()
+        for spans in layer.lanes.values():
             for first, second in itertools.pairwise(spans):
                 assert first.end_s <= second.start_s * (1 + 1e-9)
-        busy = sum(span.seconds for span in lanes[COMPUTE])
+        busy = sum(span.seconds for span in layer.lanes[COMPUTE])
         assert busy == pytest.approx(layer.seconds)  # works or waits
         attention_s = flops[f"layers {layer.name}"] / rates.flops / layer.trips
-        assert layer.busy(ATTENTION) == pytest.approx(attention_s)
+        kernels = [s.seconds for s in layer.lanes[COMPUTE] if s.kind == ATTENTION]
+        assert sum(kernels) == pytest.approx(attention_s)
