@@ -203,6 +203,9 @@ def plan_mistakes(config: PlanConfig) -> list[Mistake]:
     elif config.search:
         rule = "needs a machine to search for, for example target=v5e-256"
         mistakes.append(Mistake("search", True, rule))
+    if config.search_precision and not config.search:
+        rule = "needs search=true; add it"
+        mistakes.append(Mistake("search_precision", True, rule))
     if config.search and config.show:
         rule = "shows one layout: remove search=true, or use mesh=planned"
         mistakes.append(Mistake("show", True, rule))
