@@ -15,7 +15,7 @@ from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
-from train.plan.budget import MemoryBudget, memory_budget, memory_limit
+from train.plan.budget import MemoryBudget, budget_of
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
@@ -23,11 +23,6 @@ from train.plan.estimated.lower_bound import temporaries_by_depth
 from train.plan.estimated.step import estimate_memory, estimate_step
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
-from train.plan.recomputing import (
-    RematPolicy,
-    format_policy,
-    policies_keeping_more,
-)
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
 from train.plan.small_copy import extrapolate_cost, extrapolate_memory, make_copy
@@ -38,10 +33,6 @@ from train.program import Program
 class Plan:
     """The plan of one step, with figures for one device.
 
-    program: the planned program.
-    budget: the memory that a device can give the step.
-    memory: the memory that the step needs.
-    cost: the step's FLOPs, bytes and collectives.
     text: the optimized HLO; None if there is no compiled program to read.
     compilation: the time and host memory of compiling; None if it was not tried.
     """
@@ -58,31 +49,24 @@ class Plan:
         """Whether the step fits into the available memory of a device."""
         return self.memory.fits(self.budget)
 
-    @property
+    @cached_property
     def prediction(self) -> Prediction | None:
         """The predicted speed; None if the chip's rates are unknown (always on CPU)."""
-        return self._predicted if isinstance(self._predicted, Prediction) else None
+        program, chip = self.program, self._chip
+        with suppress(NotStated):
+            if chip:
+                return predict(self.cost, program.config, program.mesh, chip)
+        return None
 
     @property
     def missing_prediction(self) -> str:
         """The reason why there is no prediction; "" if there is one."""
-        return "" if isinstance(self._predicted, Prediction) else self._predicted
+        kind = self.program.mesh.devices.flat[0].device_kind
+        return "" if self.prediction else f"not all rates of {kind} are known"
 
     @property
     def _chip(self) -> Chip | None:
         return chip_of(self.program.mesh.devices.flat[0].device_kind)
-
-    @cached_property
-    def _predicted(self) -> Prediction | str:
-        """The predicted speed, or the reason why there is no prediction."""
-        program, chip = self.program, self._chip
-        if chip is None:
-            kind = program.mesh.devices.flat[0].device_kind
-            return f"the speed of {kind} is not known"
-        try:
-            return predict(self.cost, program.config, program.mesh, chip)
-        except NotStated as error:
-            return str(error)
 
     @cached_property
     def advice(self) -> Advice | None:
@@ -94,27 +78,7 @@ class Plan:
         if not self.fits:
             searchable = prediction is not None
             return make_fit(program, self.memory, self.budget, searchable=searchable)
-        if prediction is None:
-            return None
-        advice = advise(prediction, program.config, program.mesh)
-        if advice.override.startswith("train.remat="):
-            return self._choose_policy(advice)
-        return advice
-
-    def _choose_policy(self, advice: Advice) -> Advice:
-        """Return advice with the fastest policy that recomputes less, by estimates."""
-        train, step_times = self.program.config.train, dict[RematPolicy, float]()
-        more = policies_keeping_more(train)
-        for policy in (train.remat, *more):
-            changed = self.program.with_train_config(replace(train, remat=policy))
-            plan = estimate(changed, self.budget)
-            if plan.prediction and (plan.fits or policy == train.remat):
-                step_times[policy] = plan.prediction.middle.step_s
-        best = min(step_times, key=step_times.__getitem__)
-        if best == train.remat:
-            change = "recomputing less does not fit, or is estimated to be no faster"
-            return replace(advice, change=change, override="search=true")
-        return replace(advice, override=f"train.remat={format_policy(best)}")
+        return prediction and advise(prediction, program.config, program.mesh)
 
     @cached_property
     def scaling(self) -> list[ScalingPoint]:
@@ -159,11 +123,12 @@ class Plan:
 
 
 def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Return a plan estimated from shapes, in milliseconds and without a compiler.
+    """Return a plan estimated from shapes, without a compiler.
 
     `budget` defaults to the memory of the device's chip, less the default margin.
     """
-    budget, step = budget or _budget_of(program), local_step(program)
+    budget = budget or budget_of(list(program.mesh.devices.flat))
+    step = local_step(program)
     memory, cost = estimate_memory(program, step), estimate_step(program, step)
     return Plan(program, budget, memory, cost)
 
@@ -205,10 +170,3 @@ def compile_small(program: Program, budget: MemoryBudget | None = None) -> Plan:
     memory = extrapolate_memory(small.memory, whole.memory, temporaries)
     cost = extrapolate_cost(small.cost, small_guess.cost, whole.cost)
     return replace(whole, memory=memory, cost=cost, compilation=small.compilation)
-
-
-def _budget_of(program: Program) -> MemoryBudget:
-    devices = program.mesh.devices
-    device = devices.flat[0]
-    chip, limit = chip_of(device.device_kind), memory_limit(device)
-    return memory_budget(chip, num_devices=devices.size, limit=limit)

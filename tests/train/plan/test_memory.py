@@ -89,5 +89,5 @@ def test_why_a_gpu_has_less_is_said_and_what_is_nothing_is_not(
     printed = capsys.readouterr().out
     assert ("50% of a GPU" in printed) is noted
     assert ("XLA_CLIENT_MEM_FRACTION=" in printed) is noted
-    assert "\none layer    " in printed
+    assert "\none layer " in printed
     assert "- logits" not in printed
