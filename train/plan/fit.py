@@ -4,7 +4,7 @@ Changes accumulate until the step is estimated to fit. The number of chips does 
 change. Only a search (plan/search) tries sharding over `tensor`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
 
@@ -20,7 +20,7 @@ from train.program import Program, make_program
 from train.units import format_bytes
 
 # Changes that are made together, such as those of two mesh axes.
-Proposal = Sequence[Change]
+Proposal = list[Change]
 
 
 def make_fit(
@@ -39,7 +39,7 @@ def make_fit(
     # After each change, the compiler is assumed to exceed the estimate by this much.
     gap = needed - estimate_memory(program).needed.bytes
     changes = list[SuggestedChange]()
-    for proposals in _proposals(program, 2 * memory.held > available):
+    for proposals in _proposals(program):
         outcomes = _outcomes(program, proposals, gap, available)
         least = min(outcomes, key=lambda o: o[0].needed_bytes, default=None)
         if least is None or least[0].needed_bytes >= needed:
@@ -56,11 +56,8 @@ def make_fit(
     return Advice(bottleneck, remedy, override, tuple(changes))
 
 
-def _proposals(program: Program, shards_first: bool) -> list[list[Proposal]]:
-    """Return alternatives in the order in which they are tried, one list per setting.
-
-    The alternatives of one setting are sorted from the least to the most costly.
-    """
+def _proposals(program: Program) -> list[list[Proposal]]:
+    """Return the alternatives of each setting, in the order in which they are tried."""
     config, shape = program.config, program.mesh.shape
     train, data = config.train, config.mesh.dcn.data
     # The devices within a slice or node move from the data axis to fsdp.
@@ -75,13 +72,9 @@ def _proposals(program: Program, shards_first: bool) -> list[list[Proposal]]:
         description = "split the batch into smaller microbatches"
         split.append([Change("train", "accumulation_steps", steps, description)])
         steps *= 2
-    settings = [recompute, split]
-    if shape["data"] != data:
-        settings.insert(0 if shards_first else 2, [shard])
-    # The other changes come last because they cost precision or time.
-    for group in MEMORY_SAVING:
-        settings.append([[c] for c in group if c.applies_to(config)])
-    return settings
+    # These changes come last because they cost precision or time.
+    saving = [[[c] for c in group if c.applies_to(config)] for group in MEMORY_SAVING]
+    return [[shard] if shape["data"] != data else [], recompute, split, *saving]
 
 
 def _outcomes(

@@ -70,10 +70,7 @@ class Plan:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """The bottleneck and its remedy; None if the step fits but has no prediction.
-
-        The bottleneck is memory if the step does not fit.
-        """
+        """The bottleneck and its remedy; None if a fitting step has no prediction."""
         prediction, program = self.prediction, self.program
         if not self.fits:
             searchable = prediction is not None

@@ -109,20 +109,11 @@ def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
     assert len(values["array"]["held"]) == values["devices"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        (["target=v5e-7", "margin=2"], ["target", "margin"]),
-        (
-            ["runtime.cpu_devices=8", "mesh.fsdp=3", "model.vocab_size=100"],
-            ["mesh", "data.batch_size", "mesh.params.embed", "model.vocab_size"],
-        ),
-    ],
-)
-def test_all_mistakes_are_listed_at_once(plan, overrides, keys):
+def test_all_mistakes_are_listed_at_once(plan):
+    overrides = "runtime.cpu_devices=8", "mesh.fsdp=3", "model.vocab_size=100"
     _, err = plan(*overrides, "data.batch_size=8", code=78)
-    assert f"{len(keys)} mistakes" in err
-    for key in keys:
+    assert "4 mistakes" in err
+    for key in ("mesh", "data.batch_size", "mesh.params.embed", "model.vocab_size"):
         assert f"\n  {key} = " in err
 
 

@@ -61,17 +61,6 @@ def test_the_advised_changes_fit_and_only_with_the_last(laid_out, overrides, adv
     assert not any(change.fits for change in others)
 
 
-def test_the_compiler_is_expected_to_need_more_after_a_change_too(laid_out):
-    program = laid_out("mesh=ddp", "data.batch_size=64")
-    memory, available = estimate_memory(program), needs(program) - MIB
-    first = fit(program, memory, available)
-    assert len(first.changes) == 1
-    saved = needs(program) - first.changes[0].needed_bytes
-    compiled = Figure(available + saved + MIB, "compiled")
-    memory = dataclasses.replace(memory, needed=compiled)
-    assert fit(program, memory, available).override != first.override
-
-
 def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):
     program = laid_out("mesh=ddp", "data.batch_size=8")
     compiled = Figure(24 * 1024 * MIB, "compiled")

@@ -31,20 +31,6 @@ def test_traffic_grows_like_a_ring_and_speed_falls(composed, capsys):
     assert "50,944" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("v5e-256", ["mesh=fsdp"]),
-        # More stages would need more layers.
-        ("h100-8x2", ["mesh=fsdp", "mesh.pipeline=2", "mesh.dcn.pipeline=2"]),
-    ],
-)
-def test_one_slice_or_stages_across_slices_are_not_scaled(composed, name, overrides):
-    planned = machine(composed, name, *overrides, "data.batch_size=16")
-    step = execution(1, 1, total("pipeline", "network", 1e6))
-    assert weak_scaling(step, *planned.place) == []
-
-
 @pytest.mark.parametrize("preset", ["fsdp", "ddp"])
 def test_a_ring_of_gpus_goes_through_all_of_each_node(composed, preset):
     """Each GPU sends all of a gather but its part; in one node, 7/8 over NVLink."""

@@ -10,7 +10,7 @@ from train.plan import precision, recomputing
 from train.plan.precision import CHANGES, combinations, with_changes
 from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
-from train.plan.search.candidates import Layout, layouts
+from train.plan.search.candidates import Layout
 from train.plan.search.result import none_fits
 from train.plan.search.search import search
 
@@ -22,16 +22,6 @@ ADAMW = (*MODEL, "optimizer=adamw", "train.remat=full")
 def own_mesh_only(devices, monkeypatch):
     monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
     monkeypatch.setattr(weigh, "layouts", lambda *_: [])
-
-
-@pytest.mark.slow
-def test_all_meshes_are_weighed(composed, devices, monkeypatch):
-    monkeypatch.setattr(weigh, "layouts", layouts)
-    shape = "model=moe_nano", "model.num_heads=1", "model.num_experts=6", "mesh=fsdp"
-    config = composed(*shape, "data.batch_size=4", "data.sequence_length=128")
-    result = search(config, devices[:4], budget(LARGE))
-    meshes = {(c.layout.data, c.layout.fsdp, c.layout.expert) for c in result.weighed}
-    assert meshes == {(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)}
 
 
 def test_layouts_that_a_command_would_refuse_are_not_weighed(composed, monkeypatch):
