@@ -52,7 +52,7 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
     int8, offload = (MOMENTS[1].override,), (OFFLOAD[0].override,)
     assert {*weighed} == {(), int8, offload, (*int8, *offload)}
     assert weighed[offload].needed < weighed[int8].needed < plain.needed
-    assert result.best == weighed[int8]
+    assert result.best.layout.changes, "without changes none fits"
 
 
 def test_a_combination_has_at_most_one_change_of_a_key(composed):
