@@ -152,6 +152,8 @@ def plan_sentences(
     middle, step_s = prediction.middle, prediction.step_s
     low, high = format_seconds(step_s.low), format_seconds(step_s.high)
     step = f"{format_seconds(middle.step_s)} for a step ({low} to {high}), estimated"
+    if prediction.worst_error:
+        step += f"; runs on this chip were off by up to {prediction.worst_error:.0%}"
     per_chip = f"{format_count(middle.tokens_per_second_per_chip)} a chip"
     sections = (f"{s.name}: {s.bound_by}" for s in prediction.sections)
     return [

@@ -16,9 +16,9 @@ from train.program import Program
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # libtpu says "the total memory required for HLO temporaries (20.1G) exceeds available
 # HBM (15.75G)".
+_SIZE = r"\(([\d.]+)([KMGT]?)\)"
 _OUT_OF_MEMORY = re.compile(
-    r"memory required[^(]*\(([\d.]+)([KMGT]?)\) "
-    r"exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+    rf"memory required[^(]*{_SIZE} exceeds available HBM {_SIZE}"
 )
 
 
@@ -39,11 +39,7 @@ class Compilation:
 
 
 def compile_step(program: Program) -> Compiled:
-    """Compile the training step of a program for its devices.
-
-    Raises:
-        OutOfMemory: if the compiler reports that the step does not fit.
-    """
+    """Compile a training step for its devices, or raise OutOfMemory."""
     # GPU autotuning needs the device, which may not be present.
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"
     options: Any = {"xla_gpu_autotune_level": 0} if on_gpu else None
@@ -76,8 +72,7 @@ def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilati
 
 def out_of_memory(message: str) -> OutOfMemory | None:
     """Parse a compiler's out-of-memory message; return None for other messages."""
-    match = _OUT_OF_MEMORY.search(message)
-    if match is None:
+    if not (match := _OUT_OF_MEMORY.search(message)):
         return None
     needed, needed_unit, available, available_unit = match.groups()
     return OutOfMemory(

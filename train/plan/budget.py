@@ -1,11 +1,12 @@
 """The memory of one device that a step may take."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 
-from train.hardware.chips import Chip
+from train.hardware.chips import Chip, chip_of
 from train.mesh import Device
 from train.plan.config import MARGIN
 
@@ -23,9 +24,7 @@ class MemoryBudget:
     """The memory of one device.
 
     program: the bytes that a program can use; the system reserves the rest.
-    total: the device's bytes as the vendor states them (for a CPU, its share of the
-        host's memory), or `program` if that is larger: some compilers let a program use
-        more than the stated size.
+    total: the device's bytes as the vendor states them, or `program` if that is larger.
     available: `total` less the margin, but at most `program`.
     note: why a program cannot use more and how to change this, or "".
     """
@@ -42,13 +41,10 @@ def memory_budget(
     num_devices: int = 1,
     limit: int | None = None,
 ) -> MemoryBudget:
-    """Return the memory budget of a device.
+    """Return the memory budget of a device, of which the fraction `margin` stays free.
 
-    Args:
-        chip: the device's chip; None means that the devices share the host's memory.
-        margin: the fraction of the memory that must stay free.
-        num_devices: the number of devices that share the host's memory.
-        limit: a real device's `memory_limit`.
+    If `chip` is None, `num_devices` devices share the host's memory. `limit` is a real
+    device's `memory_limit`.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:
@@ -62,14 +58,18 @@ def memory_budget(
         fraction = float(next(set_fractions, _DEFAULT_FRACTION))
         total_bytes = chip.hbm_bytes // chip.devices
         program_bytes = int(fraction * total_bytes)
-        note = (
-            f"JAX takes {fraction:.0%} of a GPU; to change that, here and in training, "
-            f"set {_FRACTION_VARIABLES[0]}=0.92, say, in the environment"
-        )
+        note = f"JAX takes {fraction:.0%} of a GPU; to change that, here and in "
+        note += f"training, set {_FRACTION_VARIABLES[0]}=0.92, say, in the environment"
     if limit is not None and abs(limit / program_bytes - 1) > _LIMIT_TOLERANCE:
         total_bytes, program_bytes = total_bytes * limit // program_bytes, limit
     available = min(program_bytes, int((1 - margin) * total_bytes))
     return MemoryBudget(total_bytes, program_bytes, available, note)
+
+
+def budget_of(devices: Sequence[Device], margin: float = MARGIN) -> MemoryBudget:
+    """Return the memory budget of each of the devices, which may not be present."""
+    chip, limit = chip_of(devices[0].device_kind), memory_limit(devices[0])
+    return memory_budget(chip, margin, num_devices=len(devices), limit=limit)
 
 
 def memory_limit(device: Device) -> int | None:

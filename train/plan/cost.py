@@ -1,16 +1,12 @@
 """The FLOPs, bytes and collectives of one device in one step, by section of the step.
 
 The costs are read from the compiled program (compiled/step.py) or estimated without a
-compiler (estimated/step.py). Both count the same quantities.
+compiler (estimated/step.py). FLOPs are those of matrix products, two for each
+multiply-add. Main-memory bytes are counted for each instruction separately, as if there
+were no cache.
 
-FLOPs are those of matrix products only, two for each multiply-add.
-Main-memory bytes are counted for each instruction separately, as if no cache kept data
-between instructions.
-
-For a collective in groups of n devices, `payload` is the size of one array in bytes:
-the result of a gather, the array that is reduced (and scattered), or one device's input
-of an all-to-all or a permute. `sent` is the bytes that each device sends in a ring:
-(n-1)/n of the payload, twice as much for an all-reduce, and the payload for a permute.
+The `payload` of a collective is the bytes of the result of a gather, of the array that
+is reduced (and scattered), or of one device's input of an all-to-all or a permute.
 """
 
 import dataclasses
@@ -37,8 +33,7 @@ class Flops:
     unknown: kernels whose FLOPs are not counted.
     eight_bits: the FLOPs in `products` whose operands have eight bits.
     grouped: the FLOPs in `products` that multiply rows grouped by expert.
-    padded: the executed FLOPs at the full rate of the matrix units that take as long as
-        all FLOPs here, because dims leave a part of the units idle; 0 if unknown.
+    padded: all FLOPs, counting idle rows and columns of the matrix units; 0 if unknown.
     """
 
     products: float = 0.0
@@ -107,11 +102,9 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class SectionCost:
-    """The costs of one device in one section of a step (train/plan/sections.py).
+    """The costs of one section of a step (train/plan/sections.py).
 
     name: one of SECTIONS, or "step" if the sections are not known.
-    flops: the executed FLOPs.
-    sent: collectives by mesh axes, network and kind.
     """
 
     name: str
@@ -125,7 +118,6 @@ class StepCost:
     """The costs of one device in one step.
 
     model_flops: a device's share of the model's FLOPs (train/model_flops.py).
-    sections: the costs of the sections, which run one after another.
     outside_layers: the collectives outside the layers, split by `serves` too.
     host_bytes: bytes sent to host memory; the same number comes back.
     unread: the parts of the program's text that could not be read.
@@ -156,15 +148,12 @@ class StepCost:
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures as plain values, under the keys of plan.json."""
-        flops, hbm_bytes = self.flops, self.hbm_bytes
-        traffic_values = {
-            "memory_bytes": hbm_bytes.total,
-            "product_bytes": hbm_bytes.products,
-        }
+        hbm_bytes = self.hbm_bytes
+        traffic = {"memory_bytes": hbm_bytes.total, "product_bytes": hbm_bytes.products}
         return dataclasses.asdict(self) | {
-            "work": dataclasses.asdict(flops) | traffic_values,
+            "work": dataclasses.asdict(self.flops) | traffic,
             "sent": list(map(dataclasses.asdict, self.sent)),
-            "executed_over_model_flops": flops.total / self.model_flops,
+            "executed_over_model_flops": self.flops.total / self.model_flops,
         }
 
 
@@ -174,12 +163,16 @@ def add_totals(totals: Iterable[CollectiveTotal]) -> list[CollectiveTotal]:
     for t in totals:
         groups[t.axes, t.network, t.kind, t.serves, t.links].append(t)
     sums = []
-    for _, group in sorted(groups.items()):
-        count, payload = sum(t.count for t in group), sum(t.payload for t in group)
+    for group in groups.values():
         sent = sum(t.sent for t in group)
-        overlapped = sum(t.sent * t.overlapped for t in group) / (sent or 1.0)
-        total = dataclasses.replace(group[0], count=count, payload=payload, sent=sent)
-        sums.append(dataclasses.replace(total, overlapped=overlapped))
+        total = dataclasses.replace(
+            group[0],
+            count=sum(t.count for t in group),
+            payload=sum(t.payload for t in group),
+            sent=sent,
+            overlapped=sum(t.sent * t.overlapped for t in group) / (sent or 1.0),
+        )
+        sums.append(total)
     return sorted(sums, key=lambda total: -total.sent)
 
 
@@ -199,32 +192,19 @@ def print_cost(cost: StepCost) -> None:
     )
     if cost.flops.unknown:
         print(f"            without these kernels: {', '.join(cost.flops.unknown)}")
-    headers = ["axes", "network", "links", "kind", "times", "payload", "sent"]
-    headers.append("overlapped")
-    print_table(
-        [table_cells(total) for total in cost.sent],
-        headers,
-        "collectives of a step (links: of a chip, used by a group; sent: by each "
-        "device, in rings; overlapped: with products)",
-    )
-    print_table(
-        [[*table_cells(total), total.serves] for total in cost.outside_layers],
-        [*headers, "for"],
-        "collectives outside the layers",
-    )
+    rows = [
+        [
+            " ".join(total.axes) or "none",
+            total.network,
+            total.kind,
+            f"{total.count:,}",
+            format_bytes(total.sent),
+            f"{total.overlapped:.0%}",
+        ]
+        for total in cost.sent
+    ]
+    headers = ["axes", "network", "kind", "times", "sent", "overlapped"]
+    title = "collectives of a step (sent: by each device; overlapped: with products)"
+    print_table(rows, headers, title)
     if cost.unread:
         print(f"not read    {len(cost.unread)} lines of the program's text")
-
-
-def table_cells(total: CollectiveTotal) -> list[str]:
-    """Return the total as a table row, with the columns of `print_cost`."""
-    return [
-        " ".join(total.axes) or "none",
-        total.network,
-        str(total.links or "") if total.network == "ICI" else "",
-        total.kind,
-        f"{total.count:,}",
-        format_bytes(total.payload),
-        format_bytes(total.sent),
-        f"{total.overlapped:.0%}",
-    ]

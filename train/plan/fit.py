@@ -4,25 +4,23 @@ Changes accumulate until the step is estimated to fit. The number of chips does 
 change. Only a search (plan/search) tries sharding over `tensor`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from functools import reduce
 
 from train.cli.rules import config_mistakes
-from train.config import Config
 from train.errors import ConfigError
 from train.plan.advice import Advice, SuggestedChange
 from train.plan.budget import MemoryBudget
 from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
 from train.plan.precision import MEMORY_SAVING, Change
-from train.plan.recomputing import format_policy, policies_keeping_less
+from train.plan.recomputing import policies_keeping_less
 from train.program import Program, make_program
 from train.units import format_bytes
 
-# Overrides, what they do, and the changed config, which may be impossible.
-Proposals = Iterator[tuple[str, str, Config]]
+# Changes that are made together, such as those of two mesh axes.
+Proposal = list[Change]
 
 
 def make_fit(
@@ -40,17 +38,13 @@ def make_fit(
     )
     # After each change, the compiler is assumed to exceed the estimate by this much.
     gap = needed - estimate_memory(program).needed.bytes
-    proposers: list[Callable[[Program], Proposals]] = [_recompute, _split_batch]
-    proposers.insert(0 if 2 * memory.held > available else 2, _shard)
-    # The other changes come last because they cost precision or time.
-    proposers += [partial(_save_memory, changes) for changes in MEMORY_SAVING]
     changes = list[SuggestedChange]()
-    for propose in proposers:
-        outcomes = _outcomes(program, propose, gap, available)
-        smallest = min(outcomes, key=lambda o: o[0].needed_bytes, default=None)
-        if smallest is None or smallest[0].needed_bytes >= needed:
+    for proposals in _proposals(program):
+        outcomes = _outcomes(program, proposals, gap, available)
+        least = min(outcomes, key=lambda o: o[0].needed_bytes, default=None)
+        if least is None or least[0].needed_bytes >= needed:
             continue
-        change, program = smallest
+        change, program = least
         needed = change.needed_bytes
         changes.append(change)
         if change.fits:
@@ -62,54 +56,41 @@ def make_fit(
     return Advice(bottleneck, remedy, override, tuple(changes))
 
 
+def _proposals(program: Program) -> list[list[Proposal]]:
+    """Return the alternatives of each setting, in the order in which they are tried."""
+    config, shape = program.config, program.mesh.shape
+    train, data = config.train, config.mesh.dcn.data
+    # The devices within a slice or node move from the data axis to fsdp.
+    fsdp, more = shape["fsdp"] * shape["data"] // data, "shard the state further"
+    shard = [Change("mesh", "data", data, more), Change("mesh", "fsdp", fsdp, more)]
+    recompute = [
+        [Change("train", "remat", policy, "recompute more of each layer")]
+        for policy in policies_keeping_less(train)
+    ]
+    split, steps = [], 2 * train.accumulation_steps
+    while steps <= config.data.batch_size:
+        description = "split the batch into smaller microbatches"
+        split.append([Change("train", "accumulation_steps", steps, description)])
+        steps *= 2
+    # These changes come last because they cost precision or time.
+    saving = [[[c] for c in group if c.applies_to(config)] for group in MEMORY_SAVING]
+    return [[shard] if shape["data"] != data else [], recompute, split, *saving]
+
+
 def _outcomes(
-    program: Program, propose: Callable[[Program], Proposals], gap: int, available: int
+    program: Program, proposals: list[Proposal], gap: int, available: int
 ) -> Iterator[tuple[SuggestedChange, Program]]:
     """Yield the possible changes and their programs, up to the first that fits."""
     devices = list(program.mesh.devices.flat)
-    for override, description, config in propose(program):
+    for changes in proposals:
+        config = reduce(lambda config, c: c.applied(config), changes, program.config)
         with suppress(ConfigError):
             if config_mistakes(config):
                 continue
             changed = make_program(config, devices, num_tokens=program.num_tokens)
             needed = gap + estimate_memory(changed).needed.bytes
-            fits = needed <= available
+            override = " ".join(change.override for change in changes)
+            fits, description = needed <= available, changes[0].description
             yield SuggestedChange(override, description, needed, fits), changed
             if fits:
                 return
-
-
-def _shard(program: Program) -> Proposals:
-    """Propose to move the devices within a slice or node from the data axis to fsdp."""
-    mesh, shape = program.config.mesh, program.mesh.shape
-    data, fsdp = mesh.dcn.data, shape["fsdp"] * shape["data"] // mesh.dcn.data
-    if shape["data"] != data:
-        config = replace(program.config, mesh=replace(mesh, data=data, fsdp=fsdp))
-        description = "shard the state over more devices instead of replicating it"
-        yield f"mesh.data={data} mesh.fsdp={fsdp}", description, config
-
-
-def _recompute(program: Program) -> Proposals:
-    """Propose to save fewer intermediates of each layer."""
-    train = program.config.train
-    for policy in policies_keeping_less(train):
-        config = replace(program.config, train=replace(train, remat=policy))
-        override = f"train.remat={format_policy(policy)}"
-        yield override, "recompute more of each layer", config
-
-
-def _split_batch(program: Program) -> Proposals:
-    """Propose 2, 4, 8, ... times as many microbatches."""
-    train, steps = program.config.train, program.config.train.accumulation_steps
-    while (steps := 2 * steps) <= program.config.data.batch_size:
-        config = replace(program.config, train=replace(train, accumulation_steps=steps))
-        override = f"train.accumulation_steps={steps}"
-        yield override, "split the batch into smaller microbatches", config
-
-
-def _save_memory(changes: Sequence[Change], program: Program) -> Proposals:
-    """Propose the changes whose config key has its default value."""
-    for change in changes:
-        if change.applies_to(program.config):
-            config = change.applied(program.config)
-            yield change.override, f"use {change.description}", config

@@ -6,16 +6,12 @@ activations. The item `gradients` assumes that all gradients exist at once.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled
 
-from model.axes import mesh_axes
 from train.console import print_table
 from train.plan.aot import Compilation, OutOfMemory
 from train.plan.budget import MemoryBudget
@@ -44,11 +40,10 @@ class DeviceMemory:
     parts: bytes on one device, by name. Some parts overlap: arguments are the state and
         the batch, and gradients are among the temporaries.
     needed: the total on one device.
-    host: bytes in host memory for one device, by name.
-    devices_per_host: the number of devices that share one host's memory.
-    host_save: the most bytes that an asynchronous save keeps in one host's memory.
+    host_save: an upper bound of one host's memory that an asynchronous save takes.
     checkpoint: the bytes of a checkpoint on disk, before compression.
     temporaries: the known items of one device's temporaries, by name.
+    host: bytes in host memory for one device, by name.
     """
 
     parts: dict[str, Figure]
@@ -89,13 +84,13 @@ def device_memory(
     `compiled` is the compiled step or the compiler's error. If it is None, only the
     state and the batch are counted.
     """
-    state, batch = program.state, program.batch
+    state, devices = program.state, list(program.mesh.devices.flat)
     other_state = _per_device(state._replace(params=None))
     in_host_memory = _per_device(program.host_state)
     parts = {
         "parameters": _per_device(state.params),
         "optimizer state": Figure(other_state.bytes - in_host_memory.bytes, COMPUTED),
-        "batch": _per_device(batch),
+        "batch": _per_device(program.batch),
         "gradients": _per_device(state.params),
     }
     needed = Figure(sum(parts[name].bytes for name in HELD), COMPUTED)
@@ -103,20 +98,24 @@ def device_memory(
     if isinstance(compiled, OutOfMemory):
         needed = Figure(compiled.needed_bytes, COMPILED)
     elif compiled is not None:
-        on_tpu = program.mesh.devices.flat[0].platform == "tpu"
-        sizes = _compiled_parts(compiled, on_tpu)
-        needed = Figure(sum(sizes.values()), COMPILED)
-        parts |= {name: Figure(size, COMPILED) for name, size in sizes.items()}
-        host = _compiled_host_parts(compiled)
-    saved = jax.tree.leaves(as_saved(state))
-    checkpoint_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+        compiled_parts, host = _compiled_parts(compiled, devices[0].platform)
+        needed = Figure(sum(part.bytes for part in compiled_parts.values()), COMPILED)
+        parts |= compiled_parts
+    process = devices[0].process_index
+    local_devices = sum(device.process_index == process for device in devices)
+    checkpoint_bytes = host_save_bytes = 0
+    for leaf in jax.tree.leaves(as_saved(state)):
+        size = leaf.size * leaf.dtype.itemsize
+        checkpoint_bytes += size
+        # A host copies each replicated shard only once.
+        host_save_bytes += min(size, local_devices * bytes_per_device(leaf))
     return DeviceMemory(
         parts=parts,
         needed=needed,
-        host_save=Figure(_host_bytes(saved, program.mesh), COMPUTED),
+        host_save=Figure(host_save_bytes, COMPUTED),
         checkpoint=Figure(checkpoint_bytes, COMPUTED),
         host=host,
-        devices_per_host=len(_first_host_positions(program.mesh)),
+        devices_per_host=local_devices,
     )
 
 
@@ -124,61 +123,41 @@ def print_memory(
     memory: DeviceMemory, budget: MemoryBudget | None, compilation: Compilation | None
 ) -> None:
     """Print every figure and its source, and whether the step fits a given budget."""
-    parts = {k: v for k, v in memory.parts.items() if v.bytes}
+    items = {**memory.parts, **memory.temporaries}
     print_table(
-        [[name, format_bytes(part.bytes), part.how] for name, part in parts.items()],
+        [[name, format_bytes(x.bytes), x.how] for name, x in items.items() if x.bytes],
         ["memory of a device", "bytes", "source"],
-        "memory (temporaries include gradients)",
+        "memory (gradients, activations and logits are among the temporaries)",
     )
-    items = {name: item.bytes for name, item in memory.temporaries.items()}
-    if items:
-        rows = [[name, format_bytes(size)] for name, size in items.items()]
-        rows.append(["total", format_bytes(sum(items.values()))])
-        title = "what the temporaries hold at least, from shapes"
-        print_table(rows, ["temporaries", "bytes"], title)
     if compilation:
-        print(
-            f"compiled    in {format_seconds(compilation.seconds)}, this process held "
-            f"{format_bytes(compilation.peak_rss_bytes)} at most"
-        )
-    if memory.host:
-        parts = (
-            f"{name} {format_bytes(part.bytes)}" for name, part in memory.host.items()
-        )
-        print(
-            f"host        {format_bytes(memory.host_held)} while training, for "
-            f"{memory.devices_per_host} devices, each with {', '.join(parts)}"
-        )
-    print(f"host        {format_bytes(memory.host_save.bytes)} at most during a save")
+        print(f"compiled    in {format_seconds(compilation.seconds)}")
+    print(
+        f"host        {format_bytes(memory.host_held)} while training, "
+        f"{format_bytes(memory.host_save.bytes)} more during a save"
+    )
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
     if budget is None:
         return
+    needed, spare = memory.needed, budget.available - memory.needed.bytes
+    at_least = "at least " if needed.how == LOWER_BOUND else ""
     print(
-        f"memory      {format_bytes(budget.total)} a device, of which a program can "
-        f"use {format_bytes(budget.program)}; {format_bytes(budget.available)} with "
-        "the margin"
+        f"needed      {at_least}{format_bytes(needed.bytes)} a device ({needed.how}), "
+        f"available {format_bytes(budget.available)} of {format_bytes(budget.total)}"
     )
     if budget.note:
         print(f"            {budget.note}")
-    needed, spare = memory.needed, budget.available - memory.needed.bytes
-    at_least = needed.how == LOWER_BOUND
-    print(
-        f"needed      {'at least ' * at_least}{format_bytes(needed.bytes)} a device, "
-        f"{needed.how}"
-    )
     if spare < 0:
         print(f"fits        no, {format_bytes(-spare)} too much")
     elif at_least:
-        print(
-            f"fits        not known: {format_bytes(spare)} are left for what only a "
-            "compiler can count; compile the step to know"
-        )
+        print("fits        not known; compile the step to know")
     else:
         print(f"fits        yes, {format_bytes(spare)} to spare")
 
 
-def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
-    """Return the bytes of one device that the compiler reports, by name.
+def _compiled_parts(
+    compiled: Compiled, platform: str
+) -> tuple[dict[str, Figure], dict[str, Figure]]:
+    """Return the memory of one device and of its host that the compiler reports.
 
     XLA:TPU counts the carry of a loop twice in `temp_size_in_bytes`
     (docs/log/compiled.md). So on TPUs the temporaries are derived from the peak.
@@ -188,50 +167,26 @@ def _compiled_parts(compiled: Compiled, on_tpu: bool) -> dict[str, int]:
     # The new state reuses the memory of the old one (`alias`).
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporaries = stats.temp_size_in_bytes
-    if on_tpu and stats.peak_memory_in_bytes:
+    if platform == "tpu" and stats.peak_memory_in_bytes:
         # XLA's peak includes arguments in host memory.
         peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
         temporaries = peak - arguments - outputs
-    return {
+    on_device = {
         "arguments": arguments,
         "temporaries": temporaries,
         "outputs": outputs,
         "code": stats.generated_code_size_in_bytes,
     }
-
-
-def _compiled_host_parts(compiled: Compiled) -> dict[str, Figure]:
-    """Return the host memory that the compiler reports, without empty items."""
-    stats: Any = compiled.memory_analysis()
-    sizes = {
+    on_host = {
         "arguments": stats.host_argument_size_in_bytes,
         "temporaries": stats.host_temp_size_in_bytes,
         "outputs": stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
     }
-    return {name: Figure(size, COMPILED) for name, size in sizes.items() if size}
-
-
-def _first_host_positions(mesh: Mesh) -> list[dict[str, int]]:
-    """Return the mesh positions of the first host's devices."""
-    host = mesh.devices.flat[0].process_index
-    return [
-        dict(zip(mesh.axis_names, index, strict=True))
-        for index, device in np.ndenumerate(mesh.devices)
-        if device.process_index == host
-    ]
+    return (
+        {name: Figure(size, COMPILED) for name, size in on_device.items()},
+        {name: Figure(size, COMPILED) for name, size in on_host.items() if size},
+    )
 
 
 def _per_device(tree: Any) -> Figure:
     return Figure(sum(map(bytes_per_device, jax.tree.leaves(tree))), COMPUTED)
-
-
-def _host_bytes(leaves: Iterable[jax.ShapeDtypeStruct], mesh: Mesh) -> int:
-    """Count the bytes on one host's devices, counting each replicated shard once."""
-    positions, total = _first_host_positions(mesh), 0
-    for leaf in leaves:
-        sharding = leaf.sharding
-        assert isinstance(sharding, NamedSharding)
-        axes = [axis for entry in sharding.spec for axis in mesh_axes(entry)]
-        shards = {tuple(position[axis] for axis in axes) for position in positions}
-        total += len(shards) * bytes_per_device(leaf)
-    return total

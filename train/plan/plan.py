@@ -15,7 +15,7 @@ from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
 from train.plan.advice import Advice, advise
 from train.plan.aot import Compilation, OutOfMemory, measure_compile
-from train.plan.budget import MemoryBudget, memory_budget, memory_limit
+from train.plan.budget import MemoryBudget, budget_of
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
@@ -30,7 +30,7 @@ from train.plan.recomputing import (
 )
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
-from train.plan.small_copy import extrapolate_cost, extrapolate_memory, make_copy
+from train.plan.small_copy import extrapolate_memory, make_copy
 from train.program import Program
 
 
@@ -38,10 +38,6 @@ from train.program import Program
 class Plan:
     """The plan of one step, with figures for one device.
 
-    program: the planned program.
-    budget: the memory that a device can give the step.
-    memory: the memory that the step needs.
-    cost: the step's FLOPs, bytes and collectives.
     text: the optimized HLO; None if there is no compiled program to read.
     compilation: the time and host memory of compiling; None if it was not tried.
     """
@@ -58,38 +54,28 @@ class Plan:
         """Whether the step fits into the available memory of a device."""
         return self.memory.fits(self.budget)
 
-    @property
+    @cached_property
     def prediction(self) -> Prediction | None:
         """The predicted speed; None if the chip's rates are unknown (always on CPU)."""
-        return self._predicted if isinstance(self._predicted, Prediction) else None
+        program, chip = self.program, self._chip
+        with suppress(NotStated):
+            if chip:
+                return predict(self.cost, program.config, program.mesh, chip)
+        return None
 
     @property
     def missing_prediction(self) -> str:
         """The reason why there is no prediction; "" if there is one."""
-        return "" if isinstance(self._predicted, Prediction) else self._predicted
+        kind = self.program.mesh.devices.flat[0].device_kind
+        return "" if self.prediction else f"not all rates of {kind} are known"
 
     @property
     def _chip(self) -> Chip | None:
         return chip_of(self.program.mesh.devices.flat[0].device_kind)
 
     @cached_property
-    def _predicted(self) -> Prediction | str:
-        """The predicted speed, or the reason why there is no prediction."""
-        program, chip = self.program, self._chip
-        if chip is None:
-            kind = program.mesh.devices.flat[0].device_kind
-            return f"the speed of {kind} is not known"
-        try:
-            return predict(self.cost, program.config, program.mesh, chip)
-        except NotStated as error:
-            return str(error)
-
-    @cached_property
     def advice(self) -> Advice | None:
-        """The bottleneck and its remedy; None if the step fits but has no prediction.
-
-        The bottleneck is memory if the step does not fit.
-        """
+        """The bottleneck and its remedy; None if a fitting step has no prediction."""
         prediction, program = self.prediction, self.program
         if not self.fits:
             searchable = prediction is not None
@@ -159,11 +145,12 @@ class Plan:
 
 
 def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Return a plan estimated from shapes, in milliseconds and without a compiler.
+    """Return a plan estimated from shapes, without a compiler.
 
     `budget` defaults to the memory of the device's chip, less the default margin.
     """
-    budget, step = budget or _budget_of(program), local_step(program)
+    budget = budget or budget_of(list(program.mesh.devices.flat))
+    step = local_step(program)
     memory, cost = estimate_memory(program, step), estimate_step(program, step)
     return Plan(program, budget, memory, cost)
 
@@ -191,24 +178,15 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
 
 
 def compile_small(program: Program, budget: MemoryBudget | None = None) -> Plan:
-    """Compile a copy with few layers, and return the plan extrapolated to all layers.
+    """Return an estimate whose memory is extrapolated from a compiled copy.
 
-    A program with few layers is compiled whole. `budget` has the same default as in
-    `estimate`.
+    The copy has few layers; a program with few layers is compiled whole. `budget` has
+    the same default as in `estimate`.
     """
     copy = make_copy(program)
     if copy is None:
         return compile_and_read(program, budget)
-    whole, small_guess = estimate(program, budget), estimate(copy, budget)
-    small = compile_and_read(copy, budget)
+    whole, small = estimate(program, budget), compile_and_read(copy, budget)
     temporaries = temporaries_by_depth(program) - temporaries_by_depth(copy)
     memory = extrapolate_memory(small.memory, whole.memory, temporaries)
-    cost = extrapolate_cost(small.cost, small_guess.cost, whole.cost)
-    return replace(whole, memory=memory, cost=cost, compilation=small.compilation)
-
-
-def _budget_of(program: Program) -> MemoryBudget:
-    devices = program.mesh.devices
-    device = devices.flat[0]
-    chip, limit = chip_of(device.device_kind), memory_limit(device)
-    return memory_budget(chip, num_devices=devices.size, limit=limit)
+    return replace(whole, memory=memory, compilation=small.compilation)

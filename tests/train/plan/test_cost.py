@@ -1,4 +1,4 @@
-"""What the plan says that a step computes and sends."""
+"""The FLOPs, bytes and collectives that a plan states and prints."""
 
 import dataclasses
 import json
@@ -6,25 +6,23 @@ import json
 import jax
 
 from benchmarks.published import cost_of
-from train.plan.compiled.step import read_step
 from train.plan.cost import print_cost
+from train.plan.plan import compile_and_read
 
 
-def test_the_plan_of_copies_reduces_every_gradient_once(programs, capsys):
-    """Pure data parallelism: all gradients, in float32, and nothing else of size."""
+def test_data_parallelism_reduces_every_gradient_once(programs, capsys):
+    """All gradients are reduced in float32, and nothing else of that size."""
     program = programs("mesh.data=4", devices=4)
-    lowered = program.train_step.lower(program.state, program.batch)
-    found = read_step(program, lowered.compile().as_text() or "", {})
-    assert found.unread == ()
+    cost = compile_and_read(program).cost
+    assert cost.unread == ()
     gradients = 4 * sum(x.size for x in jax.tree.leaves(program.state.params))
-    reduced = sum(t.payload for t in found.sent if t.kind == "all-reduce")
+    reduced = sum(t.payload for t in cost.sent if t.kind == "all-reduce")
     assert gradients <= reduced < 1.01 * gradients + 1000
-    assert {t.axes for t in found.sent} == {("data",)}
-    as_json = json.loads(json.dumps(found.as_json()))
-    assert cost_of(as_json) == found
-    assert 0.9 < as_json["executed_over_model_flops"] < 1.6
-    print_cost(dataclasses.replace(found, unread=("what is this",)))
-    said = capsys.readouterr().out
-    assert "computes" in said
-    assert "all-reduce" in said
-    assert "not read    1 lines" in said
+    assert {t.axes for t in cost.sent} == {("data",)}
+    values = json.loads(json.dumps(cost.as_json()))
+    assert cost_of(values) == cost
+    assert 0.9 < values["executed_over_model_flops"] < 1.6
+    print_cost(dataclasses.replace(cost, unread=("an unknown line",)))
+    printed = capsys.readouterr().out
+    assert "all-reduce" in printed
+    assert "not read    1 lines" in printed

