@@ -6,15 +6,16 @@ sizes are exact, so their sum is a lower bound. What a compiler adds (a layer's 
 activations, buffers of collectives, copies and padding) is not part of it.
 """
 
-import math
-from collections.abc import Iterable
+import jax
 
 from model.choices import Attention
-from train.plan.estimated.arrays import LocalArray
-from train.plan.estimated.local_step import FLOAT32, LocalStep, local_step
-from train.plan.estimated.operation import SHAPES, Operation, flatten_loops
+from model.params import is_of_layers, named
+from train.plan.estimated.arrays import LocalArray, Operation, flatten_loops
+from train.plan.estimated.local_step import LocalStep, local_step
 from train.program import Program
+from train.sharding import bytes_per_device
 
+FLOAT32 = 4  # bytes
 # The fraction of the operands and results of a layer's products that exists at once.
 # Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
 _AT_ONCE = 0.4
@@ -23,8 +24,8 @@ _LANES = 128  # A TPU pads the last dim of an array to a multiple of its lanes.
 
 def least_temporaries(step: LocalStep) -> dict[str, int]:
     """Return the bytes of temporaries that exist at the step's peak, by name."""
-    sums = [_loss_items(step), _layer_items(step), _update_items(step)]
-    largest = max(sums, key=lambda items: sum(items.values()))
+    points = [_loss_items(step), _layer_items(step), _update_items(step)]
+    largest = max(points, key=lambda items: sum(items.values()))
     return {name: size for name, size in largest.items() if size}
 
 
@@ -35,10 +36,9 @@ def temporaries_by_depth(program: Program) -> int:
     other activations are estimated.
     """
     step = local_step(program)
-    layer_bytes = max(map(_activation_bytes, step.layers))
-    items = [_loss_items(step), _layer_items(step), _update_items(step)]
-    loss, layers, update = (sum(sizes.values()) for sizes in items)
-    return max(loss, layers + layer_bytes, update)
+    points = [_loss_items(step), _layer_items(step), _update_items(step)]
+    loss, layers, update = (sum(items.values()) for items in points)
+    return max(loss, layers + max(map(_activation_bytes, step.layers)), update)
 
 
 def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
@@ -46,21 +46,23 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
 
     `on_host` selects the bytes in host memory instead of those in device memory.
     """
-    positions = math.prod(dim.size for dim in step.batch[0].dims)
     total = 0
     for loop in step.layers:
-        if not loop.position.is_backward:
-            saved = (
-                _layout_bytes(step, array)
-                for array in _saved_arrays(loop)
-                if array.from_batch and array.size >= positions
-                if array.on_host is on_host
-            )
-            total += loop.position.count * loop.trips * sum(saved)
+        if loop.position.is_backward:
+            continue
+        # A copy of the same size, such as a transpose, counts once.
+        distinct = {(array.origin, array.bytes): array for array in loop.stacked}
+        saved = (
+            _padded_bytes(step, array)
+            for array in distinct.values()
+            if array.from_batch and array.size >= step.tokens
+            if array.on_host is on_host
+        )
+        total += loop.position.count * loop.trips * sum(saved)
     return total // step.microbatches
 
 
-def _layout_bytes(step: LocalStep, array: LocalArray) -> int:
+def _padded_bytes(step: LocalStep, array: LocalArray) -> int:
     """Return the bytes of an activation; Splash pads the head dim of its operands."""
     if step.program.execution.attention is Attention.splash and len(array.dims) == 4:
         head_dim = array.dims[-1].size
@@ -68,26 +70,13 @@ def _layout_bytes(step: LocalStep, array: LocalArray) -> int:
     return array.bytes
 
 
-def _saved_arrays(loop: Operation) -> Iterable[LocalArray]:
-    """Return the distinct arrays that a loop saves in each trip.
-
-    An array and its transpose count as one.
-    """
-    originals = dict[LocalArray, LocalArray]()
-    for operation in loop.body:
-        operand = operation.operands[0] if operation.operands else None
-        for result in operation.results:
-            if operand and operation.name in SHAPES and result.bytes == operand.bytes:
-                originals[result] = originals.get(operand, operand)
-    return {originals.get(array, array): None for array in loop.stacked}
-
-
 def _held(step: LocalStep) -> dict[str, int]:
     """Return what exists while the loss and the backward pass are computed."""
     held = {"saved activations": saved_bytes(step)}
     if step.microbatches > 1:
-        parameters = sum(param.size for param in step.params)
-        held["sum over microbatches"] = FLOAT32 * parameters
+        params = jax.tree.leaves(step.program.state.params)
+        sizes = (bytes_per_device(leaf) // leaf.dtype.itemsize for leaf in params)
+        held["sum over microbatches"] = FLOAT32 * sum(sizes)
     return held
 
 
@@ -96,13 +85,12 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
 
     A loss in pieces of the vocabulary also saves the exponentials of all logits.
     """
-    carried = [a for loop in step.layers for a in loop.carried if a.from_batch]
-    hidden_bytes = max((array.bytes for array in carried), default=0)
-    items = _held(step) | {"features and their gradient": 2 * hidden_bytes}
-    for loop in step.loops:
+    carried = [a.bytes for loop in step.layers for a in loop.carried if a.from_batch]
+    items = _held(step) | {"features and their gradient": 2 * max(carried, default=0)}
+    for loop in step.gradients:
         products = [op for op in loop.body if op.flops]
         heads = [a for op in products for a in op.operands if not a.from_batch]
-        if loop in step.layers or not heads:
+        if loop.position.section != "loss" or not heads:
             continue
         head, logits = max(heads, key=lambda a: a.size), products[0].results[0]
         tables = [a for a in loop.operands if not a.from_batch]
@@ -121,30 +109,36 @@ def _layer_items(step: LocalStep) -> dict[str, int]:
     These are the gathered weights of one layer, in the dtype of products. XLA:TPU
     rounds weights that are not gathered before the loop, those of all layers at once.
     """
-    backward = [loop for loop in step.layers if loop.position.is_backward]
-    in_layers = {array.source for loop in backward for array in loop.operands}
     gathered = rounded = 0
-    for loop in backward:
+    for loop in step.layers:
+        if not loop.position.is_backward:
+            continue
         used = {
-            array.source: array
+            array.origin: array
             for op in flatten_loops(loop.body)
             if op.flops
             for array in op.operands
-            if array.source in loop.slices and not array.from_batch
+            if array.origin in loop.slices and not array.from_batch
         }
-        sizes = [(a.bytes, a.size > a.source.size) for a in used.values()]
+        sizes = [(a.bytes, a.size > a.origin.size) for a in used.values()]
         gathered = max(gathered, sum(size for size, is_larger in sizes if is_larger))
         rounded += loop.trips * sum(size for size, is_larger in sizes if not is_larger)
     on_tpu = step.program.mesh.devices.flat[0].platform == "tpu"
+    gradients = (
+        bytes_per_device(leaf)
+        for name, leaf in named(step.program.state.params)
+        if is_of_layers(name)
+    )
     return _held(step) | {
-        "gradients": sum(param.bytes for param in step.params if param in in_layers),
+        "gradients": sum(gradients),
         "gathered weights": gathered,
         "rounded weights": rounded if on_tpu else 0,
     }
 
 
 def _update_items(step: LocalStep) -> dict[str, int]:
-    return {"gradients": sum(param.bytes for param in step.params)}
+    leaves = jax.tree.leaves(step.program.state.params)
+    return {"gradients": sum(map(bytes_per_device, leaves))}
 
 
 def _activation_bytes(loop: Operation) -> int:

@@ -9,29 +9,24 @@ and then between slices. All other collectives go through the hosts entirely.
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from jax.sharding import Mesh
 
 from model.gather import AxisSteps, scatter_groups
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
+from train.plan.cost import CollectiveTotal, sent_bytes
 from train.plan.estimated.collectives import Exchange
-
-
-class Phase(NamedTuple):
-    """A collective over one network, among `size` devices."""
-
-    exchange: Exchange
-    network: str
-    size: int
-    links: int = 0  # as in `Group`
+from train.plan.sections import outermost_part
 
 
 def phases(
     exchange: Exchange, mesh: Mesh, steps: tuple[AxisSteps, ...] = ()
-) -> Iterator[Phase]:
+) -> Iterator[CollectiveTotal]:
     """Yield the phases of an exchange, in no particular order.
+
+    No schedule is known. On TPUs, all collectives in layers count as overlapped with
+    products. On GPUs none do (plan/roofline.py).
 
     Args:
         exchange: the collective.
@@ -40,18 +35,35 @@ def phases(
             with `members` is already one step.
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
-    kind, payload, inner_size = exchange.kind, exchange.payload, group.size // slices
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+
+    def make_phase(
+        exchange: Exchange, network: str, size: int, links: int = 0
+    ) -> CollectiveTotal:
+        return CollectiveTotal(
+            axes=exchange.axes,
+            network=network,
+            kind=exchange.kind,
+            count=exchange.position.count,
+            payload=round(exchange.payload),
+            sent=sent_bytes(exchange.kind, exchange.payload, size),
+            overlapped=float(on_tpu and exchange.position.in_layers),
+            serves=outermost_part(exchange.position.scope),
+            links=links,
+        )
+
     if group.network != "DCN":
         for step in _in_steps(exchange, steps):
             group, _ = _group(step.axes, step.members, mesh, _dims(step.kind, mesh))
-            yield Phase(step, group.network, group.size, group.links)
+            yield make_phase(step, group.network, group.size, group.links)
         return
+    kind, inner_size = exchange.kind, group.size // slices
     kinds = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
     if inner_size > 1 and kind in kinds:
         in_slice = exchange._replace(kind=kinds[kind])
-        yield Phase(in_slice, "ICI", inner_size, group.links)
-        payload /= inner_size
-    yield Phase(exchange._replace(payload=payload), "DCN", slices)
+        yield make_phase(in_slice, "ICI", inner_size, group.links)
+        exchange = exchange._replace(payload=exchange.payload / inner_size)
+    yield make_phase(exchange, "DCN", slices)
 
 
 def _dims(kind: str, mesh: Mesh) -> int | None:

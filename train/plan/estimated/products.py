@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from train.plan.estimated.arrays import Dim, LocalArray, OperationPosition, gather_along
+from train.plan.estimated.arrays import Dim, LocalArray, Position, ProductSize
 from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import ResultLayout
-from train.plan.estimated.operation import ProductSize
 
 
 class LocalProduct(NamedTuple):
@@ -32,34 +31,28 @@ def lay_out_product(
     b: LocalArray,
     pairs: Any,
     recorder: CollectiveRecorder,
-    position: OperationPosition,
+    position: Position,
 ) -> LocalProduct:
     """Lay out `dot_general` on a device.
 
-    An axis conflicts if it shards both operands in dims that do not match, or only a
-    contracted dim of one operand. Then the parameter is gathered along this axis. Of
-    two parameters, the one whose contracted dim is sharded is gathered; if that is true
-    of both or neither, the smaller one.
+    A parameter is gathered along an axis that shards a contracted dim of it alone, or
+    that shards both operands in dims that do not match.
     """
     (in_a, in_b), (batch_a, batch_b) = pairs
-    matches = dict(zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True))
-    for axis in dict.fromkeys((*a.axes, *b.axes)):
+    matches = [*zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)]
+    conflicts = []
+    for axis in (*a.axes, *b.axes) if a.from_batch != b.from_batch else ():
         dim_a, dim_b = _dim_of(a, axis), _dim_of(b, axis)
-        both = dim_a is not None and dim_b is not None
-        if both and matches.get(dim_a) == dim_b:
-            continue
-        to_gather = None
-        if a.from_batch != b.from_batch:
-            weight, dim, inner = (b, dim_b, in_b) if a.from_batch else (a, dim_a, in_a)
-            to_gather = weight if dim is not None and (both or dim in inner) else None
-        elif both and not a.from_batch:
-            to_gather = min(b, a, key=lambda array: array.bytes)
-            if (dim_a in in_a) != (dim_b in in_b):
-                to_gather = a if dim_a in in_a else b
-        if to_gather is not None:
-            recorder.gather(to_gather, (axis,), position)
-            gathered = gather_along(to_gather, (axis,), recorder.sizes)
-            a, b = (gathered, b) if to_gather is a else (a, gathered)
+        dim, contracted = (dim_b, in_b) if a.from_batch else (dim_a, in_a)
+        if None in (dim_a, dim_b):
+            is_conflict = dim in contracted
+        else:
+            is_conflict = (dim_a, dim_b) not in matches
+        conflicts += [axis] * is_conflict
+    if conflicts and a.from_batch:
+        b = recorder.gather(b, tuple(conflicts), position)
+    elif conflicts:
+        a = recorder.gather(a, tuple(conflicts), position)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
     rows = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
@@ -77,12 +70,12 @@ def _dim_of(array: LocalArray, axis: str) -> int | None:
 
 def _join(a: Dim, b: Dim) -> Dim:
     """Return the known dim of a pair, or the smaller one; XLA slices the larger."""
-    if not (a.is_known and b.is_known):
-        return a if a.is_known else b
-    return min(a, b, key=lambda dim: dim.size)
+    return min(a, b, key=lambda dim: (not dim.is_known, dim.size))
 
 
-def lay_out_grouped_product(params: Any, operands: list[LocalArray]) -> LocalProduct:
+def lay_out_grouped_product(
+    params: Any, operands: list[LocalArray]
+) -> tuple[ResultLayout, ProductSize]:
     """Lay out a product of rows grouped by expert; each device has its own rows.
 
     The size includes rows that no expert uses.
@@ -97,7 +90,7 @@ def lay_out_grouped_product(params: Any, operands: list[LocalArray]) -> LocalPro
     else:  # gradients of the matrices, [E, K, N]
         dims = sizes.dims[0], rows.dims[1], operand.dims[1]
         size = ProductSize(depth, dims[2].size, num_rows)
-    return LocalProduct(operands, (dims, ()), size)
+    return (dims, ()), size
 
 
 def attention_flops(equation: Any, operands: list[LocalArray]) -> tuple[float, float]:

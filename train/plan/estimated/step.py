@@ -5,27 +5,30 @@ give the compiler's figures. `benchmarks/estimates.py` compares them with estima
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 
 import jax
 
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
+    HbmBytes,
     SectionCost,
     StepCost,
-    sent_bytes,
+    add_totals,
 )
+from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.collectives import Exchange
-from train.plan.estimated.hbm_bytes import estimate_hbm_bytes
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.lower_bound import least_temporaries, saved_bytes
-from train.plan.estimated.phases import Phase, phases
+from train.plan.estimated.lower_bound import FLOAT32, least_temporaries, saved_bytes
+from train.plan.estimated.phases import phases
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
-from train.plan.sections import SECTIONS
+from train.plan.sections import OTHERS, SECTIONS
 from train.program import Program
 from train.sharding import bytes_per_device
+
+_INDEXED = ("gather", "scatter-add")
 
 
 def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
@@ -34,16 +37,15 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     `step` is the program's `local_step`, if the caller has it already.
     """
     step = step or local_step(program)
-    state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
-    outside_layers = [e for e in step.exchanges if not e.in_layers]
-    hbm_bytes = estimate_hbm_bytes(step, state)
-    exchanges = {s: [e for e in step.exchanges if e.section == s] for s in SECTIONS}
+    outside_layers = [e for e in step.exchanges if not e.position.in_layers]
+    hbm_bytes, sections = _hbm_bytes(step), list[SectionCost]()
+    for name in SECTIONS:
+        exchanges = [e for e in step.exchanges if e.position.section == name]
+        sent = _totals(exchanges, program)
+        sections.append(SectionCost(name, step.flops[name], hbm_bytes[name], sent))
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        sections=tuple(
-            SectionCost(name, step.flops[name], hbm_bytes[name], _totals(sent, program))
-            for name, sent in exchanges.items()
-        ),
+        sections=tuple(sections),
         outside_layers=_totals(outside_layers, program, by_use=True),
         host_bytes=count_host_bytes(program, step),
         how=ESTIMATED,
@@ -65,55 +67,62 @@ def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMe
     `step` is the program's `local_step`, if the caller has it already.
     """
     exact, step = device_memory(program), step or local_step(program)
-    items = {
-        name: Figure(size, LOWER_BOUND)
-        for name, size in least_temporaries(step).items()
-    }
-    temporaries = sum(figure.bytes for figure in items.values())
-    host = dict(exact.host)
+    sizes = least_temporaries(step)
+    temporaries, host = sum(sizes.values()), dict(exact.host)
     if saved := saved_bytes(step, on_host=True):
         host["temporaries"] = Figure(saved, LOWER_BOUND)
     return dataclasses.replace(
         exact,
         parts=exact.parts | {"temporaries": Figure(temporaries, LOWER_BOUND)},
         needed=Figure(exact.held + temporaries, LOWER_BOUND),
-        temporaries=items,
+        temporaries={name: Figure(size, LOWER_BOUND) for name, size in sizes.items()},
         host=host,
     )
+
+
+def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
+    """Estimate the main-memory traffic of one device, by section.
+
+    The estimate has no fitted constant. It assumes that all operations between two
+    products or kernels are fused into one pass over memory. So each product or kernel
+    reads its operands and writes its results, and the pass before or after it moves
+    each activation again, and rounds or gathers a layer's weights. XLA:TPU keeps some
+    arrays in a core's own memory, so its compiled program moves less.
+    """
+    by_section = defaultdict[str, HbmBytes](HbmBytes)
+    for op in step.operations:
+        if op.flops or op.name in _INDEXED:
+            operands, position = [*dict.fromkeys(op.operands)], op.position
+            arrays = [*operands, *op.results]
+            passed = [a for a in arrays if a.from_batch]
+            passed += [a for a in operands if position.in_layers and not a.from_batch]
+            by_section[position.section] += HbmBytes(
+                position.count * _sum_bytes(arrays), position.count * _sum_bytes(passed)
+            )
+    state = step.program.state
+    gradients = FLOAT32 * sum(map(_local_size, jax.tree.leaves(state.params)))
+    # The update reads the gradients, and reads and writes the state. With microbatches,
+    # each gradient and the running sum are read, and the new sum is written.
+    others = 2 * sum(map(bytes_per_device, jax.tree.leaves(state))) + gradients
+    others += 3 * step.microbatches * gradients if step.microbatches > 1 else 0
+    by_section[OTHERS] += HbmBytes(others=others)
+    return by_section
+
+
+def _local_size(leaf: jax.ShapeDtypeStruct) -> int:
+    return bytes_per_device(leaf) // leaf.dtype.itemsize
+
+
+def _sum_bytes(arrays: Iterable[LocalArray]) -> int:
+    return sum(array.bytes for array in arrays)
 
 
 def _totals(
     exchanges: Iterable[Exchange], program: Program, by_use: bool = False
 ) -> list[CollectiveTotal]:
-    """Sum exchanges by axes, network, kind and links, and optionally by use.
-
-    No schedule is known. On TPUs, all collectives in layers, and between slices, count
-    as overlapped with products. On GPUs none do (plan/roofline.py).
-    """
-
-    def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str, int]:
-        e, use = phase.exchange, phase.exchange.label if by_use else ""
-        return e.axes, phase.network, e.kind, use, phase.links
-
-    totals, on_tpu = [], program.mesh.devices.flat[0].platform == "tpu"
-    steps = program.execution.placement.axis_steps
-    all_phases = (p for e in exchanges for p in phases(e, program.mesh, steps))
-    ordered = groupby(sorted(all_phases, key=key), key)
-    for (axes, network, kind, use, links), group in ordered:
-        sizes = [(phase.exchange, phase.size) for phase in group]
-        payload = sum(e.payload for e, _ in sizes)
-        in_layers = sum(e.payload for e, _ in sizes if e.in_layers) / payload
-        totals.append(
-            CollectiveTotal(
-                axes=axes,
-                network=network,
-                kind=kind,
-                count=sum(e.count for e, _ in sizes),
-                payload=round(payload),
-                sent=sum(sent_bytes(kind, e.payload, size) for e, size in sizes),
-                overlapped=in_layers if on_tpu else 0.0,
-                serves=use,
-                links=links,
-            )
-        )
-    return sorted(totals, key=lambda total: -total.sent)
+    """Sum exchanges by axes, network, kind and links, and optionally by use."""
+    mesh, steps = program.mesh, program.execution.placement.axis_steps
+    totals = [total for e in exchanges for total in phases(e, mesh, steps)]
+    if not by_use:
+        totals = [dataclasses.replace(total, serves="") for total in totals]
+    return add_totals(totals)

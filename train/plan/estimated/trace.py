@@ -47,7 +47,7 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     if not is_dcn_sharded:
         # Each collective is traced as one step. phases.py splits it for the real mesh.
         placement = replace(placement, axis_steps=())
-        sizes = {axis: _least_size(axis, program) for axis in sizes}
+        sizes = {axis: _traced_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
     placement = replace(placement, mesh=mesh)
@@ -86,22 +86,17 @@ def _trace_gradients(
 
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
-    """Trace the function (gradients, state, parameters) -> (parameters, state)."""
-    leaves, tree = jax.tree.flatten((params, state))
-    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    return _trace_update(optimizer, shapes, tree)
-
-
-@functools.lru_cache(maxsize=64)
-def _trace_update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    params, state = jax.tree.unflatten(tree, leaves)
+    """Trace the function (parameters, state, gradients) -> (parameters, state)."""
     # The equations do not depend on where the moments are.
     on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    def update(params: Any, state: Any, grads: Any) -> Any:
         return on_device.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
 
+    def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    params, state = jax.tree.map(without_sharding, (params, state))
     return jax.make_jaxpr(update)(params, state, params)
 
 
@@ -122,37 +117,31 @@ def _is_sharded_over_dcn(program: Program) -> bool:
 
     In that case the groups of gathers and scatters depend on the sizes of all axes.
     """
-    params = dict(program.execution.placement.rules.params)
-    allowed = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
-    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
-    used = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
-    return program.execution.placement.platform == "tpu" and any(
-        num_slices_along(program.mesh, [axis]) > 1 for axis in used - allowed
-    )
+    mesh, rules = program.mesh, program.execution.placement.rules
+    entries = [rule for name, rule in rules.params if name not in ("experts", "layers")]
+    axes = {axis for entry in entries for axis in mesh_axes(entry)}
+    crosses_slices = any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
+    return program.execution.placement.platform == "tpu" and crosses_slices
 
 
-def _least_size(axis: str, program: Program) -> int:
-    """Return the least size of a mesh axis for which the equations are the same.
+def _traced_size(axis: str, program: Program) -> int:
+    """Return the size of a mesh axis in the trace: 2, if the equations are the same.
 
-    To trace fewer meshes, an axis of size 1 is traced with size 2 if it shards rows or
-    parameters whose dims are even.
+    An axis of size 1 is traced with size 2 too, so that fewer meshes are traced.
     """
-    size = program.mesh.shape[axis]
     rules = program.execution.placement.rules
     params = dict(rules.params)
-    if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
-        return size  # the number of chunks of tokens, or of loops, depends on it
-    if program.config.model.expert_layers and axis in mesh_axes(params["mlp"]):
-        return size  # the axis is manual around experts, so shapes there depend on it
-    rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
-    if axis in sequence:
-        return size  # the number of steps of the ring depends on it
-    if size > 1:
-        return next((n for n in range(2, size) if size % n == 0), size)
+    # These numbers depend on the size: chunks of tokens, loops over stages, and steps
+    # of a ring. Around experts, the axes of their matrices are manual.
+    fixed = [params["experts"], params["layers"], *rules.spec("seq")]
+    if program.config.model.expert_layers:
+        fixed.append(params["mlp"])
     dims = [
         dim
         for leaf in jax.tree.leaves(program.state.params)
         for dim, entry in zip(leaf.shape, leaf.sharding.spec, strict=False)
         if axis in mesh_axes(entry)
     ]
-    return 2 if (dims or axis in rows) and all(dim % 2 == 0 for dim in dims) else 1
+    is_fixed = any(axis in mesh_axes(entry) for entry in fixed)
+    is_even = all(dim % 2 == 0 for dim in dims)
+    return 2 if is_even and not is_fixed else program.mesh.shape[axis]

@@ -6,7 +6,7 @@ gathered where it is used. A sum over a sharded dim stays a partial sum on each 
 until an operation needs the complete sum.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,15 @@ from jax.extend.core import Literal
 from model.config import ModelConfig
 from train.plan.branches import branch_counts
 from train.plan.estimated.arrays import (
+    Axes,
     Dim,
     LocalArray,
-    OperationPosition,
+    Operation,
     PartialSum,
+    Position,
 )
 from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import Layouts
-from train.plan.estimated.operation import SHAPES, Operation, flatten_loops
 from train.plan.estimated.products import (
     attention_flops,
     lay_out_grouped_product,
@@ -32,13 +33,19 @@ from train.plan.estimated.products import (
 )
 from train.plan.sections import outermost_part
 
-# Operations that are linear in all operands together. They commute with a reduction.
-_LINEAR = SHAPES | {
-    *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
-    *("concatenate", "stack", "unstack"),
+# Operations that only change the dtype, shape or sharding.
+_SHAPES = {
+    *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
+    *("expand_dims", "copy", "reduce_precision", "sharding_constraint"),
 }
-# Operations whose result counts as the operand's parameter, or as a part of it.
-_SAME_PARAMETER = SHAPES | {
+# Operations that are linear in all operands together; products only by a scalar.
+# They commute with a reduction.
+_LINEAR = _SHAPES | {
+    *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
+    *("concatenate", "stack", "unstack", "mul", "div"),
+}
+# Operations whose result counts as a copy of the operand, or of a part of it.
+_COPIES = _SHAPES | {
     *("all_gather", "bitcast_convert_type", "dynamic_slice", "ppermute", "unstack"),
 }
 
@@ -50,31 +57,29 @@ class Walk:
         self,
         sizes: Mapping[str, int],
         platform: str,
-        model: ModelConfig | None,
-        count: int,
+        count: int = 1,
+        model: ModelConfig | None = None,
     ):
         """Start without operations.
 
         Args:
             sizes: the sizes of the mesh axes.
             platform: the platform of the devices.
+            count: how often the program runs, the number of microbatches of a step.
             model: the config of the model in the program, if it contains one. It says
                 how often branches are taken.
-            count: how often the program runs, the number of microbatches of a step.
         """
         self.operations: list[Operation] = []
-        self.recorder = CollectiveRecorder(sizes, platform, count)
-        self._model, self._count, self._scope = model, count, ""
+        self.recorder = CollectiveRecorder(sizes, platform)
+        self._model, self._microbatches = model, count
+        self._count, self._scope = count, ""
         self._layouts = Layouts(self.recorder)
 
     @property
-    def position(self) -> OperationPosition:
-        """The current position of the walk."""
-        return OperationPosition(self._count, self._scope, id(self.operations))
-
-    def flatten(self) -> Iterator[Operation]:
-        """Yield all operations, including those in loops."""
-        return flatten_loops(self.operations)
+    def _position(self) -> Position:
+        runs_once = "copies" in self._scope  # once in each step (train/rows.py)
+        count = self._count // self._microbatches if runs_once else self._count
+        return Position(count, self._scope)
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
@@ -152,88 +157,88 @@ class Walk:
         num_unsliced = count_same_rank(equation.invars, body.jaxpr.invars)
         num_carried = count_same_rank(equation.outvars, body.jaxpr.outvars)
         slices = [
-            replace(a, dims=a.dims[1:], sums=(), made_from=None)
+            replace(a, dims=a.dims[1:], sums=(), source=None)
             for a in operands[num_unsliced:]
         ]
+        loop = Operation("scan", operands, [], self._position)
+        loop.trips, loop.slices = trips, slices
         outer_operations, outer_count = self.operations, self._count
-        position = self.position
-        loop = Operation("scan", operands, [], position, trips=trips, slices=slices)
         self.operations, self._count = loop.body, outer_count * trips
         results = self.run(body, [*operands[:num_unsliced], *slices])
         self.operations, self._count = outer_operations, outer_count
         loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
-        loop.results = list(loop.carried)
-        for a in loop.stacked:
-            source = a.source if a.source is not a else None
-            stack = replace(a, dims=(Dim(trips), *a.dims), made_from=source)
-            loop.results.append(stack)
+        stacks = [
+            replace(a, dims=(Dim(trips), *a.dims), source=None) for a in loop.stacked
+        ]
+        loop.results = [*loop.carried, *stacks]
         self.operations.append(loop)
         return loop.results
 
     def _shard_map(self, params: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk a per-device program, in which manual axes do not shard dims."""
-        manual_axes, recorder = params["newly_manual_axes"], self.recorder
-        arguments, results = list[LocalArray](), list[LocalArray]()
+        recorder, arguments, results = self.recorder, list[LocalArray](), []
+
+        def automatic_axes(dim: Dim) -> Axes:
+            return tuple(a for a in dim.axes if a not in params["newly_manual_axes"])
+
         for array, spec in zip(operands, params["in_specs"], strict=True):
-            entries = recorder.axes_by_dim(spec, len(array.dims))
-            for i, dim in enumerate(array.dims):
-                entries[i] += tuple(a for a in dim.axes if a not in manual_axes)
-            dims = recorder.reshard(array, entries, self.position, strict=True)
-            automatic = [tuple(a for a in d.axes if a not in manual_axes) for d in dims]
-            sizes = (dim.size for dim in dims)
-            arguments.append(self._with_dims(array, map(Dim, sizes, automatic)))
+            manual = recorder.axes_by_dim(spec, len(array.dims))
+            pairs = zip(manual, array.dims, strict=True)
+            axes_by_dim = [axes + automatic_axes(dim) for axes, dim in pairs]
+            dims = recorder.reshard(array, axes_by_dim, self._position)
+            local_dims = (Dim(dim.size, automatic_axes(dim)) for dim in dims)
+            arguments.append(_with_dims(array, local_dims))
         inner_results = self.run(params["jaxpr"], arguments)
         for array, spec in zip(inner_results, params["out_specs"], strict=True):
-            entries = recorder.axes_by_dim(spec, len(array.dims))
-            dims = [
-                Dim(dim.size, axes + dim.axes)
-                for dim, axes in zip(array.dims, entries, strict=True)
-            ]
-            results.append(self._with_dims(array, dims))
+            manual = recorder.axes_by_dim(spec, len(array.dims))
+            pairs = zip(manual, array.dims, strict=True)
+            dims = (Dim(dim.size, axes + dim.axes) for axes, dim in pairs)
+            results.append(_with_dims(array, dims))
         return results
 
-    def _with_dims(self, array: LocalArray, dims: Any) -> LocalArray:
-        """Return the same local array with other axes in its dims."""
-        result = replace(array, dims=tuple(dims), made_from=array.source)
-        self.operations.append(Operation("shard_map", [array], [result], self.position))
-        return result
-
     def _record(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        name, params, position = equation.primitive.name, equation.params, self.position
-        are_scalars = all(array.size == 1 for array in operands[1:])
-        is_by_scalar = name in ("mul", "div") and (are_scalars or operands[0].size == 1)
-        is_linear = name in _LINEAR or is_by_scalar
+        name, params, position = (
+            equation.primitive.name,
+            equation.params,
+            self._position,
+        )
+        is_product = name in ("mul", "div") and all(a.size > 1 for a in operands)
+        is_linear = name in _LINEAR and not is_product
         for array in () if is_linear else operands:
             self.recorder.reduce(array, ())
         size, flops, computed = None, 0.0, 1.0
-        if name in ("dot_general", "ragged_dot_general"):
-            if name == "dot_general":
-                left, right = operands
-                pairs = params["dimension_numbers"]
-                product = lay_out_product(left, right, pairs, self.recorder, position)
-            else:
-                product = lay_out_grouped_product(params, operands)
+        if name == "dot_general":
+            pairs = params["dimension_numbers"]
+            product = lay_out_product(*operands, pairs, self.recorder, position)
             operands, size, layouts = product.operands, product.size, [product.layout]
-            flops = size.flops if size else 0.0
+        elif name == "ragged_dot_general":
+            layout, size = lay_out_grouped_product(params, operands)
+            layouts = [layout]
         else:
             layouts = self._layouts.lay_out_results(equation, operands, position)
         if name == "pallas_call":
             flops, computed = attention_flops(equation, operands)
+        elif size:
+            flops = size.flops
         from_batch = any(array.from_batch for array in operands)
+        is_copy = name in (_SHAPES if from_batch else _COPIES)
         sums = [p for a in operands for p in a.sums if is_linear and not p.is_reduced]
         results = []
         for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
-            on_host = var.aval.memory_space is jax.memory.Space.Host
-            width = var.aval.dtype.itemsize
-            array = LocalArray(dims, width, from_batch, on_host=on_host)
-            if name in _SAME_PARAMETER:
-                array.source, array.label = operands[0].source, operands[0].label
-                array.value = operands[0].value
+            array = LocalArray(
+                dims,
+                var.aval.dtype.itemsize,
+                from_batch=from_batch,
+                source=operands[0].origin if is_copy else None,
+                on_host=var.aval.memory_space is jax.memory.Space.Host,
+                value=operands[0].value if is_copy else None,
+            )
+            if is_copy and from_batch and array.bytes != operands[0].bytes:
+                array.origin = array
             axes = self.recorder.nontrivial_axes(sum_axes) if from_batch else ()
-            array.sums = tuple(sums)
-            if axes:
-                is_product = name == "dot_general"
-                array.sums += (PartialSum(axes, array.bytes, position, is_product),)
+            is_product = name == "dot_general"
+            new = [PartialSum(axes, array.bytes, position, is_product)] if axes else []
+            array.sums = (*sums, *new)
             results.append(array)
         operation = Operation(
             name,
@@ -246,6 +251,12 @@ class Walk:
         )
         self.operations.append(operation)
         return results
+
+
+def _with_dims(array: LocalArray, dims: Iterable[Dim]) -> LocalArray:
+    """Return a copy of an array with other axes in its dims."""
+    source = None if array.from_batch else array.origin
+    return replace(array, dims=tuple(dims), source=source)
 
 
 def _constant(aval: Any, value: Any = None) -> LocalArray:
