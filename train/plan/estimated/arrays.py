@@ -98,30 +98,30 @@ class LocalArray:
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
 
-class ProductSize(NamedTuple):
-    """The local size of a matrix product, [rows, depth] x [depth, columns].
+class Work(NamedTuple):
+    """The FLOPs of a product or a kernel.
 
-    batch: the number of such products.
+    flops: all FLOPs, including those of blocks that a kernel skips.
+    computed: the fraction of `flops` in blocks that a kernel does not skip.
+    dims: the numbers of rows, columns and contracted elements of a product.
     """
 
-    rows: int
-    columns: int
-    depth: int
-    batch: int = 1
+    flops: float
+    computed: float = 1.0
+    dims: tuple[int, int, int] = (1, 1, 1)
 
-    @property
-    def flops(self) -> float:
-        """Two FLOPs for each multiply-add."""
-        return 2.0 * math.prod(self)
+
+def product_work(rows: int, columns: int, depth: int, batch: int = 1) -> Work:
+    """Return the work of `batch` products [rows, depth] x [depth, columns]."""
+    flops = 2.0 * batch * rows * columns * depth
+    return Work(flops, dims=(rows, columns, depth))
 
 
 @dataclass(eq=False)
 class Operation:
     """An equation, or a loop whose `body` runs `trips` times.
 
-    flops: the FLOPs of a product or a kernel, including skipped blocks.
-    computed: the fraction of `flops` in blocks that a kernel does not skip.
-    product: the size of a matrix product; None for other operations.
+    work: the FLOPs of a product or a kernel; None for other operations.
     slices: the slices of stacked arrays that a trip of a loop reads.
     carried: the arrays that a loop carries from trip to trip.
     stacked: the results of a trip that a loop stacks.
@@ -131,9 +131,7 @@ class Operation:
     operands: list[LocalArray]
     results: list[LocalArray]
     position: Position
-    flops: float = 0.0
-    computed: float = 1.0
-    product: ProductSize | None = None
+    work: Work | None = None
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
     slices: list[LocalArray] = field(default_factory=list)

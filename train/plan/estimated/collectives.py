@@ -47,6 +47,8 @@ class CollectiveRecorder:
         """Start without collectives, on a mesh with axes of the given sizes."""
         self.sizes, self._platform = sizes, platform
         self.exchanges: list[Exchange] = []
+        # The dims of each table from which ids select rows; gradients have them too.
+        self.table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
 
     def nontrivial_axes(self, axes: Axes) -> Axes:
         """Return the axes with more than one device, in the mesh's order."""

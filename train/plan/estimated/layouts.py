@@ -1,13 +1,21 @@
-"""Lay out the results of equations: find their local dims."""
+"""Lay out the results of equations: find their local dims, and count their FLOPs."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from train.plan.estimated.arrays import (
     Axes,
     Dim,
     LocalArray,
     Position,
+    Work,
     broadcast_dims,
+    product_work,
     reshape_dims,
 )
 from train.plan.estimated.collectives import COLLECTIVES, CollectiveRecorder
@@ -15,61 +23,56 @@ from train.plan.estimated.collectives import COLLECTIVES, CollectiveRecorder
 ResultLayout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
 
 
-class Layouts:
-    """Lays out the results of a walk's equations, one after the other."""
-
-    def __init__(self, recorder: CollectiveRecorder):
-        """Start a walk; collectives are added to `recorder`."""
-        self._recorder = recorder
-        self._table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
-
-    def lay_out_results(
-        self, equation: Any, operands: list[LocalArray], position: Position
-    ) -> list[ResultLayout]:
-        """Return each result's dims, and the axes along which it is a partial sum."""
-        params, recorder = equation.params, self._recorder
-        in_shapes = [v.aval.shape for v in equation.invars]
-        out_shapes = [v.aval.shape for v in equation.outvars]
-        first_dims = operands[0].dims if operands else tuple[Dim, ...]()
-        removed = ()
-        match equation.primitive.name:
-            case name if name in COLLECTIVES:
-                dims_of_results = recorder.exchange(name, params, operands, position)
-                return [(dims, ()) for dims in dims_of_results]
-            case "transpose":
-                return [(tuple(first_dims[i] for i in params["permutation"]), ())]
-            case "reshape":
-                return [(reshape_dims(first_dims, in_shapes[0], out_shapes[0]), ())]
-            case "broadcast_in_dim":
-                dims = [Dim(size, (), False) for size in out_shapes[0]]
-                for i, to in enumerate(params["broadcast_dimensions"]):
-                    if in_shapes[0][i] == out_shapes[0][to]:
-                        dims[to] = first_dims[i]
-                return [(tuple(dims), ())]
-            case "sharding_constraint":
-                entries = recorder.axes_by_dim(params["sharding"].spec, len(first_dims))
-                return [(recorder.reshard(operands[0], entries, position), ())]
-            case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
-                table, ids = operands  # [V, ...] and [..., 1]
-                self._table_dims[ids] = table.dims
-                return [((*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes)]
-            case "scatter-add" if operands[1] in self._table_dims:
-                return [(self._table_dims[operands[1]], operands[1].axes)]
-            case "pad" | "slice":
-                dims = map(_resize, first_dims, in_shapes[0], out_shapes[0])
-                return [(tuple(dims), ())]
-            case "squeeze":
-                removed = params["dimensions"]
-            case "unstack":
-                removed = [params["axis"]]
-            case name if name.startswith("reduce_") and "axes" in params:
-                removed = params["axes"]
-        if removed:
-            sum_axes = tuple(axis for i in removed for axis in first_dims[i].axes)
-            dims = tuple(dim for i, dim in enumerate(first_dims) if i not in removed)
-            return [(dims, sum_axes)] * len(out_shapes)
-        pairs = [*zip(operands, in_shapes, strict=True)]
-        return [(broadcast_dims(shape, pairs), ()) for shape in out_shapes]
+def lay_out_results(
+    equation: Any,
+    operands: list[LocalArray],
+    recorder: CollectiveRecorder,
+    position: Position,
+) -> list[ResultLayout]:
+    """Return each result's dims, and the axes along which it is a partial sum."""
+    params = equation.params
+    in_shapes = [v.aval.shape for v in equation.invars]
+    out_shapes = [v.aval.shape for v in equation.outvars]
+    first_dims = operands[0].dims if operands else tuple[Dim, ...]()
+    removed = ()
+    match equation.primitive.name:
+        case name if name in COLLECTIVES:
+            dims_of_results = recorder.exchange(name, params, operands, position)
+            return [(dims, ()) for dims in dims_of_results]
+        case "transpose":
+            return [(tuple(first_dims[i] for i in params["permutation"]), ())]
+        case "reshape":
+            return [(reshape_dims(first_dims, in_shapes[0], out_shapes[0]), ())]
+        case "broadcast_in_dim":
+            dims = [Dim(size, (), False) for size in out_shapes[0]]
+            for i, to in enumerate(params["broadcast_dimensions"]):
+                if in_shapes[0][i] == out_shapes[0][to]:
+                    dims[to] = first_dims[i]
+            return [(tuple(dims), ())]
+        case "sharding_constraint":
+            entries = recorder.axes_by_dim(params["sharding"].spec, len(first_dims))
+            return [(recorder.reshard(operands[0], entries, position), ())]
+        case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
+            table, ids = operands  # [V, ...] and [..., 1]
+            recorder.table_dims[ids] = table.dims
+            return [((*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes)]
+        case "scatter-add" if operands[1] in recorder.table_dims:
+            return [(recorder.table_dims[operands[1]], operands[1].axes)]
+        case "pad" | "slice":
+            dims = map(_resize, first_dims, in_shapes[0], out_shapes[0])
+            return [(tuple(dims), ())]
+        case "squeeze":
+            removed = params["dimensions"]
+        case "unstack":
+            removed = [params["axis"]]
+        case name if name.startswith("reduce_") and "axes" in params:
+            removed = params["axes"]
+    if removed:
+        sum_axes = tuple(axis for i in removed for axis in first_dims[i].axes)
+        dims = tuple(dim for i, dim in enumerate(first_dims) if i not in removed)
+        return [(dims, sum_axes)] * len(out_shapes)
+    pairs = [*zip(operands, in_shapes, strict=True)]
+    return [(broadcast_dims(shape, pairs), ()) for shape in out_shapes]
 
 
 def _resize(dim: Dim, old: int, new: int) -> Dim:
@@ -78,3 +81,104 @@ def _resize(dim: Dim, old: int, new: int) -> Dim:
         return dim
     is_scaled = dim.is_known and not dim.axes
     return Dim(dim.size * new // old) if is_scaled else Dim(new, (), False)
+
+
+def lay_out_product(
+    a: LocalArray,
+    b: LocalArray,
+    pairs: Any,
+    recorder: CollectiveRecorder,
+    position: Position,
+) -> tuple[list[LocalArray], ResultLayout, Work | None]:
+    """Lay out `dot_general`; return operands after gathers, the result, and the work.
+
+    A parameter is gathered along an axis that shards a contracted dim of it alone, or
+    that shards both operands in dims that do not match.
+    """
+    (in_a, in_b), (batch_a, batch_b) = pairs
+    matches = [*zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)]
+    conflicts = []
+    for axis in (*a.axes, *b.axes) if a.from_batch != b.from_batch else ():
+        dim_a, dim_b = _dim_of(a, axis), _dim_of(b, axis)
+        dim, contracted = (dim_b, in_b) if a.from_batch else (dim_a, in_a)
+        if None in (dim_a, dim_b):
+            is_conflict = dim in contracted
+        else:
+            is_conflict = (dim_a, dim_b) not in matches
+        conflicts += [axis] * is_conflict
+    if conflicts and a.from_batch:
+        b = recorder.gather(b, tuple(conflicts), position)
+    elif conflicts:
+        a = recorder.gather(a, tuple(conflicts), position)
+    contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
+    batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
+    rows = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
+    columns = [d for i, d in enumerate(b.dims) if i not in (*in_b, *batch_b)]
+    groups = (rows, columns, contracted, batch)
+    work = product_work(*(math.prod(d.size for d in group) for group in groups))
+    sum_axes = tuple(axis for dim in contracted for axis in dim.axes)
+    layout = ((*batch, *rows, *columns), sum_axes)
+    # Without rows and columns, it is an elementwise product and a sum.
+    return [a, b], layout, work if rows or columns else None
+
+
+def _dim_of(array: LocalArray, axis: str) -> int | None:
+    return next((i for i, dim in enumerate(array.dims) if axis in dim.axes), None)
+
+
+def _join(a: Dim, b: Dim) -> Dim:
+    """Return the known dim of a pair, or the smaller one; XLA slices the larger."""
+    return min(a, b, key=lambda dim: (not dim.is_known, dim.size))
+
+
+def lay_out_grouped_product(
+    params: Any, operands: list[LocalArray]
+) -> tuple[ResultLayout, Work]:
+    """Lay out a product of rows grouped by expert; each device has its own rows.
+
+    The work includes rows that no expert uses.
+    """
+    rows, operand, sizes = operands
+    numbers = params["ragged_dot_dimension_numbers"]
+    (_, contracted), _ = numbers.dot_dimension_numbers
+    num_rows, depth = (dim.size for dim in rows.dims)
+    if numbers.rhs_group_dimensions:  # products with matrices [E, K, N] or [E, N, K]
+        dims = rows.dims[0], operand.dims[3 - contracted[0]]
+        return (dims, ()), product_work(num_rows, dims[1].size, depth)
+    dims = sizes.dims[0], rows.dims[1], operand.dims[1]  # gradients of the matrices
+    return (dims, ()), product_work(depth, dims[2].size, num_rows)
+
+
+def attention_work(equation: Any, operands: list[LocalArray]) -> Work:
+    """Return the local work of a traced attention kernel.
+
+    The local numbers of rows and heads may differ from the traced numbers; the largest
+    operand gives the ratio. The first two floating-point operands are queries and keys.
+    If the mask depends on the device, it is assumed to be causal.
+    """
+    pairs = zip((v.aval for v in equation.invars), operands, strict=True)
+    floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
+    traced, local = max(floats, key=lambda pair: pair[0].size)
+    (queries, _), (keys, _), *_ = floats
+    products = list(_products(equation.params["jaxpr"]))
+    rows, columns, _ = products[0].dims  # of a block of the scores
+    num_blocks = queries.shape[-2] * keys.shape[-2] / (rows * columns)
+    heads = math.prod(queries.shape[:-2]) * local.size / traced.size
+    flops = heads * num_blocks * sum(product.flops for product in products)
+    masks = [array.value for array in operands if array.value is not None]
+    if masks:  # the next blocks to load, and which blocks are computed
+        return Work(flops, np.count_nonzero(masks[1]) / num_blocks)
+    blocks_in_row = keys.shape[-2] / columns
+    return Work(flops, (blocks_in_row + 1) / (2 * blocks_in_row))
+
+
+def _products(jaxpr: Any) -> Iterator[Work]:
+    """Yield the products of a kernel's body, including those in its loops."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (inner, _), _ = equation.params["dimension_numbers"]
+            depth = math.prod(equation.invars[0].aval.shape[i] for i in inner)
+            rows, columns = equation.outvars[0].aval.shape
+            yield product_work(rows, columns, depth)
+        for body in jaxprs_in_params(equation.params):
+            yield from _products(body)

@@ -15,11 +15,12 @@ from model.choices import ExpertExchange
 from train.hardware.chips import chip_of
 from train.optimizer.update import Optimizer
 from train.plan.cost import Flops
-from train.plan.estimated.arrays import Dim, LocalArray, Operation, flatten_loops
+from train.plan.estimated.arrays import Dim, LocalArray, Operation, Work, flatten_loops
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
 from train.program import Program
+from train.sharding import bytes_per_device
 
 # Products of attention's backward pass: Splash has two kernels, and each recomputes the
 # scores and their cotangent; cuDNN recomputes the scores and computes four gradients.
@@ -62,41 +63,50 @@ class LocalStep:
         """The loops over the layers, forward and backward."""
         return [*_layer_loops(self.gradients)]
 
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of a device's gradients in float32."""
+        params = jax.tree.leaves(self.program.state.params)
+        return sum(4 * bytes_per_device(p) // p.dtype.itemsize for p in params)
+
     @functools.cached_property
     def flops(self) -> defaultdict[str, Flops]:
         """The FLOPs of matrix products and attention kernels, by section."""
         by_section = defaultdict[str, Flops](Flops)
         for op in self.operations:
-            if op.name == "pallas_call":
-                by_section[op.position.section] += self._attention_flops(op)
-            elif op.product:
-                by_section[op.position.section] += self._product_flops(op)
+            if op.work:
+                count_flops = (
+                    self._attention_flops
+                    if op.name == "pallas_call"
+                    else self._product_flops
+                )
+                by_section[op.position.section] += count_flops(op, op.work)
         return by_section
 
-    def _product_flops(self, op: Operation) -> Flops:
-        flops = op.position.count * op.flops
-        is_grouped = op.name == "ragged_dot_general"
-        if is_grouped:
-            flops *= self._used_fraction(op)
+    def _product_flops(self, op: Operation, work: Work) -> Flops:
+        flops, grouped = op.position.count * work.flops, 0.0
+        if op.name == "ragged_dot_general":
+            flops = grouped = flops * self._used_fraction(op)
         has_eight_bits = all(array.itemsize == 1 for array in op.operands[:2])
         return Flops(
             flops,
             eight_bits=flops if has_eight_bits else 0.0,
-            grouped=flops if is_grouped else 0.0,
-            padded=flops * self._padding(op),
+            grouped=grouped,
+            padded=flops * self._padding(*work.dims),
         )
 
-    def _attention_flops(self, op: Operation) -> Flops:
-        flops, computed = op.position.count * op.flops, op.computed
+    def _attention_flops(self, op: Operation, work: Work) -> Flops:
+        flops, computed = op.position.count * work.flops, work.computed
         if self.program.execution.attention.is_cudnn:  # the traced kernel is Splash's
             is_backward = op.position.is_backward
             flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD if is_backward else 1.0
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
+        padding = self._padding(self.program.config.model.head_size)
         return Flops(
             attention=flops * computed,
             whole_attention=flops,
-            padded=flops * computed * self._padding(op),
+            padded=flops * computed * padding,
         )
 
     def _used_fraction(self, grouped: Operation) -> float:
@@ -113,24 +123,18 @@ class LocalStep:
             return self.tokens * k / rows.dims[0].size
         return k * num_local / (model.num_experts * min(k, num_local))
 
-    def _padding(self, op: Operation) -> float:
-        """Return the FLOPs with which an operation's time agrees, relative to its FLOPs.
+    def _padding(self, *dims: int) -> float:
+        """Return padded over useful FLOPs of an operation with these dims.
 
         TPUs: a dim that is not a multiple of a matrix unit leaves a part of it idle.
-        GPUs: a contraction of `half_depth` elements reaches half of the rate of long
-        ones.
+        GPUs: a product that contracts `half_depth` elements, the last of `dims`,
+        reaches half of the rate of long ones.
         """
         chip = chip_of(self.program.mesh.devices.flat[0].device_kind)
-        if chip is None:
-            return 1.0
-        dims = [self.program.config.model.head_size]
-        if op.product:
-            rows, columns, depth, _ = op.product
-            if chip.matrix_unit is None:
-                return 1 + chip.achievable.half_depth / depth
-            dims = [rows, columns, depth]
-        unit = chip.matrix_unit or 1
-        return math.prod(-(-dim // unit) * unit / dim for dim in dims)
+        unit = chip and chip.matrix_unit
+        if chip and not unit and len(dims) > 1:
+            return 1 + chip.achievable.half_depth / dims[-1]
+        return math.prod(-(-dim // (unit or 1)) * (unit or 1) / dim for dim in dims)
 
 
 def _layer_loops(operations: list[Operation]) -> Iterator[Operation]:

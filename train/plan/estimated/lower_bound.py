@@ -6,8 +6,6 @@ sizes are exact, so their sum is a lower bound. What a compiler adds (a layer's 
 activations, buffers of collectives, copies and padding) is not part of it.
 """
 
-import jax
-
 from model.choices import Attention
 from model.params import is_of_layers, named
 from train.plan.estimated.arrays import LocalArray, Operation, flatten_loops
@@ -15,7 +13,6 @@ from train.plan.estimated.local_step import LocalStep, local_step
 from train.program import Program
 from train.sharding import bytes_per_device
 
-FLOAT32 = 4  # bytes
 # The fraction of the operands and results of a layer's products that exists at once.
 # Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
 _AT_ONCE = 0.4
@@ -24,8 +21,7 @@ _LANES = 128  # A TPU pads the last dim of an array to a multiple of its lanes.
 
 def least_temporaries(step: LocalStep) -> dict[str, int]:
     """Return the bytes of temporaries that exist at the step's peak, by name."""
-    points = [_loss_items(step), _layer_items(step), _update_items(step)]
-    largest = max(points, key=lambda items: sum(items.values()))
+    largest = max(_temporaries(step), key=lambda items: sum(items.values()))
     return {name: size for name, size in largest.items() if size}
 
 
@@ -36,8 +32,7 @@ def temporaries_by_depth(program: Program) -> int:
     other activations are estimated.
     """
     step = local_step(program)
-    points = [_loss_items(step), _layer_items(step), _update_items(step)]
-    loss, layers, update = (sum(items.values()) for items in points)
+    loss, layers, update = (sum(items.values()) for items in _temporaries(step))
     return max(loss, layers + max(map(_activation_bytes, step.layers)), update)
 
 
@@ -70,14 +65,20 @@ def _padded_bytes(step: LocalStep, array: LocalArray) -> int:
     return array.bytes
 
 
-def _held(step: LocalStep) -> dict[str, int]:
-    """Return what exists while the loss and the backward pass are computed."""
+def _temporaries(step: LocalStep) -> list[dict[str, int]]:
+    """Return the temporaries while the loss, the layers' gradients and updates run."""
+    gradients = {
+        name: bytes_per_device(leaf) for name, leaf in named(step.program.state.params)
+    }
+    of_layers = sum(size for name, size in gradients.items() if is_of_layers(name))
     held = {"saved activations": saved_bytes(step)}
     if step.microbatches > 1:
-        params = jax.tree.leaves(step.program.state.params)
-        sizes = (bytes_per_device(leaf) // leaf.dtype.itemsize for leaf in params)
-        held["sum over microbatches"] = FLOAT32 * sum(sizes)
-    return held
+        held["sum over microbatches"] = step.gradient_bytes
+    return [
+        held | _loss_items(step),
+        held | {"gradients": of_layers} | _weight_items(step),
+        {"gradients": sum(gradients.values())},
+    ]
 
 
 def _loss_items(step: LocalStep) -> dict[str, int]:
@@ -86,59 +87,39 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
     A loss in pieces of the vocabulary also saves the exponentials of all logits.
     """
     carried = [a.bytes for loop in step.layers for a in loop.carried if a.from_batch]
-    items = _held(step) | {"features and their gradient": 2 * max(carried, default=0)}
+    items = {"features and their gradient": 2 * max(carried, default=0)}
     for loop in step.gradients:
-        products = [op for op in loop.body if op.flops]
-        heads = [a for op in products for a in op.operands if not a.from_batch]
-        if loop.position.section != "loss" or not heads:
-            continue
-        head, logits = max(heads, key=lambda a: a.size), products[0].results[0]
-        tables = [a for a in loop.operands if not a.from_batch]
-        table = max([head, *tables], key=lambda array: array.size)
-        items |= {"logits": logits.bytes, "rounded head": table.size * head.itemsize}
-        if table.size > head.size:
-            stacked = (a.bytes for a in loop.stacked if len(a.dims) > 2)
-            items["exponentials"] = loop.trips * max(stacked)
-        break
+        products = [op for op in loop.body if op.work]
+        if loop.position.section == "loss" and products:
+            (features, *_), (logits,) = products[0].operands, products[0].results
+            tables = [a for a in loop.operands if a.itemsize == features.itemsize]
+            stacked = [a.bytes for a in loop.stacked if a.size == logits.size]
+            return items | {
+                "logits": logits.bytes,
+                "rounded head": max(a.bytes for a in tables if not a.from_batch),
+                "exponentials": loop.trips * sum(stacked),
+            }
     return items
 
 
-def _layer_items(step: LocalStep) -> dict[str, int]:
-    """Return the gradients of all layers, and weights as the backward pass uses them.
+def _weight_items(step: LocalStep) -> dict[str, int]:
+    """Return the weights of layers as products of the backward pass use them.
 
     These are the gathered weights of one layer, in the dtype of products. XLA:TPU
     rounds weights that are not gathered before the loop, those of all layers at once.
     """
+    on_tpu = step.program.mesh.devices.flat[0].platform == "tpu"
     gathered = rounded = 0
     for loop in step.layers:
-        if not loop.position.is_backward:
-            continue
-        used = {
-            array.origin: array
-            for op in flatten_loops(loop.body)
-            if op.flops
-            for array in op.operands
-            if array.origin in loop.slices and not array.from_batch
-        }
-        sizes = [(a.bytes, a.size > a.origin.size) for a in used.values()]
-        gathered = max(gathered, sum(size for size, is_larger in sizes if is_larger))
-        rounded += loop.trips * sum(size for size, is_larger in sizes if not is_larger)
-    on_tpu = step.program.mesh.devices.flat[0].platform == "tpu"
-    gradients = (
-        bytes_per_device(leaf)
-        for name, leaf in named(step.program.state.params)
-        if is_of_layers(name)
-    )
-    return _held(step) | {
-        "gradients": sum(gradients),
-        "gathered weights": gathered,
-        "rounded weights": rounded if on_tpu else 0,
-    }
-
-
-def _update_items(step: LocalStep) -> dict[str, int]:
-    leaves = jax.tree.leaves(step.program.state.params)
-    return {"gradients": sum(map(bytes_per_device, leaves))}
+        if loop.position.is_backward:
+            products = [op for op in flatten_loops(loop.body) if op.work]
+            operands = [a for op in products for a in op.operands if not a.from_batch]
+            weights = {array.origin: array for array in operands}.values()
+            is_larger = [a.bytes for a in weights if a.size > a.origin.size]
+            gathered = max(gathered, sum(is_larger))
+            total = sum(array.bytes for array in weights)
+            rounded += loop.trips * (total - sum(is_larger)) * on_tpu
+    return {"gathered weights": gathered, "rounded weights": rounded}
 
 
 def _activation_bytes(loop: Operation) -> int:
@@ -146,7 +127,7 @@ def _activation_bytes(loop: Operation) -> int:
     arrays = {
         array
         for op in flatten_loops(loop.body)
-        if op.flops
+        if op.work
         for array in (*op.operands, *op.results)
         if array.from_batch and not array.on_host
     }

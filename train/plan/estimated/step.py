@@ -21,7 +21,7 @@ from train.plan.cost import (
 from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.lower_bound import FLOAT32, least_temporaries, saved_bytes
+from train.plan.estimated.lower_bound import least_temporaries, saved_bytes
 from train.plan.estimated.phases import phases
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
 from train.plan.sections import OTHERS, SECTIONS
@@ -91,7 +91,7 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
     """
     by_section = defaultdict[str, HbmBytes](HbmBytes)
     for op in step.operations:
-        if op.flops or op.name in _INDEXED:
+        if op.work or op.name in _INDEXED:
             operands, position = [*dict.fromkeys(op.operands)], op.position
             arrays = [*operands, *op.results]
             passed = [a for a in arrays if a.from_batch]
@@ -99,18 +99,13 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
             by_section[position.section] += HbmBytes(
                 position.count * _sum_bytes(arrays), position.count * _sum_bytes(passed)
             )
-    state = step.program.state
-    gradients = FLOAT32 * sum(map(_local_size, jax.tree.leaves(state.params)))
+    state_bytes = sum(map(bytes_per_device, jax.tree.leaves(step.program.state)))
     # The update reads the gradients, and reads and writes the state. With microbatches,
     # each gradient and the running sum are read, and the new sum is written.
-    others = 2 * sum(map(bytes_per_device, jax.tree.leaves(state))) + gradients
-    others += 3 * step.microbatches * gradients if step.microbatches > 1 else 0
+    accesses = 1 + 3 * step.microbatches if step.microbatches > 1 else 1
+    others = 2 * state_bytes + accesses * step.gradient_bytes
     by_section[OTHERS] += HbmBytes(others=others)
     return by_section
-
-
-def _local_size(leaf: jax.ShapeDtypeStruct) -> int:
-    return bytes_per_device(leaf) // leaf.dtype.itemsize
 
 
 def _sum_bytes(arrays: Iterable[LocalArray]) -> int:

@@ -25,11 +25,11 @@ from train.plan.estimated.arrays import (
     Position,
 )
 from train.plan.estimated.collectives import CollectiveRecorder
-from train.plan.estimated.layouts import Layouts
-from train.plan.estimated.products import (
-    attention_flops,
+from train.plan.estimated.layouts import (
+    attention_work,
     lay_out_grouped_product,
     lay_out_product,
+    lay_out_results,
 )
 from train.plan.sections import outermost_part
 
@@ -73,7 +73,6 @@ class Walk:
         self.recorder = CollectiveRecorder(sizes, platform)
         self._model, self._microbatches = model, count
         self._count, self._scope = count, ""
-        self._layouts = Layouts(self.recorder)
 
     @property
     def _position(self) -> Position:
@@ -197,29 +196,25 @@ class Walk:
         return results
 
     def _record(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        name, params, position = (
-            equation.primitive.name,
-            equation.params,
-            self._position,
-        )
+        name, params, recorder = equation.primitive.name, equation.params, self.recorder
+        position, work = self._position, None
         is_product = name in ("mul", "div") and all(a.size > 1 for a in operands)
         is_linear = name in _LINEAR and not is_product
         for array in () if is_linear else operands:
-            self.recorder.reduce(array, ())
-        size, flops, computed = None, 0.0, 1.0
+            recorder.reduce(array, ())
         if name == "dot_general":
             pairs = params["dimension_numbers"]
-            product = lay_out_product(*operands, pairs, self.recorder, position)
-            operands, size, layouts = product.operands, product.size, [product.layout]
+            operands, layout, work = lay_out_product(
+                operands[0], operands[1], pairs, recorder, position
+            )
+            layouts = [layout]
         elif name == "ragged_dot_general":
-            layout, size = lay_out_grouped_product(params, operands)
+            layout, work = lay_out_grouped_product(params, operands)
             layouts = [layout]
         else:
-            layouts = self._layouts.lay_out_results(equation, operands, position)
+            layouts = lay_out_results(equation, operands, recorder, position)
         if name == "pallas_call":
-            flops, computed = attention_flops(equation, operands)
-        elif size:
-            flops = size.flops
+            work = attention_work(equation, operands)
         from_batch = any(array.from_batch for array in operands)
         is_copy = name in (_SHAPES if from_batch else _COPIES)
         sums = [p for a in operands for p in a.sums if is_linear and not p.is_reduced]
@@ -229,27 +224,18 @@ class Walk:
                 dims,
                 var.aval.dtype.itemsize,
                 from_batch=from_batch,
-                source=operands[0].origin if is_copy else None,
                 on_host=var.aval.memory_space is jax.memory.Space.Host,
                 value=operands[0].value if is_copy else None,
             )
-            if is_copy and from_batch and array.bytes != operands[0].bytes:
-                array.origin = array
-            axes = self.recorder.nontrivial_axes(sum_axes) if from_batch else ()
+            # A rounded activation is another array, but a rounded parameter is a copy.
+            if is_copy and (array.bytes == operands[0].bytes or not from_batch):
+                array.origin = operands[0].origin
+            axes = recorder.nontrivial_axes(sum_axes) if from_batch else ()
             is_product = name == "dot_general"
             new = [PartialSum(axes, array.bytes, position, is_product)] if axes else []
             array.sums = (*sums, *new)
             results.append(array)
-        operation = Operation(
-            name,
-            operands,
-            results=results,
-            position=position,
-            flops=flops,
-            computed=computed,
-            product=size,
-        )
-        self.operations.append(operation)
+        self.operations.append(Operation(name, operands, results, position, work))
         return results
 
 
