@@ -73,22 +73,22 @@ class LocalArray:
 
     from_batch: whether the array depends on the batch, not on parameters alone.
     sums: the partial sums that the array contains; some may be reduced already.
-    source: the array of which this is a converted, reshaped or gathered copy.
     on_host: whether the array is in host memory.
     value: the elements of a constant of eight-bit integers, such as the blocks of
         scores that an attention kernel does not skip; None for other arrays.
+    origin: the array of which this is a converted, reshaped or gathered copy.
     """
 
     dims: tuple[Dim, ...]
     itemsize: int
     from_batch: bool = False
     sums: tuple[PartialSum, ...] = ()
-    source: "LocalArray | None" = None
     on_host: bool = False
     value: np.ndarray | None = None
+    origin: "LocalArray" = field(init=False)
 
     def __post_init__(self):
-        self.origin = self.source or self
+        self.origin = self
         self.size = math.prod(dim.size for dim in self.dims)
         self.bytes = self.size * self.itemsize
 
@@ -122,7 +122,6 @@ class Operation:
     """An equation, or a loop whose `body` runs `trips` times.
 
     work: the FLOPs of a product or a kernel; None for other operations.
-    slices: the slices of stacked arrays that a trip of a loop reads.
     carried: the arrays that a loop carries from trip to trip.
     stacked: the results of a trip that a loop stacks.
     """
@@ -134,7 +133,6 @@ class Operation:
     work: Work | None = None
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
-    slices: list[LocalArray] = field(default_factory=list)
     carried: list[LocalArray] = field(default_factory=list)
     stacked: list[LocalArray] = field(default_factory=list)
 

@@ -3,15 +3,30 @@
 XLA reduces a partial sum where an operation needs the complete sum. If the next
 constraint shards the sum along the same axes, the sum of a product is reduce-scattered.
 
+A collective within a TPU slice has one phase. A collective on GPUs also has one phase,
+because its rings go through all nodes. XLA splits a collective across TPU slices into
+two phases, so that each chip sends only its share between slices. A gather runs between
+slices first and then within a slice. A reduction runs as an all-reduce within a slice
+and then between slices. All other collectives go through the hosts entirely.
+
 Definitions of payload and sent: train/plan/cost.py.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from model.axes import mesh_axes
+from model.gather import AxisSteps, scatter_groups
+from train.hardware.chips import chip_of
+from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.mesh_sizes import num_shards
+from train.plan.cost import CollectiveTotal, sent_bytes
 from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position
+from train.plan.sections import outermost_part
 
 COLLECTIVES = {  # the kinds of collectives, by primitive
     "psum": "all-reduce",
@@ -67,9 +82,9 @@ class CollectiveRecorder:
             was_reduced, term.is_reduced = term.is_reduced or key in recorded, True
             if not was_reduced:
                 recorded.add(key)
-                new = [a for a in term.axes if a in axes and a not in array.axes]
-                scattered = tuple(new)
-                others = tuple(a for a in term.axes if a not in scattered)
+                new_axes = [a for a in axes if a not in array.axes]
+                scattered = tuple(a for a in term.axes if a in new_axes)
+                others = tuple(a for a in term.axes if a not in new_axes)
                 kind = "reduce-scatter" if term.is_product else "all-reduce"
                 self._add(scattered, kind, term.bytes, term.position)
                 local_bytes = term.bytes / num_shards(self.sizes, scattered)
@@ -78,9 +93,9 @@ class CollectiveRecorder:
     def gather(self, array: LocalArray, axes: Axes, position: Position) -> LocalArray:
         """Record the gather of an array along some axes, and return the result."""
         kept = [tuple(a for a in dim.axes if a not in axes) for dim in array.dims]
-        dims = self.reshard(array, kept, position)
-        from_batch = array.from_batch
-        return LocalArray(dims, array.itemsize, from_batch, source=array.origin)
+        gathered = replace(array, dims=self.reshard(array, kept, position))
+        gathered.origin = array.origin
+        return gathered
 
     def reshard(
         self, array: LocalArray, axes_by_dim: Sequence[Axes], position: Position
@@ -117,15 +132,12 @@ class CollectiveRecorder:
         split_dim = params.get("scatter_dimension", params.get("split_axis"))
         results = []
         for array in operands:
-            dims = list(array.dims)
-            if grown_dim is not None:
-                dim = dims[grown_dim]
-                dims[grown_dim] = dim._replace(size=dim.size * n)
-            if split_dim is not None:
-                dim = dims[split_dim]
-                dims[split_dim] = dim._replace(size=dim.size // n)
             payload = array.bytes * (n if kind == "all-gather" else 1)
             self._add(axes, kind, payload, position, members)
+            dims = list[Dim]()
+            for i, dim in enumerate(array.dims):
+                size = dim.size * n if i == grown_dim else dim.size
+                dims.append(dim._replace(size=size // n if i == split_dim else size))
             results.append(tuple(dims))
         return results
 
@@ -141,3 +153,83 @@ class CollectiveRecorder:
         if axes and payload and position.count:
             payload *= position.count
             self.exchanges.append(Exchange(axes, kind, payload, position, members))
+
+
+def phases(
+    exchange: Exchange, mesh: Mesh, steps: tuple[AxisSteps, ...] = ()
+) -> Iterator[CollectiveTotal]:
+    """Yield the phases of an exchange, in no particular order.
+
+    No schedule is known. On TPUs, all collectives in layers count as overlapped with
+    products. On GPUs none do (plan/roofline.py).
+
+    Args:
+        exchange: the collective.
+        mesh: the mesh of the devices.
+        steps: the steps of collectives within a slice (model/gather.py). An exchange
+            with `members` is already one step.
+    """
+    group, slices = _group(exchange.axes, exchange.members, mesh)
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+
+    def make_phase(
+        exchange: Exchange, network: str, size: int, links: int = 0
+    ) -> CollectiveTotal:
+        return CollectiveTotal(
+            axes=exchange.axes,
+            network=network,
+            kind=exchange.kind,
+            count=exchange.position.count,
+            payload=round(exchange.payload),
+            sent=sent_bytes(exchange.kind, exchange.payload, size),
+            overlapped=float(on_tpu and exchange.position.in_layers),
+            serves=outermost_part(exchange.position.scope),
+            links=links,
+        )
+
+    if group.network != "DCN":
+        for step in _in_steps(exchange, steps):
+            group, _ = _group(step.axes, step.members, mesh, _dims(step.kind, mesh))
+            yield make_phase(step, group.network, group.size, group.links)
+        return
+    kind, inner_size = exchange.kind, group.size // slices
+    kinds = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
+    if inner_size > 1 and kind in kinds:
+        in_slice = exchange._replace(kind=kinds[kind])
+        yield make_phase(in_slice, "ICI", inner_size, group.links)
+        exchange = exchange._replace(payload=exchange.payload / inner_size)
+    yield make_phase(exchange, "DCN", slices)
+
+
+def _dims(kind: str, mesh: Mesh) -> int | None:
+    """Return the dims of the torus that a collective uses at once; None means all."""
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    is_ring = kind == "reduce-scatter" and chip and chip.scatters_in_one_step
+    return 1 if is_ring else None
+
+
+def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
+    """Yield the steps of a gather or scatter along one axis, or the exchange itself."""
+    sizes: tuple[int, ...] = ()
+    if not exchange.members and len(exchange.axes) == 1:
+        for step in steps:
+            if step.axis == exchange.axes[0]:
+                by_kind = {"reduce-scatter": step.scatter, "all-gather": step.gather}
+                sizes = by_kind.get(exchange.kind, ())
+    for groups in scatter_groups(sizes):
+        members = tuple(groups[0]) if groups else exchange.members
+        exchange = exchange._replace(members=members)
+        yield exchange
+        exchange = exchange._replace(payload=exchange.payload / max(1, len(members)))
+
+
+@functools.lru_cache(maxsize=128)
+def _group(
+    axes: tuple[str, ...],
+    members: tuple[int, ...],
+    mesh: Mesh,
+    dims: int | None = None,
+) -> tuple[Group, int]:
+    """Return the group of an exchange, and the number of slices that it spans."""
+    slices = num_slices_along(mesh, axes, members)
+    return group_along(axes, mesh, members, dims), slices

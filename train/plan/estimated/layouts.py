@@ -96,20 +96,14 @@ def lay_out_product(
     that shards both operands in dims that do not match.
     """
     (in_a, in_b), (batch_a, batch_b) = pairs
-    matches = [*zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)]
-    conflicts = []
-    for axis in (*a.axes, *b.axes) if a.from_batch != b.from_batch else ():
-        dim_a, dim_b = _dim_of(a, axis), _dim_of(b, axis)
-        dim, contracted = (dim_b, in_b) if a.from_batch else (dim_a, in_a)
-        if None in (dim_a, dim_b):
-            is_conflict = dim in contracted
-        else:
-            is_conflict = (dim_a, dim_b) not in matches
-        conflicts += [axis] * is_conflict
-    if conflicts and a.from_batch:
-        b = recorder.gather(b, tuple(conflicts), position)
-    elif conflicts:
-        a = recorder.gather(a, tuple(conflicts), position)
+    if a.from_batch != b.from_batch:
+        weight, other, inner = (b, a, in_b) if a.from_batch else (a, b, in_a)
+        matches = zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)
+        matched = {x for i, j in matches for x in a.dims[i].axes if x in b.dims[j].axes}
+        bad = {*other.axes, *(axis for i in inner for axis in weight.dims[i].axes)}
+        conflicts = tuple(ax for ax in weight.axes if ax in bad and ax not in matched)
+        gathered = recorder.gather(weight, conflicts, position)
+        a, b = (a, gathered) if a.from_batch else (gathered, b)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
     rows = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
@@ -120,10 +114,6 @@ def lay_out_product(
     layout = ((*batch, *rows, *columns), sum_axes)
     # Without rows and columns, it is an elementwise product and a sum.
     return [a, b], layout, work if rows or columns else None
-
-
-def _dim_of(array: LocalArray, axis: str) -> int | None:
-    return next((i for i, dim in enumerate(array.dims) if axis in dim.axes), None)
 
 
 def _join(a: Dim, b: Dim) -> Dim:

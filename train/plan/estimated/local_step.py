@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
-from model.axes import mesh_axes
 from model.choices import ExpertExchange
 from train.hardware.chips import chip_of
 from train.optimizer.update import Optimizer
@@ -31,14 +29,13 @@ _SPLASH_BACKWARD, _CUDNN_BACKWARD = 7, 5
 class LocalStep:
     """One device's part of a step.
 
-    gradients: the operations and loops of the gradients of all microbatches.
-    update: the operations and loops of the update, after all microbatches.
+    body: the operations outside loops, and the loops: first those of the gradients of
+        all microbatches, then those of the update.
     exchanges: the collectives of the whole step.
     """
 
     program: Program
-    gradients: list[Operation]
-    update: list[Operation]
+    body: list[Operation]
     exchanges: list[Exchange]
 
     @property
@@ -56,12 +53,12 @@ class LocalStep:
     @property
     def operations(self) -> list[Operation]:
         """All operations, including those in the bodies of loops."""
-        return [*flatten_loops(self.gradients), *flatten_loops(self.update)]
+        return [*flatten_loops(self.body)]
 
     @property
     def layers(self) -> list[Operation]:
         """The loops over the layers, forward and backward."""
-        return [*_layer_loops(self.gradients)]
+        return [*_layer_loops(self.body)]
 
     @property
     def gradient_bytes(self) -> int:
@@ -149,19 +146,19 @@ def local_step(program: Program) -> LocalStep:
     """Trace a program, without lowering, and return its local step."""
     mesh, model = program.mesh, program.config.model
     microbatches = program.config.train.accumulation_steps
-    batch = _local_arrays(program.batch)
+    platform = mesh.devices.flat[0].platform
+    gradients = Walk(mesh.shape, platform, microbatches, model)
+    batch = _local_arrays(program.batch, gradients)
     for field in batch:
         rows, *other_dims = field.dims
         rows = rows._replace(size=rows.size // microbatches)
         field.dims, field.from_batch = (rows, *other_dims), True
-    platform = mesh.devices.flat[0].platform
-    gradients = Walk(mesh.shape, platform, microbatches, model)
-    params = _local_arrays(program.state.params)
+    params = _local_arrays(program.state.params, gradients)
     gradients.run(trace_gradients(program), [*params, *batch])
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)
     exchanges = [*gradients.recorder.exchanges, *update.recorder.exchanges]
-    return LocalStep(program, gradients.operations, update.operations, exchanges)
+    return LocalStep(program, gradients.operations + update.operations, exchanges)
 
 
 @functools.lru_cache(maxsize=16)
@@ -170,21 +167,16 @@ def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
     mesh = leaves[0].sharding.mesh
     params, state = jax.tree.unflatten(tree, leaves)
     update = Walk(mesh.shape, mesh.devices.flat[0].platform)
-    arguments = _local_arrays((params, state, params))
+    arguments = _local_arrays((params, state, params), update)
     update.run(trace_update(optimizer, params, state), arguments)
     return update
 
 
-def _local_arrays(tree: Any) -> list[LocalArray]:
+def _local_arrays(tree: Any, walk: Walk) -> list[LocalArray]:
     arrays = list[LocalArray]()
     for leaf in jax.tree.leaves(tree):
-        assert isinstance(leaf.sharding, NamedSharding)
-        spec, sizes = leaf.sharding.spec, leaf.sharding.mesh.shape
         shape = leaf.sharding.shard_shape(leaf.shape)
-        entries = [*spec, *[None] * (len(shape) - len(spec))]
-        dims = tuple(
-            Dim(size, tuple(a for a in mesh_axes(entry) if sizes[a] > 1))
-            for size, entry in zip(shape, entries, strict=True)
-        )
+        axes_by_dim = walk.recorder.axes_by_dim(leaf.sharding.spec, leaf.ndim)
+        dims = tuple(map(Dim, shape, axes_by_dim))
         arrays.append(LocalArray(dims, leaf.dtype.itemsize))
     return arrays

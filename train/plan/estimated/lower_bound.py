@@ -88,7 +88,7 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
     """
     carried = [a.bytes for loop in step.layers for a in loop.carried if a.from_batch]
     items = {"features and their gradient": 2 * max(carried, default=0)}
-    for loop in step.gradients:
+    for loop in step.body:
         products = [op for op in loop.body if op.work]
         if loop.position.section == "loss" and products:
             (features, *_), (logits,) = products[0].operands, products[0].results
@@ -112,7 +112,7 @@ def _weight_items(step: LocalStep) -> dict[str, int]:
     gathered = rounded = 0
     for loop in step.layers:
         if loop.position.is_backward:
-            products = [op for op in flatten_loops(loop.body) if op.work]
+            products = [op for op in flatten_loops(loop.body) if "dot" in op.name]
             operands = [a for op in products for a in op.operands if not a.from_batch]
             weights = {array.origin: array for array in operands}.values()
             is_larger = [a.bytes for a in weights if a.size > a.origin.size]

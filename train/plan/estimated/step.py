@@ -19,10 +19,9 @@ from train.plan.cost import (
     add_totals,
 )
 from train.plan.estimated.arrays import LocalArray
-from train.plan.estimated.collectives import Exchange
+from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.estimated.lower_bound import least_temporaries, saved_bytes
-from train.plan.estimated.phases import phases
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
 from train.plan.sections import OTHERS, SECTIONS
 from train.program import Program
@@ -38,6 +37,7 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     """
     step = step or local_step(program)
     outside_layers = [e for e in step.exchanges if not e.position.in_layers]
+    moments = sum(map(bytes_per_device, program.host_state.values()))
     hbm_bytes, sections = _hbm_bytes(step), list[SectionCost]()
     for name in SECTIONS:
         exchanges = [e for e in step.exchanges if e.position.section == name]
@@ -47,18 +47,9 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
         model_flops=program.flops_per_step / program.mesh.size,
         sections=tuple(sections),
         outside_layers=_totals(outside_layers, program, by_use=True),
-        host_bytes=count_host_bytes(program, step),
+        host_bytes=moments + step.microbatches * saved_bytes(step, on_host=True),
         how=ESTIMATED,
     )
-
-
-def count_host_bytes(program: Program, step: LocalStep) -> int:
-    """Return the bytes of activations and moments that a step sends to host memory.
-
-    The same number of bytes comes back.
-    """
-    moments = sum(map(bytes_per_device, program.host_state.values()))
-    return step.microbatches * saved_bytes(step, on_host=True) + moments
 
 
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:

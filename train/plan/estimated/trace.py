@@ -43,44 +43,38 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     # reads and writes the same arrays.
     execution = execution._replace(grouped=Grouped.ragged)
     tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
-    sizes, is_dcn_sharded = program.mesh.shape, _is_sharded_over_dcn(program)
-    if not is_dcn_sharded:
-        # Each collective is traced as one step. phases.py splits it for the real mesh.
+    sizes = program.mesh.shape
+    if not _is_sharded_over_dcn(program):
+        # Each collective is traced as one step. `phases` splits it for the real mesh.
         placement = replace(placement, axis_steps=())
         sizes = {axis: _traced_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
-    placement = replace(placement, mesh=mesh)
-    context_size = program.batch_shards.sequence
     method, kernel = program.execution.context_attention, program.execution.attention
-    if context_size > 1 and method.has_ring_order(kernel):
-        tile *= 2 * context_size
+    if program.batch_shards.sequence > 1 and method.has_ring_order(kernel):
+        tile *= 2 * program.batch_shards.sequence
+    length = -(-config.data.sequence_length // tile) * tile
+    rows = _ROWS
+    if config.model.expert_layers or program.mesh.shape["pipeline"] > 1:
+        # Experts sort the local tokens, and stages split the local rows.
+        num_microbatches = config.train.accumulation_steps
+        rows = config.data.batch_size // (program.batch_shards.rows * num_microbatches)
+    rows *= batch_shards(placement.rules, sizes).rows
+    array = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     return _trace_gradients(
         config.model,
-        execution._replace(placement=placement),
+        execution._replace(placement=replace(placement, mesh=mesh)),
         # The remat policy is in the execution. One microbatch is traced.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
-        length=-(-config.data.sequence_length // tile) * tile,
-        has_documents=program.batch.segment_ids is not None,
-        rows=_num_traced_rows(program),
+        jax.tree.map(lambda _: array, program.batch),
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _trace_gradients(
-    config: ModelConfig,
-    execution: Execution,
-    train: TrainConfig,
-    length: int,
-    has_documents: bool,
-    rows: int,
+    config: ModelConfig, execution: Execution, train: TrainConfig, batch: Batch
 ) -> ClosedJaxpr:
     model = abstract_gpt(config)
-    placement = execution.placement
-    assert placement.mesh is not None
-    shards = batch_shards(placement.rules, placement.mesh.shape).rows
-    array = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
-    batch = Batch(array, array, array if has_documents else None, array)
     step = make_gradients(model, execution, train)
     return jax.make_jaxpr(step)(params_of(model), batch)
 
@@ -100,18 +94,6 @@ def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     return jax.make_jaxpr(update)(params, state, params)
 
 
-def _num_traced_rows(program: Program) -> int:
-    """Return the number of rows to trace: all local rows, if equations depend on them.
-
-    Experts sort the local tokens, and stages split the local rows.
-    """
-    if not program.config.model.expert_layers and program.mesh.shape["pipeline"] == 1:
-        return _ROWS
-    shards = program.batch_shards.rows
-    data, train = program.config.data, program.config.train
-    return data.batch_size // (shards * train.accumulation_steps)
-
-
 def _is_sharded_over_dcn(program: Program) -> bool:
     """Return whether TPU slices shard a parameter, other than by experts or stages.
 
@@ -120,8 +102,8 @@ def _is_sharded_over_dcn(program: Program) -> bool:
     mesh, rules = program.mesh, program.execution.placement.rules
     entries = [rule for name, rule in rules.params if name not in ("experts", "layers")]
     axes = {axis for entry in entries for axis in mesh_axes(entry)}
-    crosses_slices = any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
-    return program.execution.placement.platform == "tpu" and crosses_slices
+    on_tpu = program.execution.placement.platform == "tpu"
+    return on_tpu and any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
 
 
 def _traced_size(axis: str, program: Program) -> int:

@@ -60,14 +60,10 @@ class Walk:
         count: int = 1,
         model: ModelConfig | None = None,
     ):
-        """Start without operations.
+        """Start without operations, on a mesh with axes of the given sizes.
 
-        Args:
-            sizes: the sizes of the mesh axes.
-            platform: the platform of the devices.
-            count: how often the program runs, the number of microbatches of a step.
-            model: the config of the model in the program, if it contains one. It says
-                how often branches are taken.
+        The program runs `count` times. Its model, if there is one, says how often
+        branches are taken.
         """
         self.operations: list[Operation] = []
         self.recorder = CollectiveRecorder(sizes, platform)
@@ -129,17 +125,13 @@ class Walk:
 
         A result that is constant in all branches but one is the result of that branch.
         """
-        count, results = self._count, list[LocalArray]()
+        count, outputs = self._count, list[list[LocalArray]]()
         counts = branch_counts(self._model, outermost_part(self._scope), count)
         for branch, self._count in zip(branches, counts, strict=True):
             if self._count:
-                outputs = self.run(branch, operands)
-                results = [
-                    new if _is_variable(new) or not _is_variable(old) else old
-                    for old, new in zip(results or outputs, outputs, strict=True)
-                ]
+                outputs.insert(0, self.run(branch, operands))
         self._count = count
-        return results
+        return [max(arrays, key=_is_variable) for arrays in zip(*outputs, strict=True)]
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk the body of a loop once.
@@ -155,20 +147,15 @@ class Walk:
 
         num_unsliced = count_same_rank(equation.invars, body.jaxpr.invars)
         num_carried = count_same_rank(equation.outvars, body.jaxpr.outvars)
-        slices = [
-            replace(a, dims=a.dims[1:], sums=(), source=None)
-            for a in operands[num_unsliced:]
-        ]
-        loop = Operation("scan", operands, [], self._position)
-        loop.trips, loop.slices = trips, slices
+        sliced = operands[num_unsliced:]
+        slices = [replace(array, dims=array.dims[1:], sums=()) for array in sliced]
+        loop = Operation("scan", operands, [], self._position, trips=trips)
         outer_operations, outer_count = self.operations, self._count
         self.operations, self._count = loop.body, outer_count * trips
         results = self.run(body, [*operands[:num_unsliced], *slices])
         self.operations, self._count = outer_operations, outer_count
         loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
-        stacks = [
-            replace(a, dims=(Dim(trips), *a.dims), source=None) for a in loop.stacked
-        ]
+        stacks = [replace(a, dims=(Dim(trips), *a.dims)) for a in loop.stacked]
         loop.results = [*loop.carried, *stacks]
         self.operations.append(loop)
         return loop.results
@@ -230,10 +217,11 @@ class Walk:
             # A rounded activation is another array, but a rounded parameter is a copy.
             if is_copy and (array.bytes == operands[0].bytes or not from_batch):
                 array.origin = operands[0].origin
-            axes = recorder.nontrivial_axes(sum_axes) if from_batch else ()
-            is_product = name == "dot_general"
-            new = [PartialSum(axes, array.bytes, position, is_product)] if axes else []
-            array.sums = (*sums, *new)
+            array.sums = tuple(sums)
+            if sum_axes and from_batch:
+                is_product = name == "dot_general"
+                term = PartialSum(sum_axes, array.bytes, position, is_product)
+                array.sums += (term,)
             results.append(array)
         self.operations.append(Operation(name, operands, results, position, work))
         return results
@@ -241,8 +229,10 @@ class Walk:
 
 def _with_dims(array: LocalArray, dims: Iterable[Dim]) -> LocalArray:
     """Return a copy of an array with other axes in its dims."""
-    source = None if array.from_batch else array.origin
-    return replace(array, dims=tuple(dims), source=source)
+    copy = replace(array, dims=tuple(dims))
+    if not array.from_batch:
+        copy.origin = array.origin
+    return copy
 
 
 def _constant(aval: Any, value: Any = None) -> LocalArray:
