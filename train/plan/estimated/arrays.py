@@ -6,7 +6,7 @@ known. A result of constants and other arrays is laid out like the other arrays.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -48,12 +48,9 @@ class Position(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        """Whether the operation computes gradients, which JAX calls a transpose.
-
-        This excludes rematerialisation in the backward pass.
-        """
+        """Whether the operation computes gradients, and does not rematerialise."""
         is_recomputed = "rematted_computation" in self.scope
-        return "transpose(" in self.scope and not is_recomputed
+        return "transpose(" in self.scope and not is_recomputed  # names of JAX
 
 
 @dataclass(eq=False)
@@ -97,6 +94,13 @@ class LocalArray:
         """All mesh axes that shard the array."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
+    def with_dims(self, dims: Iterable[Dim]) -> "LocalArray":
+        """Return this array with other dims, gathered for example."""
+        result = replace(self, dims=tuple(dims))
+        # Activations are saved before and after, but a parameter is one of the state.
+        result.origin = result if self.from_batch else self.origin
+        return result
+
 
 class Work(NamedTuple):
     """The FLOPs of a product or a kernel.
@@ -122,7 +126,6 @@ class Operation:
     """An equation, or a loop whose `body` runs `trips` times.
 
     work: the FLOPs of a product or a kernel; None for other operations.
-    carried: the arrays that a loop carries from trip to trip.
     stacked: the results of a trip that a loop stacks.
     """
 
@@ -133,7 +136,6 @@ class Operation:
     work: Work | None = None
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)
-    carried: list[LocalArray] = field(default_factory=list)
     stacked: list[LocalArray] = field(default_factory=list)
 
 
@@ -149,9 +151,7 @@ def broadcast_dims(
 ) -> tuple[Dim, ...]:
     """Return the dims of an elementwise result, preferring operands from the batch.
 
-    Args:
-        shape: the traced shape of the result.
-        operands: arrays with their traced shapes; arrays of another rank are ignored.
+    Shapes are those of the traced program. Operands of another rank are ignored.
     """
     pairs = [pair for pair in operands if len(pair[1]) == len(shape)]
     pairs.sort(key=lambda pair: not pair[0].from_batch)

@@ -14,7 +14,6 @@ Definitions of payload and sent: train/plan/cost.py.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -62,6 +61,7 @@ class CollectiveRecorder:
         """Start without collectives, on a mesh with axes of the given sizes."""
         self.sizes, self._platform = sizes, platform
         self.exchanges: list[Exchange] = []
+        self.position = Position(1, "")  # of the equation that the walk has reached
         # The dims of each table from which ids select rows; gradients have them too.
         self.table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
 
@@ -76,29 +76,26 @@ class CollectiveRecorder:
 
     def reduce(self, array: LocalArray, axes: Axes) -> None:
         """Record the reduction of an array's partial sums, scattered along `axes`."""
-        recorded = set[tuple[Axes, int]]()
+        new_axes = [a for a in axes if a not in array.axes]
+        # Terms of the same size are added up before they are reduced.
+        terms = {(t.axes, t.bytes): t for t in array.sums if not t.is_reduced}
+        for term in terms.values():
+            scattered = tuple(a for a in term.axes if a in new_axes)
+            others = tuple(a for a in term.axes if a not in new_axes)
+            kind = "reduce-scatter" if term.is_product else "all-reduce"
+            self._add(scattered, kind, term.bytes, term.position)
+            local_bytes = term.bytes / num_shards(self.sizes, scattered)
+            self._add(others, "all-reduce", local_bytes, term.position)
         for term in array.sums:
-            key = term.axes, term.bytes
-            was_reduced, term.is_reduced = term.is_reduced or key in recorded, True
-            if not was_reduced:
-                recorded.add(key)
-                new_axes = [a for a in axes if a not in array.axes]
-                scattered = tuple(a for a in term.axes if a in new_axes)
-                others = tuple(a for a in term.axes if a not in new_axes)
-                kind = "reduce-scatter" if term.is_product else "all-reduce"
-                self._add(scattered, kind, term.bytes, term.position)
-                local_bytes = term.bytes / num_shards(self.sizes, scattered)
-                self._add(others, "all-reduce", local_bytes, term.position)
+            term.is_reduced = True
 
-    def gather(self, array: LocalArray, axes: Axes, position: Position) -> LocalArray:
+    def gather(self, array: LocalArray, axes: Axes) -> LocalArray:
         """Record the gather of an array along some axes, and return the result."""
         kept = [tuple(a for a in dim.axes if a not in axes) for dim in array.dims]
-        gathered = replace(array, dims=self.reshard(array, kept, position))
-        gathered.origin = array.origin
-        return gathered
+        return array.with_dims(self.reshard(array, kept))
 
     def reshard(
-        self, array: LocalArray, axes_by_dim: Sequence[Axes], position: Position
+        self, array: LocalArray, axes_by_dim: Sequence[Axes]
     ) -> tuple[Dim, ...]:
         """Record the resharding of an array, and return its dims after it."""
         new_axes = {axis for axes in axes_by_dim for axis in axes}
@@ -107,13 +104,13 @@ class CollectiveRecorder:
         pairs = [*zip(array.dims, axes_by_dim, strict=True)]
         lost = (axis for dim, axes in pairs for axis in dim.axes if axis not in axes)
         moved = tuple(axis for axis in lost if axis in new_axes)
-        self._add(moved, "all-to-all", array.bytes, position)
+        self._add(moved, "all-to-all", array.bytes, self.position)
         gathered_bytes = array.bytes * num_shards(self.sizes, dropped)
-        self._add(dropped, "all-gather", gathered_bytes, position)
+        self._add(dropped, "all-gather", gathered_bytes, self.position)
         return tuple(dim.reshard(axes, self.sizes) for dim, axes in pairs)
 
     def exchange(
-        self, name: str, params: Any, operands: list[LocalArray], position: Position
+        self, name: str, params: Any, operands: list[LocalArray]
     ) -> list[tuple[Dim, ...]]:
         """Record a collective of a per-device program; return the results' dims."""
         kind = COLLECTIVES[name]
@@ -123,7 +120,7 @@ class CollectiveRecorder:
             payload = min(array.bytes, output.bytes)
             if len(array.dims) == 1 and self._platform == "tpu":
                 payload *= _LANES  # XLA sends whole vectors
-            self._add(axes, kind, payload, position)
+            self._add(axes, kind, payload, self.position)
             return [output.dims]
         groups = params.get("axis_index_groups")
         members = tuple(groups[0]) if groups else ()
@@ -133,7 +130,7 @@ class CollectiveRecorder:
         results = []
         for array in operands:
             payload = array.bytes * (n if kind == "all-gather" else 1)
-            self._add(axes, kind, payload, position, members)
+            self._add(axes, kind, payload, self.position, members)
             dims = list[Dim]()
             for i, dim in enumerate(array.dims):
                 size = dim.size * n if i == grown_dim else dim.size
@@ -160,14 +157,9 @@ def phases(
 ) -> Iterator[CollectiveTotal]:
     """Yield the phases of an exchange, in no particular order.
 
-    No schedule is known. On TPUs, all collectives in layers count as overlapped with
-    products. On GPUs none do (plan/roofline.py).
-
-    Args:
-        exchange: the collective.
-        mesh: the mesh of the devices.
-        steps: the steps of collectives within a slice (model/gather.py). An exchange
-            with `members` is already one step.
+    `steps` has the steps of collectives within a slice (model/gather.py). An exchange
+    with `members` is already one step. No schedule is known. On TPUs, all collectives
+    in layers count as overlapped with products. On GPUs none do (plan/roofline.py).
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
@@ -225,10 +217,7 @@ def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exch
 
 @functools.lru_cache(maxsize=128)
 def _group(
-    axes: tuple[str, ...],
-    members: tuple[int, ...],
-    mesh: Mesh,
-    dims: int | None = None,
+    axes: Axes, members: tuple[int, ...], mesh: Mesh, dims: int | None = None
 ) -> tuple[Group, int]:
     """Return the group of an exchange, and the number of slices that it spans."""
     slices = num_slices_along(mesh, axes, members)

@@ -12,7 +12,6 @@ from train.plan.estimated.arrays import (
     Axes,
     Dim,
     LocalArray,
-    Position,
     Work,
     broadcast_dims,
     product_work,
@@ -24,10 +23,7 @@ ResultLayout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial s
 
 
 def lay_out_results(
-    equation: Any,
-    operands: list[LocalArray],
-    recorder: CollectiveRecorder,
-    position: Position,
+    equation: Any, operands: list[LocalArray], recorder: CollectiveRecorder
 ) -> list[ResultLayout]:
     """Return each result's dims, and the axes along which it is a partial sum."""
     params = equation.params
@@ -37,7 +33,7 @@ def lay_out_results(
     removed = ()
     match equation.primitive.name:
         case name if name in COLLECTIVES:
-            dims_of_results = recorder.exchange(name, params, operands, position)
+            dims_of_results = recorder.exchange(name, params, operands)
             return [(dims, ()) for dims in dims_of_results]
         case "transpose":
             return [(tuple(first_dims[i] for i in params["permutation"]), ())]
@@ -51,7 +47,7 @@ def lay_out_results(
             return [(tuple(dims), ())]
         case "sharding_constraint":
             entries = recorder.axes_by_dim(params["sharding"].spec, len(first_dims))
-            return [(recorder.reshard(operands[0], entries, position), ())]
+            return [(recorder.reshard(operands[0], entries), ())]
         case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
             table, ids = operands  # [V, ...] and [..., 1]
             recorder.table_dims[ids] = table.dims
@@ -63,8 +59,6 @@ def lay_out_results(
             return [(tuple(dims), ())]
         case "squeeze":
             removed = params["dimensions"]
-        case "unstack":
-            removed = [params["axis"]]
         case name if name.startswith("reduce_") and "axes" in params:
             removed = params["axes"]
     if removed:
@@ -84,11 +78,7 @@ def _resize(dim: Dim, old: int, new: int) -> Dim:
 
 
 def lay_out_product(
-    a: LocalArray,
-    b: LocalArray,
-    pairs: Any,
-    recorder: CollectiveRecorder,
-    position: Position,
+    a: LocalArray, b: LocalArray, pairs: Any, recorder: CollectiveRecorder
 ) -> tuple[list[LocalArray], ResultLayout, Work | None]:
     """Lay out `dot_general`; return operands after gathers, the result, and the work.
 
@@ -102,7 +92,7 @@ def lay_out_product(
         matched = {x for i, j in matches for x in a.dims[i].axes if x in b.dims[j].axes}
         bad = {*other.axes, *(axis for i in inner for axis in weight.dims[i].axes)}
         conflicts = tuple(ax for ax in weight.axes if ax in bad and ax not in matched)
-        gathered = recorder.gather(weight, conflicts, position)
+        gathered = recorder.gather(weight, conflicts)
         a, b = (a, gathered) if a.from_batch else (gathered, b)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]

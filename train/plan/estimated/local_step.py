@@ -72,12 +72,9 @@ class LocalStep:
         by_section = defaultdict[str, Flops](Flops)
         for op in self.operations:
             if op.work:
-                count_flops = (
-                    self._attention_flops
-                    if op.name == "pallas_call"
-                    else self._product_flops
-                )
-                by_section[op.position.section] += count_flops(op, op.work)
+                is_kernel = op.name == "pallas_call"
+                count = self._attention_flops if is_kernel else self._product_flops
+                by_section[op.position.section] += count(op, op.work)
         return by_section
 
     def _product_flops(self, op: Operation, work: Work) -> Flops:

@@ -43,16 +43,14 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
     """
     total = 0
     for loop in step.layers:
-        if loop.position.is_backward:
-            continue
         # A copy of the same size, such as a transpose, counts once.
         distinct = {(array.origin, array.bytes): array for array in loop.stacked}
-        saved = (
+        saved = [
             _padded_bytes(step, array)
             for array in distinct.values()
             if array.from_batch and array.size >= step.tokens
-            if array.on_host is on_host
-        )
+            if array.on_host is on_host and not loop.position.is_backward
+        ]
         total += loop.position.count * loop.trips * sum(saved)
     return total // step.microbatches
 
@@ -86,20 +84,20 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
 
     A loss in pieces of the vocabulary also saves the exponentials of all logits.
     """
-    carried = [a.bytes for loop in step.layers for a in loop.carried if a.from_batch]
-    items = {"features and their gradient": 2 * max(carried, default=0)}
     for loop in step.body:
         products = [op for op in loop.body if op.work]
         if loop.position.section == "loss" and products:
-            (features, *_), (logits,) = products[0].operands, products[0].results
-            tables = [a for a in loop.operands if a.itemsize == features.itemsize]
+            logits, width = products[0].results[0], products[0].operands[0].itemsize
+            features = max(a.bytes for a in loop.operands if a.from_batch)
+            tables = [a for a in loop.operands if not a.from_batch]
             stacked = [a.bytes for a in loop.stacked if a.size == logits.size]
-            return items | {
+            return {
+                "features and their gradient": 2 * features,
                 "logits": logits.bytes,
-                "rounded head": max(a.bytes for a in tables if not a.from_batch),
+                "rounded head": max(a.bytes for a in tables if a.itemsize == width),
                 "exponentials": loop.trips * sum(stacked),
             }
-    return items
+    return {}
 
 
 def _weight_items(step: LocalStep) -> dict[str, int]:
@@ -124,11 +122,7 @@ def _weight_items(step: LocalStep) -> dict[str, int]:
 
 def _activation_bytes(loop: Operation) -> int:
     """Estimate the bytes of a layer's activations that exist at once."""
-    arrays = {
-        array
-        for op in flatten_loops(loop.body)
-        if op.work
-        for array in (*op.operands, *op.results)
-        if array.from_batch and not array.on_host
-    }
-    return int(_AT_ONCE * sum(array.bytes for array in arrays))
+    products = [op for op in flatten_loops(loop.body) if op.work]
+    arrays = {array for op in products for array in (*op.operands, *op.results)}
+    sizes = (a.bytes for a in arrays if a.from_batch and not a.on_host)
+    return int(_AT_ONCE * sum(sizes))

@@ -18,7 +18,6 @@ from train.plan.cost import (
     StepCost,
     add_totals,
 )
-from train.plan.estimated.arrays import LocalArray
 from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.estimated.lower_bound import least_temporaries, saved_bytes
@@ -83,12 +82,14 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
     by_section = defaultdict[str, HbmBytes](HbmBytes)
     for op in step.operations:
         if op.work or op.name in _INDEXED:
-            operands, position = [*dict.fromkeys(op.operands)], op.position
-            arrays = [*operands, *op.results]
-            passed = [a for a in arrays if a.from_batch]
-            passed += [a for a in operands if position.in_layers and not a.from_batch]
-            by_section[position.section] += HbmBytes(
-                position.count * _sum_bytes(arrays), position.count * _sum_bytes(passed)
+            operands, results = {*op.operands}, {*op.results}
+            passed = {a for a in operands | results if a.from_batch}
+            passed |= operands if op.position.in_layers else set()
+            products = sum(array.bytes for array in operands | results)
+            others = sum(array.bytes for array in passed)
+            count = op.position.count
+            by_section[op.position.section] += HbmBytes(
+                count * products, count * others
             )
     state_bytes = sum(map(bytes_per_device, jax.tree.leaves(step.program.state)))
     # The update reads the gradients, and reads and writes the state. With microbatches,
@@ -97,10 +98,6 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
     others = 2 * state_bytes + accesses * step.gradient_bytes
     by_section[OTHERS] += HbmBytes(others=others)
     return by_section
-
-
-def _sum_bytes(arrays: Iterable[LocalArray]) -> int:
-    return sum(array.bytes for array in arrays)
 
 
 def _totals(

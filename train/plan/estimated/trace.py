@@ -81,16 +81,15 @@ def _trace_gradients(
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     """Trace the function (parameters, state, gradients) -> (parameters, state)."""
-    # The equations do not depend on where the moments are.
-    on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
+    # Where the moments are, and whether layers take turns, changes no product.
+    optimizer = replace(optimizer, by_layer=False)
+    params, state = jax.tree.map(
+        lambda leaf: leaf.update(sharding=None), (params, state)
+    )
 
     def update(params: Any, state: Any, grads: Any) -> Any:
-        return on_device.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
+        return optimizer.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
 
-    def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-    params, state = jax.tree.map(without_sharding, (params, state))
     return jax.make_jaxpr(update)(params, state, params)
 
 

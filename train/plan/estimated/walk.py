@@ -6,7 +6,7 @@ gathered where it is used. A sum over a sharded dim stays a partial sum on each 
 until an operation needs the complete sum.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,9 +45,7 @@ _LINEAR = _SHAPES | {
     *("concatenate", "stack", "unstack", "mul", "div"),
 }
 # Operations whose result counts as a copy of the operand, or of a part of it.
-_COPIES = _SHAPES | {
-    *("all_gather", "bitcast_convert_type", "dynamic_slice", "ppermute", "unstack"),
-}
+_COPIES = _SHAPES | {"all_gather", "bitcast_convert_type"}
 
 
 class Walk:
@@ -69,12 +67,6 @@ class Walk:
         self.recorder = CollectiveRecorder(sizes, platform)
         self._model, self._microbatches = model, count
         self._count, self._scope = count, ""
-
-    @property
-    def _position(self) -> Position:
-        runs_once = "copies" in self._scope  # once in each step (train/rows.py)
-        count = self._count // self._microbatches if runs_once else self._count
-        return Position(count, self._scope)
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
@@ -101,6 +93,9 @@ class Walk:
 
     def _walk(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params = equation.primitive.name, equation.params
+        runs_once = "copies" in self._scope  # once in each step (train/rows.py)
+        count = self._count // self._microbatches if runs_once else self._count
+        self.recorder.position = Position(count, self._scope)
         # The first names a result for a rematerialisation policy.
         if name in ("name", "optimization_barrier"):
             return operands
@@ -149,14 +144,14 @@ class Walk:
         num_carried = count_same_rank(equation.outvars, body.jaxpr.outvars)
         sliced = operands[num_unsliced:]
         slices = [replace(array, dims=array.dims[1:], sums=()) for array in sliced]
-        loop = Operation("scan", operands, [], self._position, trips=trips)
+        loop = Operation("scan", operands, [], self.recorder.position, trips=trips)
         outer_operations, outer_count = self.operations, self._count
         self.operations, self._count = loop.body, outer_count * trips
         results = self.run(body, [*operands[:num_unsliced], *slices])
         self.operations, self._count = outer_operations, outer_count
-        loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
+        loop.stacked = results[num_carried:]
         stacks = [replace(a, dims=(Dim(trips), *a.dims)) for a in loop.stacked]
-        loop.results = [*loop.carried, *stacks]
+        loop.results = [*results[:num_carried], *stacks]
         self.operations.append(loop)
         return loop.results
 
@@ -171,35 +166,34 @@ class Walk:
             manual = recorder.axes_by_dim(spec, len(array.dims))
             pairs = zip(manual, array.dims, strict=True)
             axes_by_dim = [axes + automatic_axes(dim) for axes, dim in pairs]
-            dims = recorder.reshard(array, axes_by_dim, self._position)
+            dims = recorder.reshard(array, axes_by_dim)
             local_dims = (Dim(dim.size, automatic_axes(dim)) for dim in dims)
-            arguments.append(_with_dims(array, local_dims))
+            arguments.append(array.with_dims(local_dims))
         inner_results = self.run(params["jaxpr"], arguments)
         for array, spec in zip(inner_results, params["out_specs"], strict=True):
             manual = recorder.axes_by_dim(spec, len(array.dims))
             pairs = zip(manual, array.dims, strict=True)
             dims = (Dim(dim.size, axes + dim.axes) for axes, dim in pairs)
-            results.append(_with_dims(array, dims))
+            results.append(array.with_dims(dims))
         return results
 
     def _record(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params, recorder = equation.primitive.name, equation.params, self.recorder
-        position, work = self._position, None
+        position, work = recorder.position, None
         is_product = name in ("mul", "div") and all(a.size > 1 for a in operands)
         is_linear = name in _LINEAR and not is_product
         for array in () if is_linear else operands:
             recorder.reduce(array, ())
         if name == "dot_general":
             pairs = params["dimension_numbers"]
-            operands, layout, work = lay_out_product(
-                operands[0], operands[1], pairs, recorder, position
-            )
+            left, right = operands
+            operands, layout, work = lay_out_product(left, right, pairs, recorder)
             layouts = [layout]
         elif name == "ragged_dot_general":
             layout, work = lay_out_grouped_product(params, operands)
             layouts = [layout]
         else:
-            layouts = lay_out_results(equation, operands, recorder, position)
+            layouts = lay_out_results(equation, operands, recorder)
         if name == "pallas_call":
             work = attention_work(equation, operands)
         from_batch = any(array.from_batch for array in operands)
@@ -225,14 +219,6 @@ class Walk:
             results.append(array)
         self.operations.append(Operation(name, operands, results, position, work))
         return results
-
-
-def _with_dims(array: LocalArray, dims: Iterable[Dim]) -> LocalArray:
-    """Return a copy of an array with other axes in its dims."""
-    copy = replace(array, dims=tuple(dims))
-    if not array.from_batch:
-        copy.origin = array.origin
-    return copy
 
 
 def _constant(aval: Any, value: Any = None) -> LocalArray:
