@@ -20,8 +20,11 @@ from train.plan.budget import MemoryBudget, memory_budget, memory_limit
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.lower_bound import temporaries_by_depth
-from train.plan.estimated.step import estimate_memory, estimate_step
+from train.plan.estimated.step import (
+    estimate_memory,
+    estimate_step,
+    temporaries_by_depth,
+)
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
 from train.plan.recomputing import format_policy, policies_keeping_more

@@ -7,8 +7,7 @@ import pytest
 from train.cli.command import compose
 from train.config import Remat
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.step import estimate_memory, estimate_step
-from train.plan.estimated.lower_bound import saved_bytes
+from train.plan.estimated.step import estimate_memory, estimate_step, saved_bytes
 from train.plan.recomputing import (
     POLICIES,
     format_policy,

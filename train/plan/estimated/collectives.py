@@ -83,9 +83,9 @@ class CollectiveRecorder:
             scattered = tuple(a for a in term.axes if a in new_axes)
             others = tuple(a for a in term.axes if a not in new_axes)
             kind = "reduce-scatter" if term.is_product else "all-reduce"
-            self._add(scattered, kind, term.bytes, term.position)
+            self._add(Exchange(scattered, kind, term.bytes, term.position))
             local_bytes = term.bytes / num_shards(self.sizes, scattered)
-            self._add(others, "all-reduce", local_bytes, term.position)
+            self._add(Exchange(others, "all-reduce", local_bytes, term.position))
         for term in array.sums:
             term.is_reduced = True
 
@@ -104,9 +104,9 @@ class CollectiveRecorder:
         pairs = [*zip(array.dims, axes_by_dim, strict=True)]
         lost = (axis for dim, axes in pairs for axis in dim.axes if axis not in axes)
         moved = tuple(axis for axis in lost if axis in new_axes)
-        self._add(moved, "all-to-all", array.bytes, self.position)
+        self._add(Exchange(moved, "all-to-all", array.bytes, self.position))
         gathered_bytes = array.bytes * num_shards(self.sizes, dropped)
-        self._add(dropped, "all-gather", gathered_bytes, self.position)
+        self._add(Exchange(dropped, "all-gather", gathered_bytes, self.position))
         return tuple(dim.reshard(axes, self.sizes) for dim, axes in pairs)
 
     def exchange(
@@ -120,7 +120,7 @@ class CollectiveRecorder:
             payload = min(array.bytes, output.bytes)
             if len(array.dims) == 1 and self._platform == "tpu":
                 payload *= _LANES  # XLA sends whole vectors
-            self._add(axes, kind, payload, self.position)
+            self._add(Exchange(axes, kind, payload, self.position))
             return [output.dims]
         groups = params.get("axis_index_groups")
         members = tuple(groups[0]) if groups else ()
@@ -130,7 +130,7 @@ class CollectiveRecorder:
         results = []
         for array in operands:
             payload = array.bytes * (n if kind == "all-gather" else 1)
-            self._add(axes, kind, payload, self.position, members)
+            self._add(Exchange(axes, kind, payload, self.position, members))
             dims = list[Dim]()
             for i, dim in enumerate(array.dims):
                 size = dim.size * n if i == grown_dim else dim.size
@@ -138,18 +138,12 @@ class CollectiveRecorder:
             results.append(tuple(dims))
         return results
 
-    def _add(
-        self,
-        axes: Axes,
-        kind: str,
-        payload: float,
-        position: Position,
-        members: tuple[int, ...] = (),
-    ) -> None:
-        axes = self.nontrivial_axes(axes)
-        if axes and payload and position.count:
-            payload *= position.count
-            self.exchanges.append(Exchange(axes, kind, payload, position, members))
+    def _add(self, exchange: Exchange) -> None:
+        """Record a collective, given the payload of one execution."""
+        axes, count = self.nontrivial_axes(exchange.axes), exchange.position.count
+        if axes and exchange.payload and count:
+            payload = count * exchange.payload
+            self.exchanges.append(exchange._replace(axes=axes, payload=payload))
 
 
 def phases(
@@ -163,6 +157,8 @@ def phases(
     """
     group, slices = _group(exchange.axes, exchange.members, mesh)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    is_ring = chip is not None and chip.scatters_in_one_step
 
     def make_phase(
         exchange: Exchange, network: str, size: int, links: int = 0
@@ -181,7 +177,9 @@ def phases(
 
     if group.network != "DCN":
         for step in _in_steps(exchange, steps):
-            group, _ = _group(step.axes, step.members, mesh, _dims(step.kind, mesh))
+            # None: all dims of the torus at once.
+            dims = 1 if is_ring and step.kind == "reduce-scatter" else None
+            group, _ = _group(step.axes, step.members, mesh, dims)
             yield make_phase(step, group.network, group.size, group.links)
         return
     kind, inner_size = exchange.kind, group.size // slices
@@ -193,21 +191,13 @@ def phases(
     yield make_phase(exchange, "DCN", slices)
 
 
-def _dims(kind: str, mesh: Mesh) -> int | None:
-    """Return the dims of the torus that a collective uses at once; None means all."""
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    is_ring = kind == "reduce-scatter" and chip and chip.scatters_in_one_step
-    return 1 if is_ring else None
-
-
 def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
     """Yield the steps of a gather or scatter along one axis, or the exchange itself."""
     sizes: tuple[int, ...] = ()
-    if not exchange.members and len(exchange.axes) == 1:
-        for step in steps:
-            if step.axis == exchange.axes[0]:
-                by_kind = {"reduce-scatter": step.scatter, "all-gather": step.gather}
-                sizes = by_kind.get(exchange.kind, ())
+    for step in steps:
+        if exchange.axes == (step.axis,) and not exchange.members:
+            by_kind = {"reduce-scatter": step.scatter, "all-gather": step.gather}
+            sizes = by_kind.get(exchange.kind, ())
     for groups in scatter_groups(sizes):
         members = tuple(groups[0]) if groups else exchange.members
         exchange = exchange._replace(members=members)

@@ -78,14 +78,15 @@ def _resize(dim: Dim, old: int, new: int) -> Dim:
 
 
 def lay_out_product(
-    a: LocalArray, b: LocalArray, pairs: Any, recorder: CollectiveRecorder
-) -> tuple[list[LocalArray], ResultLayout, Work | None]:
+    params: Any, operands: list[LocalArray], recorder: CollectiveRecorder
+) -> tuple[list[LocalArray], list[ResultLayout], Work | None]:
     """Lay out `dot_general`; return operands after gathers, the result, and the work.
 
     A parameter is gathered along an axis that shards a contracted dim of it alone, or
     that shards both operands in dims that do not match.
     """
-    (in_a, in_b), (batch_a, batch_b) = pairs
+    a, b = operands
+    (in_a, in_b), (batch_a, batch_b) = params["dimension_numbers"]
     if a.from_batch != b.from_batch:
         weight, other, inner = (b, a, in_b) if a.from_batch else (a, b, in_a)
         matches = zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)
@@ -101,9 +102,9 @@ def lay_out_product(
     groups = (rows, columns, contracted, batch)
     work = product_work(*(math.prod(d.size for d in group) for group in groups))
     sum_axes = tuple(axis for dim in contracted for axis in dim.axes)
-    layout = ((*batch, *rows, *columns), sum_axes)
+    layouts = [((*batch, *rows, *columns), sum_axes)]
     # Without rows and columns, it is an elementwise product and a sum.
-    return [a, b], layout, work if rows or columns else None
+    return [a, b], layouts, work if rows or columns else None
 
 
 def _join(a: Dim, b: Dim) -> Dim:
@@ -113,7 +114,7 @@ def _join(a: Dim, b: Dim) -> Dim:
 
 def lay_out_grouped_product(
     params: Any, operands: list[LocalArray]
-) -> tuple[ResultLayout, Work]:
+) -> tuple[list[ResultLayout], Work]:
     """Lay out a product of rows grouped by expert; each device has its own rows.
 
     The work includes rows that no expert uses.
@@ -124,9 +125,9 @@ def lay_out_grouped_product(
     num_rows, depth = (dim.size for dim in rows.dims)
     if numbers.rhs_group_dimensions:  # products with matrices [E, K, N] or [E, N, K]
         dims = rows.dims[0], operand.dims[3 - contracted[0]]
-        return (dims, ()), product_work(num_rows, dims[1].size, depth)
+        return [(dims, ())], product_work(num_rows, dims[1].size, depth)
     dims = sizes.dims[0], rows.dims[1], operand.dims[1]  # gradients of the matrices
-    return (dims, ()), product_work(depth, dims[2].size, num_rows)
+    return [(dims, ())], product_work(depth, dims[2].size, num_rows)
 
 
 def attention_work(equation: Any, operands: list[LocalArray]) -> Work:

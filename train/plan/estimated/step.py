@@ -1,5 +1,9 @@
 """Estimate the cost and memory of a step from shapes and shardings, without a compiler.
 
+Of the memory, a lower bound is known: the arrays that must exist together while the
+loss is computed, in the backward pass of the layers, or before the update. What a
+compiler adds (a layer's other activations, buffers, copies, padding) is not counted.
+
 This takes milliseconds for each candidate of a search. `read_step` and `device_memory`
 give the compiler's figures. `benchmarks/estimates.py` compares them with estimates.
 """
@@ -10,6 +14,8 @@ from collections.abc import Iterable
 
 import jax
 
+from model.choices import Attention
+from model.params import is_of_layers, named
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
@@ -18,15 +24,19 @@ from train.plan.cost import (
     StepCost,
     add_totals,
 )
+from train.plan.estimated.arrays import LocalArray, Operation, flatten_loops
 from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.lower_bound import least_temporaries, saved_bytes
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
 from train.plan.sections import OTHERS, SECTIONS
 from train.program import Program
 from train.sharding import bytes_per_device
 
 _INDEXED = ("gather", "scatter-add")
+# The fraction of the operands and results of a layer's products that exists at once.
+# Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
+_AT_ONCE = 0.4
+_LANES = 128  # A TPU pads the last dim of an array to a multiple of its lanes.
 
 
 def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
@@ -85,12 +95,11 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
             operands, results = {*op.operands}, {*op.results}
             passed = {a for a in operands | results if a.from_batch}
             passed |= operands if op.position.in_layers else set()
-            products = sum(array.bytes for array in operands | results)
-            others = sum(array.bytes for array in passed)
-            count = op.position.count
-            by_section[op.position.section] += HbmBytes(
-                count * products, count * others
+            products, others = (
+                op.position.count * sum(array.bytes for array in arrays)
+                for arrays in (operands | results, passed)
             )
+            by_section[op.position.section] += HbmBytes(products, others)
     state_bytes = sum(map(bytes_per_device, jax.tree.leaves(step.program.state)))
     # The update reads the gradients, and reads and writes the state. With microbatches,
     # each gradient and the running sum are read, and the new sum is written.
@@ -109,3 +118,112 @@ def _totals(
     if not by_use:
         totals = [dataclasses.replace(total, serves="") for total in totals]
     return add_totals(totals)
+
+
+def least_temporaries(step: LocalStep) -> dict[str, int]:
+    """Return the bytes of temporaries that exist at the step's peak, by name."""
+    largest = max(_temporaries(step), key=lambda items: sum(items.values()))
+    return {name: size for name, size in largest.items() if size}
+
+
+def temporaries_by_depth(program: Program) -> int:
+    """Return bytes that grow with the number of layers as compiled temporaries do.
+
+    Their constant part may be wrong. To find the point in time of the peak, a layer's
+    other activations are estimated.
+    """
+    step = local_step(program)
+    loss, layers, update = (sum(items.values()) for items in _temporaries(step))
+    return max(loss, layers + max(map(_activation_bytes, step.layers)), update)
+
+
+def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
+    """Return the bytes that all layers save for the backward pass of a microbatch.
+
+    `on_host` selects the bytes in host memory instead of those in device memory.
+    """
+    total = 0
+    for loop in step.layers:
+        # A copy of the same size, such as a transpose, counts once.
+        distinct = {(array.origin, array.bytes): array for array in loop.stacked}
+        saved = [
+            _padded_bytes(step, array)
+            for array in distinct.values()
+            if array.from_batch and array.size >= step.tokens
+            if array.on_host is on_host and not loop.position.is_backward
+        ]
+        total += loop.position.count * loop.trips * sum(saved)
+    return total // step.microbatches
+
+
+def _padded_bytes(step: LocalStep, array: LocalArray) -> int:
+    """Return the bytes of an activation; Splash pads the head dim of its operands."""
+    if step.program.execution.attention is Attention.splash and len(array.dims) == 4:
+        head_dim = array.dims[-1].size
+        return array.bytes // head_dim * (-(-head_dim // _LANES) * _LANES)
+    return array.bytes
+
+
+def _temporaries(step: LocalStep) -> list[dict[str, int]]:
+    """Return the temporaries while the loss, the layers' gradients and updates run."""
+    params = named(step.program.state.params)
+    gradients = {name: bytes_per_device(param) for name, param in params}
+    of_layers = sum(size for name, size in gradients.items() if is_of_layers(name))
+    held = {"saved activations": saved_bytes(step)}
+    if step.microbatches > 1:
+        held["sum over microbatches"] = step.gradient_bytes
+    return [
+        held | _loss_items(step),
+        held | {"gradients": of_layers} | _weight_items(step),
+        {"gradients": sum(gradients.values())},
+    ]
+
+
+def _loss_items(step: LocalStep) -> dict[str, int]:
+    """Return the logits and the head of a tile or piece of the loss.
+
+    A loss in pieces of the vocabulary also saves the exponentials of all logits.
+    """
+    for loop in step.body:
+        products = [op for op in loop.body if op.work]
+        if loop.position.section == "loss" and products:
+            logits, width = products[0].results[0], products[0].operands[0].itemsize
+            features = [a.bytes for a in loop.operands if a.from_batch]
+            tables = [a for a in loop.operands if not a.from_batch]
+            heads = [a.bytes for a in tables if a.itemsize == width]
+            stacked = [a.bytes for a in loop.stacked if a.size == logits.size]
+            return {
+                "features and their gradient": 2 * max(features, default=0),
+                "logits": logits.bytes,
+                "rounded head": max(heads, default=0),
+                "exponentials": loop.trips * sum(stacked),
+            }
+    return {}
+
+
+def _weight_items(step: LocalStep) -> dict[str, int]:
+    """Return the weights of layers as products of the backward pass use them.
+
+    These are the gathered weights of one layer, in the dtype of products. XLA:TPU
+    rounds weights that are not gathered before the loop, those of all layers at once.
+    """
+    on_tpu = step.program.mesh.devices.flat[0].platform == "tpu"
+    gathered = rounded = 0
+    for loop in step.layers:
+        if loop.position.is_backward:
+            products = [op for op in flatten_loops(loop.body) if "dot" in op.name]
+            operands = [a for op in products for a in op.operands if not a.from_batch]
+            weights = {array.origin: array for array in operands}.values()
+            is_larger = [a.bytes for a in weights if a.size > a.origin.size]
+            gathered = max(gathered, sum(is_larger))
+            total = sum(array.bytes for array in weights)
+            rounded += loop.trips * (total - sum(is_larger)) * on_tpu
+    return {"gathered weights": gathered, "rounded weights": rounded}
+
+
+def _activation_bytes(loop: Operation) -> int:
+    """Estimate the bytes of a layer's activations that exist at once."""
+    products = [op for op in flatten_loops(loop.body) if op.work]
+    arrays = {array for op in products for array in (*op.operands, *op.results)}
+    sizes = (a.bytes for a in arrays if a.from_batch and not a.on_host)
+    return int(_AT_ONCE * sum(sizes))

@@ -28,42 +28,43 @@ from train.program import Program
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # positions in a tile of the traced kernel
+_NOT_GATHERED = ("experts", "layers")  # dims along which no parameter is gathered
 _ROWS = 2  # traced rows of a device if no equation depends on their number
 
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
     """Trace the function (parameters, batch) -> (loss, gradients) of a microbatch."""
     config, execution = program.config, program.execution
-    placement = execution.placement
-    if execution.attention.is_cudnn:
-        # cuDNN's kernel cannot be traced without cuDNN. Splash is traced instead: it
-        # reads, writes and saves the same arrays.
-        execution = execution._replace(attention=Attention.splash)
-    # The kernels of grouped products are not traced either: XLA's own grouped product
-    # reads and writes the same arrays.
-    execution = execution._replace(grouped=Grouped.ragged)
-    tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
-    sizes = program.mesh.shape
-    if not _is_sharded_over_dcn(program):
+    placement, mesh = execution.placement, program.mesh
+    # The kernels of cuDNN and of grouped products are not traced. Splash, and XLA's own
+    # grouped product, read, write and save the same arrays.
+    kernel = Attention.splash if execution.attention.is_cudnn else execution.attention
+    execution = execution._replace(attention=kernel, grouped=Grouped.ragged)
+    tile = _KERNEL_TILE if kernel is Attention.splash else 1
+    table = [rule for name, rule in placement.rules.params if name not in _NOT_GATHERED]
+    axes = {axis for entry in table for axis in mesh_axes(entry)}
+    is_dcn_sharded = any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
+    sizes = mesh.shape
+    # If TPU slices shard a parameter, the groups of gathers depend on all sizes.
+    if placement.platform != "tpu" or not is_dcn_sharded:
         # Each collective is traced as one step. `phases` splits it for the real mesh.
         placement = replace(placement, axis_steps=())
         sizes = {axis: _traced_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
-    method, kernel = program.execution.context_attention, program.execution.attention
-    if program.batch_shards.sequence > 1 and method.has_ring_order(kernel):
-        tile *= 2 * program.batch_shards.sequence
+    traced_mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
+    shards, method = program.batch_shards, execution.context_attention
+    if shards.sequence > 1 and method.has_ring_order(program.execution.attention):
+        tile *= 2 * shards.sequence
     length = -(-config.data.sequence_length // tile) * tile
     rows = _ROWS
-    if config.model.expert_layers or program.mesh.shape["pipeline"] > 1:
+    if config.model.expert_layers or mesh.shape["pipeline"] > 1:
         # Experts sort the local tokens, and stages split the local rows.
-        num_microbatches = config.train.accumulation_steps
-        rows = config.data.batch_size // (program.batch_shards.rows * num_microbatches)
+        rows = config.data.batch_size // config.train.accumulation_steps // shards.rows
     rows *= batch_shards(placement.rules, sizes).rows
     array = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     return _trace_gradients(
         config.model,
-        execution._replace(placement=replace(placement, mesh=mesh)),
+        execution._replace(placement=replace(placement, mesh=traced_mesh)),
         # The remat policy is in the execution. One microbatch is traced.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
         jax.tree.map(lambda _: array, program.batch),
@@ -83,26 +84,12 @@ def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     """Trace the function (parameters, state, gradients) -> (parameters, state)."""
     # Where the moments are, and whether layers take turns, changes no product.
     optimizer = replace(optimizer, by_layer=False)
-    params, state = jax.tree.map(
-        lambda leaf: leaf.update(sharding=None), (params, state)
-    )
+    params, state = jax.tree.map(lambda x: x.update(sharding=None), (params, state))
 
     def update(params: Any, state: Any, grads: Any) -> Any:
         return optimizer.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
 
     return jax.make_jaxpr(update)(params, state, params)
-
-
-def _is_sharded_over_dcn(program: Program) -> bool:
-    """Return whether TPU slices shard a parameter, other than by experts or stages.
-
-    In that case the groups of gathers and scatters depend on the sizes of all axes.
-    """
-    mesh, rules = program.mesh, program.execution.placement.rules
-    entries = [rule for name, rule in rules.params if name not in ("experts", "layers")]
-    axes = {axis for entry in entries for axis in mesh_axes(entry)}
-    on_tpu = program.execution.placement.platform == "tpu"
-    return on_tpu and any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
 
 
 def _traced_size(axis: str, program: Program) -> int:

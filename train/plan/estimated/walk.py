@@ -58,11 +58,7 @@ class Walk:
         count: int = 1,
         model: ModelConfig | None = None,
     ):
-        """Start without operations, on a mesh with axes of the given sizes.
-
-        The program runs `count` times. Its model, if there is one, says how often
-        branches are taken.
-        """
+        """Start a program that runs `count` times; its model decides about branches."""
         self.operations: list[Operation] = []
         self.recorder = CollectiveRecorder(sizes, platform)
         self._model, self._microbatches = model, count
@@ -126,7 +122,10 @@ class Walk:
             if self._count:
                 outputs.insert(0, self.run(branch, operands))
         self._count = count
-        return [max(arrays, key=_is_variable) for arrays in zip(*outputs, strict=True)]
+        return [
+            max(arrays, key=lambda array: array.from_batch or array.value is not None)
+            for arrays in zip(*outputs, strict=True)
+        ]
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk the body of a loop once.
@@ -185,13 +184,9 @@ class Walk:
         for array in () if is_linear else operands:
             recorder.reduce(array, ())
         if name == "dot_general":
-            pairs = params["dimension_numbers"]
-            left, right = operands
-            operands, layout, work = lay_out_product(left, right, pairs, recorder)
-            layouts = [layout]
+            operands, layouts, work = lay_out_product(params, operands, recorder)
         elif name == "ragged_dot_general":
-            layout, work = lay_out_grouped_product(params, operands)
-            layouts = [layout]
+            layouts, work = lay_out_grouped_product(params, operands)
         else:
             layouts = lay_out_results(equation, operands, recorder)
         if name == "pallas_call":
@@ -213,8 +208,9 @@ class Walk:
                 array.origin = operands[0].origin
             array.sums = tuple(sums)
             if sum_axes and from_batch:
-                is_product = name == "dot_general"
-                term = PartialSum(sum_axes, array.bytes, position, is_product)
+                term = PartialSum(
+                    sum_axes, array.bytes, position, name == "dot_general"
+                )
                 array.sums += (term,)
             results.append(array)
         self.operations.append(Operation(name, operands, results, position, work))
@@ -225,7 +221,3 @@ def _constant(aval: Any, value: Any = None) -> LocalArray:
     dims = tuple(Dim(size, (), False) for size in aval.shape)
     masks = value if aval.dtype == np.int8 and aval.shape else None
     return LocalArray(dims, aval.dtype.itemsize, value=masks)
-
-
-def _is_variable(array: LocalArray) -> bool:
-    return array.from_batch or array.value is not None

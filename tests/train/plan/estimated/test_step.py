@@ -9,8 +9,7 @@ import pytest
 from train.hardware.targets import parse_target
 from train.plan.budget import memory_budget
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.lower_bound import saved_bytes
-from train.plan.estimated.step import estimate_memory, estimate_step
+from train.plan.estimated.step import estimate_memory, estimate_step, saved_bytes
 from train.plan.memory import HELD, LOWER_BOUND, device_memory
 
 
