@@ -8,8 +8,6 @@ because its rings go through all nodes. XLA splits a collective across TPU slice
 two phases, so that each chip sends only its share between slices. A gather runs between
 slices first and then within a slice. A reduction runs as an all-reduce within a slice
 and then between slices. All other collectives go through the hosts entirely.
-
-Definitions of payload and sent: train/plan/cost.py.
 """
 
 import functools
@@ -43,7 +41,7 @@ _LANES = 128  # the lanes of a TPU's vectors
 class Exchange(NamedTuple):
     """A collective of a step.
 
-    payload: the payload of all executions in a step together.
+    payload: the sum over all executions in a step together (definition: plan/cost.py).
     members: the positions along `axes` of the devices in one group; () means all.
     """
 
@@ -88,11 +86,6 @@ class CollectiveRecorder:
             self._add(Exchange(others, "all-reduce", local_bytes, term.position))
         for term in array.sums:
             term.is_reduced = True
-
-    def gather(self, array: LocalArray, axes: Axes) -> LocalArray:
-        """Record the gather of an array along some axes, and return the result."""
-        kept = [tuple(a for a in dim.axes if a not in axes) for dim in array.dims]
-        return array.with_dims(self.reshard(array, kept))
 
     def reshard(
         self, array: LocalArray, axes_by_dim: Sequence[Axes]

@@ -91,9 +91,10 @@ def lay_out_product(
         weight, other, inner = (b, a, in_b) if a.from_batch else (a, b, in_a)
         matches = zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)
         matched = {x for i, j in matches for x in a.dims[i].axes if x in b.dims[j].axes}
-        bad = {*other.axes, *(axis for i in inner for axis in weight.dims[i].axes)}
-        conflicts = tuple(ax for ax in weight.axes if ax in bad and ax not in matched)
-        gathered = recorder.gather(weight, conflicts)
+        contracted_axes = {axis for i in inner for axis in weight.dims[i].axes}
+        conflicts = (contracted_axes | {*other.axes}) - matched
+        kept = [tuple(x for x in dim.axes if x not in conflicts) for dim in weight.dims]
+        gathered = weight.with_dims(recorder.reshard(weight, kept))
         a, b = (a, gathered) if a.from_batch else (gathered, b)
     contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
     batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]

@@ -92,8 +92,8 @@ class LocalStep:
     def _attention_flops(self, op: Operation, work: Work) -> Flops:
         flops, computed = op.position.count * work.flops, work.computed
         if self.program.execution.attention.is_cudnn:  # the traced kernel is Splash's
-            is_backward = op.position.is_backward
-            flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD if is_backward else 1.0
+            if op.position.is_backward:
+                flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
         padding = self._padding(self.program.config.model.head_size)
@@ -143,8 +143,7 @@ def local_step(program: Program) -> LocalStep:
     """Trace a program, without lowering, and return its local step."""
     mesh, model = program.mesh, program.config.model
     microbatches = program.config.train.accumulation_steps
-    platform = mesh.devices.flat[0].platform
-    gradients = Walk(mesh.shape, platform, microbatches, model)
+    gradients = Walk(mesh.shape, mesh.devices.flat[0].platform, microbatches, model)
     batch = _local_arrays(program.batch, gradients)
     for field in batch:
         rows, *other_dims = field.dims
@@ -173,7 +172,6 @@ def _local_arrays(tree: Any, walk: Walk) -> list[LocalArray]:
     arrays = list[LocalArray]()
     for leaf in jax.tree.leaves(tree):
         shape = leaf.sharding.shard_shape(leaf.shape)
-        axes_by_dim = walk.recorder.axes_by_dim(leaf.sharding.spec, leaf.ndim)
-        dims = tuple(map(Dim, shape, axes_by_dim))
-        arrays.append(LocalArray(dims, leaf.dtype.itemsize))
+        axes = walk.recorder.axes_by_dim(leaf.sharding.spec, leaf.ndim)
+        arrays.append(LocalArray(tuple(map(Dim, shape, axes)), leaf.dtype.itemsize))
     return arrays

@@ -32,7 +32,6 @@ from train.plan.sections import OTHERS, SECTIONS
 from train.program import Program
 from train.sharding import bytes_per_device
 
-_INDEXED = ("gather", "scatter-add")
 # The fraction of the operands and results of a layer's products that exists at once.
 # Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
 _AT_ONCE = 0.4
@@ -62,10 +61,7 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
 
 
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
-    """Return the least memory that one device needs: state, batch and temporaries.
-
-    `step` is the program's `local_step`, if the caller has it already.
-    """
+    """Return the least memory that one device needs: state, batch and temporaries."""
     exact, step = device_memory(program), step or local_step(program)
     sizes = least_temporaries(step)
     temporaries, host = sum(sizes.values()), dict(exact.host)
@@ -91,7 +87,7 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
     """
     by_section = defaultdict[str, HbmBytes](HbmBytes)
     for op in step.operations:
-        if op.work or op.name in _INDEXED:
+        if op.work or op.name in ("gather", "scatter-add"):
             operands, results = {*op.operands}, {*op.results}
             passed = {a for a in operands | results if a.from_batch}
             passed |= operands if op.position.in_layers else set()
@@ -104,8 +100,7 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
     # The update reads the gradients, and reads and writes the state. With microbatches,
     # each gradient and the running sum are read, and the new sum is written.
     accesses = 1 + 3 * step.microbatches if step.microbatches > 1 else 1
-    others = 2 * state_bytes + accesses * step.gradient_bytes
-    by_section[OTHERS] += HbmBytes(others=others)
+    by_section[OTHERS] += HbmBytes(0, 2 * state_bytes + accesses * step.gradient_bytes)
     return by_section
 
 

@@ -101,9 +101,8 @@ def _traced_size(axis: str, program: Program) -> int:
     params = dict(rules.params)
     # These numbers depend on the size: chunks of tokens, loops over stages, and steps
     # of a ring. Around experts, the axes of their matrices are manual.
-    fixed = [params["experts"], params["layers"], *rules.spec("seq")]
-    if program.config.model.expert_layers:
-        fixed.append(params["mlp"])
+    mlp = [params["mlp"]] if program.config.model.expert_layers else []
+    fixed = [params["experts"], params["layers"], *mlp, *rules.spec("seq")]
     dims = [
         dim
         for leaf in jax.tree.leaves(program.state.params)

@@ -208,10 +208,8 @@ class Walk:
                 array.origin = operands[0].origin
             array.sums = tuple(sums)
             if sum_axes and from_batch:
-                term = PartialSum(
-                    sum_axes, array.bytes, position, name == "dot_general"
-                )
-                array.sums += (term,)
+                is_dot = name == "dot_general"
+                array.sums += (PartialSum(sum_axes, array.bytes, position, is_dot),)
             results.append(array)
         self.operations.append(Operation(name, operands, results, position, work))
         return results
