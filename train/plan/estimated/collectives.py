@@ -59,7 +59,7 @@ class CollectiveRecorder:
         """Start without collectives, on a mesh with axes of the given sizes."""
         self.sizes, self._platform = sizes, platform
         self.exchanges: list[Exchange] = []
-        self.position = Position(1, "")  # of the equation that the walk has reached
+        self.position = Position(1, "")  # the walk sets it before each equation
         # The dims of each table from which ids select rows; gradients have them too.
         self.table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
 

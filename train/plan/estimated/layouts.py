@@ -143,7 +143,7 @@ def attention_work(equation: Any, operands: list[LocalArray]) -> Work:
     traced, local = max(floats, key=lambda pair: pair[0].size)
     (queries, _), (keys, _), *_ = floats
     products = list(_products(equation.params["jaxpr"]))
-    rows, columns, _ = products[0].dims  # of a block of the scores
+    rows, columns, _ = products[0].dims  # The first product computes a block.
     num_blocks = queries.shape[-2] * keys.shape[-2] / (rows * columns)
     heads = math.prod(queries.shape[:-2]) * local.size / traced.size
     flops = heads * num_blocks * sum(product.flops for product in products)

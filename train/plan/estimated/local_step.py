@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class LocalStep:
             flops,
             eight_bits=flops if has_eight_bits else 0.0,
             grouped=grouped,
-            padded=flops * self._padding(*work.dims),
+            padded=flops * self._padding(work.dims),
         )
 
     def _attention_flops(self, op: Operation, work: Work) -> Flops:
@@ -96,7 +96,7 @@ class LocalStep:
                 flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
-        padding = self._padding(self.program.config.model.head_size)
+        padding = self._padding([self.program.config.model.head_size])
         return Flops(
             attention=flops * computed,
             whole_attention=flops,
@@ -117,7 +117,7 @@ class LocalStep:
             return self.tokens * k / rows.dims[0].size
         return k * num_local / (model.num_experts * min(k, num_local))
 
-    def _padding(self, *dims: int) -> float:
+    def _padding(self, dims: Sequence[int]) -> float:
         """Return padded over useful FLOPs of an operation with these dims.
 
         TPUs: a dim that is not a multiple of a matrix unit leaves a part of it idle.

@@ -45,7 +45,7 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     axes = {axis for entry in table for axis in mesh_axes(entry)}
     is_dcn_sharded = any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
     sizes = mesh.shape
-    # If TPU slices shard a parameter, the groups of gathers depend on all sizes.
+    # The groups of gathers depend on all sizes if TPU slices shard a parameter.
     if placement.platform != "tpu" or not is_dcn_sharded:
         # Each collective is traced as one step. `phases` splits it for the real mesh.
         placement = replace(placement, axis_steps=())
@@ -82,7 +82,7 @@ def _trace_gradients(
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     """Trace the function (parameters, state, gradients) -> (parameters, state)."""
-    # Where the moments are, and whether layers take turns, changes no product.
+    # Products do not depend on where moments are, or on whether layers take turns.
     optimizer = replace(optimizer, by_layer=False)
     params, state = jax.tree.map(lambda x: x.update(sharding=None), (params, state))
 

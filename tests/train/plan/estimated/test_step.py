@@ -64,9 +64,9 @@ def test_full_recomputation_saves_the_inputs_of_the_layers(programs):
 
 def test_a_step_is_refused_without_a_compiler(laid_out):
     budget = memory_budget(parse_target("v5e-8").chip, margin=0.05)
-    may_fit = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp"))
-    large = estimate_memory(laid_out("v5e-8", *GPT2, "mesh=ddp", "data.batch_size=256"))
-    assert (may_fit.fits(budget), large.fits(budget)) == (True, False)
+    for size, fits in (("64", True), ("256", False)):
+        program = laid_out("v5e-8", *GPT2, "mesh=ddp", f"data.batch_size={size}")
+        assert estimate_memory(program).fits(budget) is fits
 
 
 def test_weights_sharded_over_slices_use_both_networks_as_compiled(laid_out):
@@ -95,7 +95,6 @@ def test_weights_sharded_over_slices_use_both_networks_as_compiled(laid_out):
 
 def test_sums_and_items_agree(laid_out):
     found = estimate_step(laid_out("h100-8", *GPT2, "mesh=fsdp"))
-    assert found.how == "estimated"
     outside = sum(row.payload for row in found.outside_layers)
     assert 0 < outside < sum(row.payload for row in found.sent)
     assert {row.network for row in found.sent} == {"NVLink"}
