@@ -19,8 +19,11 @@ from train.plan.budget import MemoryBudget, budget_of
 from train.plan.compiled.step import read_step
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
-from train.plan.estimated.lower_bound import temporaries_by_depth
-from train.plan.estimated.step import estimate_memory, estimate_step
+from train.plan.estimated.step import (
+    estimate_memory,
+    estimate_step,
+    temporaries_by_depth,
+)
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
 from train.plan.recomputing import (

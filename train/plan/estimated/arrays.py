@@ -1,12 +1,12 @@
-"""The local part of an array, and how shape operations lay out their results.
+"""The arrays and operations of one device, and the layouts of reshaped arrays.
 
 The dims of constants have the size of the traced program, and their local size is not
 known. A result of constants and other arrays is laid out like the other arrays.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,18 +24,17 @@ class Dim(NamedTuple):
     axes: Axes = ()
     is_known: bool = True
 
+    def reshard(self, axes: Axes, sizes: Mapping[str, int]) -> "Dim":
+        """Return this dim sharded over other axes of a mesh with the given sizes."""
+        size = self.size * num_shards(sizes, self.axes)
+        return self._replace(size=-(-size // num_shards(sizes, axes)), axes=axes)
 
-class OperationPosition(NamedTuple):
-    """How often an operation runs, its scope, and the id of the loop body around it."""
+
+class Position(NamedTuple):
+    """How often an operation runs in a step, and the names of all scopes around it."""
 
     count: int
     scope: str
-    body: int
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether the operation is in the loop over layers (model/gpt.py's scope)."""
-        return "layers" in self.scope
 
     @property
     def section(self) -> str:
@@ -43,19 +42,15 @@ class OperationPosition(NamedTuple):
         return section_of(scope_in_name(self.scope))
 
     @property
-    def in_stages(self) -> bool:
-        """Whether the operation is in a pipeline's loop, but outside the layers."""
-        return "stages" in self.scope and not self.in_layers
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the operation is rematerialisation, which JAX names in the scope."""
-        return "rematted_computation" in self.scope
+    def in_layers(self) -> bool:
+        """Whether the operation is in the loop over layers (model/gpt.py's scope)."""
+        return "layers" in self.scope
 
     @property
     def is_backward(self) -> bool:
-        """Whether the operation is in a backward pass, which JAX calls a transpose."""
-        return "transpose(" in self.scope and not self.is_recomputed
+        """Whether the operation computes gradients, and does not rematerialise."""
+        is_recomputed = "rematted_computation" in self.scope
+        return "transpose(" in self.scope and not is_recomputed  # names of JAX
 
 
 @dataclass(eq=False)
@@ -64,7 +59,7 @@ class PartialSum:
 
     axes: Axes
     bytes: int
-    position: OperationPosition
+    position: Position
     is_product: bool
     is_reduced: bool = False
 
@@ -75,24 +70,22 @@ class LocalArray:
 
     from_batch: whether the array depends on the batch, not on parameters alone.
     sums: the partial sums that the array contains; some may be reduced already.
-    made_from: the parameter that the array is a converted or reshaped copy of.
-    label: the name of the parameter or batch field, for printing.
     on_host: whether the array is in host memory.
     value: the elements of a constant of eight-bit integers, such as the blocks of
         scores that an attention kernel does not skip; None for other arrays.
+    origin: the array of which this is a converted, reshaped or gathered copy.
     """
 
     dims: tuple[Dim, ...]
     itemsize: int
     from_batch: bool = False
     sums: tuple[PartialSum, ...] = ()
-    made_from: "LocalArray | None" = None
-    label: str = ""
     on_host: bool = False
     value: np.ndarray | None = None
+    origin: "LocalArray" = field(init=False)
 
     def __post_init__(self):
-        self.source = self.made_from or self
+        self.origin = self
         self.size = math.prod(dim.size for dim in self.dims)
         self.bytes = self.size * self.itemsize
 
@@ -101,18 +94,56 @@ class LocalArray:
         """All mesh axes that shard the array."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
+    def with_dims(self, dims: Iterable[Dim]) -> "LocalArray":
+        """Return this array with other dims, gathered for example."""
+        result = replace(self, dims=tuple(dims))
+        # Activations are saved before and after, but a parameter is one of the state.
+        result.origin = result if self.from_batch else self.origin
+        return result
 
-def gather_along(
-    array: LocalArray, axes: Iterable[str], sizes: Mapping[str, int]
-) -> LocalArray:
-    """Return an array gathered along some axes."""
-    dims = []
-    for dim in array.dims:
-        removed = [axis for axis in dim.axes if axis in axes]
-        remaining = tuple(axis for axis in dim.axes if axis not in axes)
-        dims.append(Dim(dim.size * num_shards(sizes, removed), remaining, dim.is_known))
-    from_batch, source = array.from_batch, array.source
-    return LocalArray(tuple(dims), array.itemsize, from_batch, made_from=source)
+
+class Work(NamedTuple):
+    """The FLOPs of a product or a kernel.
+
+    flops: all FLOPs, including those of blocks that a kernel skips.
+    computed: the fraction of `flops` in blocks that a kernel does not skip.
+    dims: the numbers of rows, columns and contracted elements of a product.
+    """
+
+    flops: float
+    computed: float = 1.0
+    dims: tuple[int, int, int] = (1, 1, 1)
+
+
+def product_work(rows: int, columns: int, depth: int, batch: int = 1) -> Work:
+    """Return the work of `batch` products [rows, depth] x [depth, columns]."""
+    flops = 2.0 * batch * rows * columns * depth
+    return Work(flops, dims=(rows, columns, depth))
+
+
+@dataclass(eq=False)
+class Operation:
+    """An equation, or a loop whose `body` runs `trips` times.
+
+    work: the FLOPs of a product or a kernel; None for other operations.
+    stacked: the results of a trip that a loop stacks.
+    """
+
+    name: str
+    operands: list[LocalArray]
+    results: list[LocalArray]
+    position: Position
+    work: Work | None = None
+    trips: int = 1
+    body: list["Operation"] = field(default_factory=list)
+    stacked: list[LocalArray] = field(default_factory=list)
+
+
+def flatten_loops(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield operations and, recursively, the operations in the bodies of loops."""
+    for operation in operations:
+        yield operation
+        yield from flatten_loops(operation.body)
 
 
 def broadcast_dims(
@@ -120,9 +151,7 @@ def broadcast_dims(
 ) -> tuple[Dim, ...]:
     """Return the dims of an elementwise result, preferring operands from the batch.
 
-    Args:
-        shape: the traced shape of the result.
-        operands: arrays with their traced shapes; arrays of another rank are ignored.
+    Shapes are those of the traced program. Operands of another rank are ignored.
     """
     pairs = [pair for pair in operands if len(pair[1]) == len(shape)]
     pairs.sort(key=lambda pair: not pair[0].from_batch)
@@ -132,19 +161,9 @@ def broadcast_dims(
     for i, size in enumerate(shape):
         matches = (array.dims[i] for array, traced in pairs if traced[i] == size)
         dim = next((d for d in matches if d.is_known), Dim(size, (), False))
-        axes = tuple(axis for axis in dim.axes if axis not in used)
-        used.update(axes)
-        dims.append(dim._replace(axes=axes))
+        dims.append(dim._replace(axes=tuple(a for a in dim.axes if a not in used)))
+        used.update(dim.axes)
     return tuple(dims)
-
-
-def resize_dim(dim: Dim, before: int, after: int) -> Dim:
-    """Return a padded or sliced dim, given the traced sizes before and after."""
-    if before == after:
-        return dim
-    if dim.axes or not dim.is_known:
-        return Dim(after, (), False)
-    return Dim(dim.size * after // before)
 
 
 def reshape_dims(

@@ -1,79 +1,70 @@
-"""The collectives of a device: gathers of parameters, reductions, and resharding.
+"""The collectives of a device: those of per-device programs, and XLA's own.
 
-A parameter is gathered once in each loop that uses it, forward and backward, in the
-dtype of its use. A sum over the batch is reduced in the loop that computes the sum. The
-result of a product is reduce-scattered along the axes that shard the parameter.
+XLA reduces a partial sum where an operation needs the complete sum. If the next
+constraint shards the sum along the same axes, the sum of a product is reduce-scattered.
 
-Definitions of payload and sent: train/plan/cost.py.
+A collective within a TPU slice has one phase. A collective on GPUs also has one phase,
+because its rings go through all nodes. XLA splits a collective across TPU slices into
+two phases, so that each chip sends only its share between slices. A gather runs between
+slices first and then within a slice. A reduction runs as an all-reduce within a slice
+and then between slices. All other collectives go through the hosts entirely.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
 
 from model.axes import mesh_axes
+from model.gather import AxisSteps, scatter_groups
+from train.hardware.chips import chip_of
+from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.mesh_sizes import num_shards
-from train.plan.estimated.arrays import Axes, Dim, LocalArray, OperationPosition
+from train.plan.cost import CollectiveTotal, sent_bytes
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position
+from train.plan.sections import outermost_part
+
+COLLECTIVES = {  # the kinds of collectives, by primitive
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "ppermute": "collective-permute",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+}
+_LANES = 128  # the lanes of a TPU's vectors
 
 
 class Exchange(NamedTuple):
     """A collective of a step.
 
-    payload: the payload of all `count` executions in a step together.
-    label: the part of the model that uses the result, for printing.
-    section: the section of the step (train/plan/sections.py).
+    payload: the sum over all executions in a step together (definition: plan/cost.py).
     members: the positions along `axes` of the devices in one group; () means all.
     """
 
     axes: Axes
     kind: str
-    count: int
     payload: float
-    label: str
-    section: str
-    in_layers: bool
+    position: Position
     members: tuple[int, ...] = ()
 
 
 class CollectiveRecorder:
     """Records the collectives of a device."""
 
-    def __init__(self, sizes: Mapping[str, int], platform: str, microbatches: int):
+    def __init__(self, sizes: Mapping[str, int], platform: str):
         """Start without collectives, on a mesh with axes of the given sizes."""
-        self.sizes, self.platform, self._microbatches = sizes, platform, microbatches
+        self.sizes, self._platform = sizes, platform
         self.exchanges: list[Exchange] = []
-        self._gathered = set[tuple[int, LocalArray, Axes, bool]]()
-
-    def add(
-        self,
-        axes: Axes,
-        kind: str,
-        payload: float,
-        position: OperationPosition,
-        label: str = "",
-        members: tuple[int, ...] = (),
-    ) -> None:
-        """Record a collective that runs `position.count` times."""
-        axes, count = self.nontrivial_axes(axes), position.count
-        if "copies" in position.scope:  # once in each step (train/rows.py)
-            count //= self._microbatches
-        if axes and payload and count:
-            label = label or position.scope.strip("/").split("/")[-1]
-            exchange = Exchange(
-                axes,
-                kind,
-                count,
-                count * payload,
-                label,
-                section=position.section,
-                in_layers=position.in_layers,
-                members=members,
-            )
-            self.exchanges.append(exchange)
+        self.position = Position(1, "")  # the walk sets it before each equation
+        # The dims of each table from which ids select rows; gradients have them too.
+        self.table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
 
     def nontrivial_axes(self, axes: Axes) -> Axes:
         """Return the axes with more than one device, in the mesh's order."""
-        if not axes:
-            return ()
         return tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
 
     def axes_by_dim(self, spec: Sequence, rank: int) -> list[Axes]:
@@ -81,68 +72,136 @@ class CollectiveRecorder:
         axes = [self.nontrivial_axes(mesh_axes(entry)) for entry in spec]
         return axes + [()] * (rank - len(axes))
 
-    def gather(
-        self, array: LocalArray, axes: Axes, position: OperationPosition
-    ) -> None:
-        """Record the gather of a parameter, unless this loop has gathered it already.
-
-        XLA:GPU gathers parameters again for rematerialisation.
-        """
-        axes = self.nontrivial_axes(axes)
-        rematerialises = position.is_recomputed and self.platform == "gpu"
-        key = (position.body, array.source, axes, rematerialises)
-        if axes and key not in self._gathered:
-            self._gathered.add(key)
-            payload = array.bytes * num_shards(self.sizes, axes)
-            self.add(axes, "all-gather", payload, position, array.label)
-
-    def reduce(self, array: LocalArray, axes: Axes, label: str = "") -> None:
-        """Record the reduction of an array's partial sums, scattered along `axes`.
-
-        Partial sums of the same axes and size in one loop count once, because they are
-        added up locally first.
-        """
-        recorded = set[tuple[Axes, int, int]]()
-        for term in array.sums:
-            key = term.axes, term.bytes, term.position.body
-            was_reduced, term.is_reduced = term.is_reduced or key in recorded, True
-            if was_reduced:
-                continue
-            recorded.add(key)
-            scattered = tuple(a for a in term.axes if a in axes and a not in array.axes)
-            other_axes = tuple(a for a in term.axes if a not in scattered)
-            scatters = term.is_product and self.platform != "cpu"
-            kind = "reduce-scatter" if scatters else "all-reduce"
-            self.add(scattered, kind, term.bytes, term.position, label)
+    def reduce(self, array: LocalArray, axes: Axes) -> None:
+        """Record the reduction of an array's partial sums, scattered along `axes`."""
+        new_axes = [a for a in axes if a not in array.axes]
+        # Terms of the same size are added up before they are reduced.
+        terms = {(t.axes, t.bytes): t for t in array.sums if not t.is_reduced}
+        for term in terms.values():
+            scattered = tuple(a for a in term.axes if a in new_axes)
+            others = tuple(a for a in term.axes if a not in new_axes)
+            kind = "reduce-scatter" if term.is_product else "all-reduce"
+            self._add(Exchange(scattered, kind, term.bytes, term.position))
             local_bytes = term.bytes / num_shards(self.sizes, scattered)
-            self.add(other_axes, "all-reduce", local_bytes, term.position, label)
+            self._add(Exchange(others, "all-reduce", local_bytes, term.position))
+        for term in array.sums:
+            term.is_reduced = True
 
     def reshard(
-        self,
-        array: LocalArray,
-        spec: Sequence,
-        position: OperationPosition,
-        strict: bool = False,
+        self, array: LocalArray, axes_by_dim: Sequence[Axes]
     ) -> tuple[Dim, ...]:
-        """Record the resharding of an array to a PartitionSpec; return the new dims.
-
-        A parameter keeps the axes that the spec drops unless `strict`, because XLA
-        chooses the sharding of parameters by the operations that follow.
-        """
-        target_axes_by_dim = self.axes_by_dim(spec, len(array.dims))
-        target_axes = {axis for axes in target_axes_by_dim for axis in axes}
-        self.reduce(array, tuple(target_axes))
-        strict = strict or array.from_batch
-        dims, moved, dropped = list[Dim](), (), ()
-        for dim, axes in zip(array.dims, target_axes_by_dim, strict=True):
-            moved += tuple(a for a in dim.axes if a not in axes and a in target_axes)
-            lost_axes = tuple(a for a in dim.axes if a not in target_axes)
-            dropped += lost_axes if strict else ()
-            axes += () if strict else lost_axes
-            size = dim.size * num_shards(self.sizes, dim.axes)
-            local_size = -(-size // num_shards(self.sizes, axes))
-            dims.append(Dim(local_size, axes, dim.is_known))
-        self.add(moved, "all-to-all", array.bytes, position, array.label)
+        """Record the resharding of an array, and return its dims after it."""
+        new_axes = {axis for axes in axes_by_dim for axis in axes}
+        self.reduce(array, tuple(new_axes))
+        dropped = tuple(axis for axis in array.axes if axis not in new_axes)
+        pairs = [*zip(array.dims, axes_by_dim, strict=True)]
+        lost = (axis for dim, axes in pairs for axis in dim.axes if axis not in axes)
+        moved = tuple(axis for axis in lost if axis in new_axes)
+        self._add(Exchange(moved, "all-to-all", array.bytes, self.position))
         gathered_bytes = array.bytes * num_shards(self.sizes, dropped)
-        self.add(dropped, "all-gather", gathered_bytes, position, array.label)
-        return tuple(dims)
+        self._add(Exchange(dropped, "all-gather", gathered_bytes, self.position))
+        return tuple(dim.reshard(axes, self.sizes) for dim, axes in pairs)
+
+    def exchange(
+        self, name: str, params: Any, operands: list[LocalArray]
+    ) -> list[tuple[Dim, ...]]:
+        """Record a collective of a per-device program; return the results' dims."""
+        kind = COLLECTIVES[name]
+        axes = mesh_axes(params.get("axis_name") or params.get("axes"))
+        if kind == "ragged-all-to-all":
+            array, output, *_ = operands
+            payload = min(array.bytes, output.bytes)
+            if len(array.dims) == 1 and self._platform == "tpu":
+                payload *= _LANES  # XLA sends whole vectors
+            self._add(Exchange(axes, kind, payload, self.position))
+            return [output.dims]
+        groups = params.get("axis_index_groups")
+        members = tuple(groups[0]) if groups else ()
+        n = len(members) or num_shards(self.sizes, axes)  # devices in a group
+        grown_dim = params.get("all_gather_dimension", params.get("concat_axis"))
+        split_dim = params.get("scatter_dimension", params.get("split_axis"))
+        results = []
+        for array in operands:
+            payload = array.bytes * (n if kind == "all-gather" else 1)
+            self._add(Exchange(axes, kind, payload, self.position, members))
+            dims = list[Dim]()
+            for i, dim in enumerate(array.dims):
+                size = dim.size * n if i == grown_dim else dim.size
+                dims.append(dim._replace(size=size // n if i == split_dim else size))
+            results.append(tuple(dims))
+        return results
+
+    def _add(self, exchange: Exchange) -> None:
+        """Record a collective, given the payload of one execution."""
+        axes, count = self.nontrivial_axes(exchange.axes), exchange.position.count
+        if axes and exchange.payload and count:
+            payload = count * exchange.payload
+            self.exchanges.append(exchange._replace(axes=axes, payload=payload))
+
+
+def phases(
+    exchange: Exchange, mesh: Mesh, steps: tuple[AxisSteps, ...] = ()
+) -> Iterator[CollectiveTotal]:
+    """Yield the phases of an exchange, in no particular order.
+
+    `steps` has the steps of collectives within a slice (model/gather.py). An exchange
+    with `members` is already one step. No schedule is known. On TPUs, all collectives
+    in layers count as overlapped with products. On GPUs none do (plan/roofline.py).
+    """
+    group, slices = _group(exchange.axes, exchange.members, mesh)
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    is_ring = chip is not None and chip.scatters_in_one_step
+
+    def make_phase(
+        exchange: Exchange, network: str, size: int, links: int = 0
+    ) -> CollectiveTotal:
+        return CollectiveTotal(
+            axes=exchange.axes,
+            network=network,
+            kind=exchange.kind,
+            count=exchange.position.count,
+            payload=round(exchange.payload),
+            sent=sent_bytes(exchange.kind, exchange.payload, size),
+            overlapped=float(on_tpu and exchange.position.in_layers),
+            serves=outermost_part(exchange.position.scope),
+            links=links,
+        )
+
+    if group.network != "DCN":
+        for step in _in_steps(exchange, steps):
+            # None: all dims of the torus at once.
+            dims = 1 if is_ring and step.kind == "reduce-scatter" else None
+            group, _ = _group(step.axes, step.members, mesh, dims)
+            yield make_phase(step, group.network, group.size, group.links)
+        return
+    kind, inner_size = exchange.kind, group.size // slices
+    kinds = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
+    if inner_size > 1 and kind in kinds:
+        in_slice = exchange._replace(kind=kinds[kind])
+        yield make_phase(in_slice, "ICI", inner_size, group.links)
+        exchange = exchange._replace(payload=exchange.payload / inner_size)
+    yield make_phase(exchange, "DCN", slices)
+
+
+def _in_steps(exchange: Exchange, steps: tuple[AxisSteps, ...]) -> Iterator[Exchange]:
+    """Yield the steps of a gather or scatter along one axis, or the exchange itself."""
+    sizes: tuple[int, ...] = ()
+    for step in steps:
+        if exchange.axes == (step.axis,) and not exchange.members:
+            by_kind = {"reduce-scatter": step.scatter, "all-gather": step.gather}
+            sizes = by_kind.get(exchange.kind, ())
+    for groups in scatter_groups(sizes):
+        members = tuple(groups[0]) if groups else exchange.members
+        exchange = exchange._replace(members=members)
+        yield exchange
+        exchange = exchange._replace(payload=exchange.payload / max(1, len(members)))
+
+
+@functools.lru_cache(maxsize=128)
+def _group(
+    axes: Axes, members: tuple[int, ...], mesh: Mesh, dims: int | None = None
+) -> tuple[Group, int]:
+    """Return the group of an exchange, and the number of slices that it spans."""
+    slices = num_slices_along(mesh, axes, members)
+    return group_along(axes, mesh, members, dims), slices

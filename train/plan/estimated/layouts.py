@@ -1,144 +1,166 @@
-"""Lay out the results of equations: find their local dims and record collectives."""
+"""Lay out the results of equations: find their local dims, and count their FLOPs."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from model.axes import mesh_axes
-from train.mesh_sizes import num_shards
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
 from train.plan.estimated.arrays import (
     Axes,
     Dim,
     LocalArray,
-    OperationPosition,
+    Work,
     broadcast_dims,
+    product_work,
     reshape_dims,
-    resize_dim,
 )
-from train.plan.estimated.collectives import CollectiveRecorder
+from train.plan.estimated.collectives import COLLECTIVES, CollectiveRecorder
 
-_LANES = 128  # the lanes of a TPU's vectors
 ResultLayout = tuple[tuple[Dim, ...], Axes]  # dims, and the axes of a partial sum
 
 
-class Layouts:
-    """Lays out the results of a walk's equations, one after the other."""
+def lay_out_results(
+    equation: Any, operands: list[LocalArray], recorder: CollectiveRecorder
+) -> list[ResultLayout]:
+    """Return each result's dims, and the axes along which it is a partial sum."""
+    params = equation.params
+    in_shapes = [v.aval.shape for v in equation.invars]
+    out_shapes = [v.aval.shape for v in equation.outvars]
+    first_dims = operands[0].dims if operands else tuple[Dim, ...]()
+    removed = ()
+    match equation.primitive.name:
+        case name if name in COLLECTIVES:
+            dims_of_results = recorder.exchange(name, params, operands)
+            return [(dims, ()) for dims in dims_of_results]
+        case "transpose":
+            return [(tuple(first_dims[i] for i in params["permutation"]), ())]
+        case "reshape":
+            return [(reshape_dims(first_dims, in_shapes[0], out_shapes[0]), ())]
+        case "broadcast_in_dim":
+            dims = [Dim(size, (), False) for size in out_shapes[0]]
+            for i, to in enumerate(params["broadcast_dimensions"]):
+                if in_shapes[0][i] == out_shapes[0][to]:
+                    dims[to] = first_dims[i]
+            return [(tuple(dims), ())]
+        case "sharding_constraint":
+            entries = recorder.axes_by_dim(params["sharding"].spec, len(first_dims))
+            return [(recorder.reshard(operands[0], entries), ())]
+        case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
+            table, ids = operands  # [V, ...] and [..., 1]
+            recorder.table_dims[ids] = table.dims
+            return [((*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes)]
+        case "scatter-add" if operands[1] in recorder.table_dims:
+            return [(recorder.table_dims[operands[1]], operands[1].axes)]
+        case "pad" | "slice":
+            dims = map(_resize, first_dims, in_shapes[0], out_shapes[0])
+            return [(tuple(dims), ())]
+        case "squeeze":
+            removed = params["dimensions"]
+        case name if name.startswith("reduce_") and "axes" in params:
+            removed = params["axes"]
+    if removed:
+        sum_axes = tuple(axis for i in removed for axis in first_dims[i].axes)
+        dims = tuple(dim for i, dim in enumerate(first_dims) if i not in removed)
+        return [(dims, sum_axes)] * len(out_shapes)
+    pairs = [*zip(operands, in_shapes, strict=True)]
+    return [(broadcast_dims(shape, pairs), ()) for shape in out_shapes]
 
-    def __init__(self, recorder: CollectiveRecorder):
-        """Start a walk; collectives are added to `recorder`."""
-        self._recorder = recorder
-        self._table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
 
-    def lay_out_results(
-        self, equation: Any, operands: list[LocalArray], position: OperationPosition
-    ) -> list[ResultLayout]:
-        """Return each result's dims, and the axes along which it is a partial sum."""
-        params = equation.params
-        in_shapes = [v.aval.shape for v in equation.invars]
-        out_shapes = [v.aval.shape for v in equation.outvars]
-        first_dims = operands[0].dims if operands else tuple[Dim, ...]()
-        removed: Sequence[int] = ()
-        match equation.primitive.name:
-            case "transpose":
-                return [(tuple(first_dims[i] for i in params["permutation"]), ())]
-            case "reshape":
-                return [(reshape_dims(first_dims, in_shapes[0], out_shapes[0]), ())]
-            case "broadcast_in_dim":
-                dims = [Dim(size, (), False) for size in out_shapes[0]]
-                for i, to in enumerate(params["broadcast_dimensions"]):
-                    if in_shapes[0][i] == out_shapes[0][to]:
-                        dims[to] = first_dims[i]
-                return [(tuple(dims), ())]
-            case "sharding_constraint":
-                spec = params["sharding"].spec
-                return [(self._recorder.reshard(operands[0], spec, position), ())]
-            case "gather" if len(params["dimension_numbers"].collapsed_slice_dims) == 1:
-                return [self._lay_out_lookup(table=operands[0], ids=operands[1])]
-            case "scatter-add" if operands[1] in self._table_dims:
-                return [(self._table_dims[operands[1]], operands[1].axes)]
-            case "psum" | "psum_invariant" | "pmax":
-                for array in operands:
-                    axes = params["axes"]
-                    kind, label = "all-reduce", array.label
-                    self._recorder.add(axes, kind, array.bytes, position, label)
-            case "ppermute":
-                (array,) = operands
-                axes, kind = params["axis_name"], "collective-permute"
-                self._recorder.add(axes, kind, array.bytes, position, array.label)
-            case "ragged_all_to_all":
-                array, output, *_ = operands
-                axes, kind = params["axis_name"], "ragged-all-to-all"
-                size = min(array.bytes, output.bytes)
-                if len(in_shapes[0]) == 1 and self._recorder.platform == "tpu":
-                    size *= _LANES  # XLA sends whole vectors
-                self._recorder.add(axes, kind, size, position, array.label)
-                return [(output.dims, ())]
-            case "all_gather" | "reduce_scatter" | "all_to_all" as name:
-                return [(self._exchange(name, params, operands[0], position), ())]
-            case "pad" | "slice":
-                dims = map(resize_dim, first_dims, in_shapes[0], out_shapes[0])
-                return [(tuple(dims), ())]
-            case "squeeze":
-                removed = params["dimensions"]
-            case "unstack":
-                removed = [params["axis"]]
-            case "stack":
-                dims = [*first_dims]
-                dims.insert(params["axis"], Dim(len(operands)))
-                return [(tuple(dims), ())]
-            case name if name.startswith("reduce_") and "axes" in params:
-                removed = params["axes"]
-        if removed:
-            sum_axes = tuple(axis for i in removed for axis in first_dims[i].axes)
-            dims = tuple(dim for i, dim in enumerate(first_dims) if i not in removed)
-            return [(dims, sum_axes)] * len(out_shapes)
-        layouts = list[ResultLayout]()
-        for shape in out_shapes:
-            dims = broadcast_dims(shape, zip(operands, in_shapes, strict=True))
-            self._match_parameters(dims, operands, position)
-            layouts.append((dims, ()))
-        return layouts
+def _resize(dim: Dim, old: int, new: int) -> Dim:
+    """Return a padded or sliced dim, given its traced sizes before and after."""
+    if old == new:
+        return dim
+    is_scaled = dim.is_known and not dim.axes
+    return Dim(dim.size * new // old) if is_scaled else Dim(new, (), False)
 
-    def _match_parameters(
-        self,
-        dims: tuple[Dim, ...],
-        operands: list[LocalArray],
-        position: OperationPosition,
-    ) -> None:
-        """Record gathers and exchanges of parameters sharded unlike the result."""
-        uses_batch = any(array.from_batch for array in operands)
-        for array in operands:
-            if array.size == 1 or len(array.dims) != len(dims) or array.from_batch:
-                continue
-            pairs = zip(array.dims, dims, strict=True)
-            lost = tuple(a for old, new in pairs for a in old.axes if a not in new.axes)
-            used = {axis for dim in dims for axis in dim.axes}
-            moved = tuple(axis for axis in lost if axis in used)
-            if uses_batch or not moved:
-                self._recorder.gather(array, lost, position)
-            else:
-                kind = "all-to-all"
-                self._recorder.add(moved, kind, array.bytes, position, array.label)
 
-    def _lay_out_lookup(self, table: LocalArray, ids: LocalArray) -> ResultLayout:
-        """Lay out the rows of a table [V, ...] selected by ids [..., 1]."""
-        self._table_dims[ids] = table.dims
-        return (*ids.dims[:-1], *table.dims[1:]), table.dims[0].axes
+def lay_out_product(
+    params: Any, operands: list[LocalArray], recorder: CollectiveRecorder
+) -> tuple[list[LocalArray], list[ResultLayout], Work | None]:
+    """Lay out `dot_general`; return operands after gathers, the result, and the work.
 
-    def _exchange(
-        self, name: str, params: Any, array: LocalArray, position: OperationPosition
-    ) -> tuple[Dim, ...]:
-        """Record a collective of a per-device program; return the dims after it."""
-        axes = mesh_axes(params["axis_name"])
-        groups, dims = params["axis_index_groups"], list(array.dims)
-        members = tuple(groups[0]) if groups else ()
-        n = len(members) or num_shards(self._recorder.sizes, axes)  # devices in a group
-        grown_dim = params.get("all_gather_dimension", params.get("concat_axis"))
-        split_dim = params.get("scatter_dimension", params.get("split_axis"))
-        if grown_dim is not None:
-            dims[grown_dim] = dims[grown_dim]._replace(size=dims[grown_dim].size * n)
-        if split_dim is not None:
-            dims[split_dim] = dims[split_dim]._replace(size=dims[split_dim].size // n)
-        payload = array.bytes * (n if name == "all_gather" else 1)
-        kind = name.replace("_", "-")
-        self._recorder.add(axes, kind, payload, position, array.label, members)
-        return tuple(dims)
+    A parameter is gathered along an axis that shards a contracted dim of it alone, or
+    that shards both operands in dims that do not match.
+    """
+    a, b = operands
+    (in_a, in_b), (batch_a, batch_b) = params["dimension_numbers"]
+    if a.from_batch != b.from_batch:
+        weight, other, inner = (b, a, in_b) if a.from_batch else (a, b, in_a)
+        matches = zip((*in_a, *batch_a), (*in_b, *batch_b), strict=True)
+        matched = {x for i, j in matches for x in a.dims[i].axes if x in b.dims[j].axes}
+        contracted_axes = {axis for i in inner for axis in weight.dims[i].axes}
+        conflicts = (contracted_axes | {*other.axes}) - matched
+        kept = [tuple(x for x in dim.axes if x not in conflicts) for dim in weight.dims]
+        gathered = weight.with_dims(recorder.reshard(weight, kept))
+        a, b = (a, gathered) if a.from_batch else (gathered, b)
+    contracted = [_join(a.dims[i], b.dims[j]) for i, j in zip(in_a, in_b, strict=True)]
+    batch = [_join(a.dims[i], b.dims[j]) for i, j in zip(batch_a, batch_b, strict=True)]
+    rows = [d for i, d in enumerate(a.dims) if i not in (*in_a, *batch_a)]
+    columns = [d for i, d in enumerate(b.dims) if i not in (*in_b, *batch_b)]
+    groups = (rows, columns, contracted, batch)
+    work = product_work(*(math.prod(d.size for d in group) for group in groups))
+    sum_axes = tuple(axis for dim in contracted for axis in dim.axes)
+    layouts = [((*batch, *rows, *columns), sum_axes)]
+    # Without rows and columns, it is an elementwise product and a sum.
+    return [a, b], layouts, work if rows or columns else None
+
+
+def _join(a: Dim, b: Dim) -> Dim:
+    """Return the known dim of a pair, or the smaller one; XLA slices the larger."""
+    return min(a, b, key=lambda dim: (not dim.is_known, dim.size))
+
+
+def lay_out_grouped_product(
+    params: Any, operands: list[LocalArray]
+) -> tuple[list[ResultLayout], Work]:
+    """Lay out a product of rows grouped by expert; each device has its own rows.
+
+    The work includes rows that no expert uses.
+    """
+    rows, operand, sizes = operands
+    numbers = params["ragged_dot_dimension_numbers"]
+    (_, contracted), _ = numbers.dot_dimension_numbers
+    num_rows, depth = (dim.size for dim in rows.dims)
+    if numbers.rhs_group_dimensions:  # products with matrices [E, K, N] or [E, N, K]
+        dims = rows.dims[0], operand.dims[3 - contracted[0]]
+        return [(dims, ())], product_work(num_rows, dims[1].size, depth)
+    dims = sizes.dims[0], rows.dims[1], operand.dims[1]  # gradients of the matrices
+    return [(dims, ())], product_work(depth, dims[2].size, num_rows)
+
+
+def attention_work(equation: Any, operands: list[LocalArray]) -> Work:
+    """Return the local work of a traced attention kernel.
+
+    The local numbers of rows and heads may differ from the traced numbers; the largest
+    operand gives the ratio. The first two floating-point operands are queries and keys.
+    If the mask depends on the device, it is assumed to be causal.
+    """
+    pairs = zip((v.aval for v in equation.invars), operands, strict=True)
+    floats = [pair for pair in pairs if jnp.issubdtype(pair[0].dtype, jnp.floating)]
+    traced, local = max(floats, key=lambda pair: pair[0].size)
+    (queries, _), (keys, _), *_ = floats
+    products = list(_products(equation.params["jaxpr"]))
+    rows, columns, _ = products[0].dims  # The first product computes a block.
+    num_blocks = queries.shape[-2] * keys.shape[-2] / (rows * columns)
+    heads = math.prod(queries.shape[:-2]) * local.size / traced.size
+    flops = heads * num_blocks * sum(product.flops for product in products)
+    masks = [array.value for array in operands if array.value is not None]
+    if masks:  # the next blocks to load, and which blocks are computed
+        return Work(flops, int(np.count_nonzero(masks[1])) / num_blocks)
+    blocks_in_row = keys.shape[-2] / columns
+    return Work(flops, (blocks_in_row + 1) / (2 * blocks_in_row))
+
+
+def _products(jaxpr: Any) -> Iterator[Work]:
+    """Yield the products of a kernel's body, including those in its loops."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (inner, _), _ = equation.params["dimension_numbers"]
+            depth = math.prod(equation.invars[0].aval.shape[i] for i in inner)
+            rows, columns = equation.outvars[0].aval.shape
+            yield product_work(rows, columns, depth)
+        for body in jaxprs_in_params(equation.params):
+            yield from _products(body)

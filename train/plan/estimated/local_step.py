@@ -3,26 +3,23 @@
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
-from model.axes import mesh_axes
 from model.choices import ExpertExchange
-from model.params import named
-from train.hardware.chips import Chip, chip_of
+from train.hardware.chips import chip_of
 from train.optimizer.update import Optimizer
 from train.plan.cost import Flops
-from train.plan.estimated.arrays import Dim, LocalArray
+from train.plan.estimated.arrays import Dim, LocalArray, Operation, Work, flatten_loops
 from train.plan.estimated.collectives import Exchange
-from train.plan.estimated.operation import Operation, flatten_loops
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
 from train.program import Program
+from train.sharding import bytes_per_device
 
-FLOAT32 = 4  # bytes
 # Products of attention's backward pass: Splash has two kernels, and each recomputes the
 # scores and their cotangent; cuDNN recomputes the scores and computes four gradients.
 _SPLASH_BACKWARD, _CUDNN_BACKWARD = 7, 5
@@ -32,18 +29,13 @@ _SPLASH_BACKWARD, _CUDNN_BACKWARD = 7, 5
 class LocalStep:
     """One device's part of a step.
 
-    gradients: the walk over the gradients of all microbatches.
-    update: the walk over the update, after all microbatches.
-    params: the local part of each parameter.
-    batch: the local part of each field of a microbatch.
+    body: the operations outside loops, and the loops: first those of the gradients of
+        all microbatches, then those of the update.
     exchanges: the collectives of the whole step.
     """
 
     program: Program
-    gradients: Walk
-    update: Walk
-    params: list[LocalArray]
-    batch: list[LocalArray]
+    body: list[Operation]
     exchanges: list[Exchange]
 
     @property
@@ -52,60 +44,59 @@ class LocalStep:
         return self.program.config.train.accumulation_steps
 
     @property
-    def operations(self) -> list[Operation]:
-        """All operations, including those in the bodies of loops."""
-        return [
-            *flatten_loops(self.gradients.operations),
-            *flatten_loops(self.update.operations),
-        ]
+    def tokens(self) -> int:
+        """The number of a device's tokens in a microbatch."""
+        shards = self.program.batch_shards
+        num_parts = self.microbatches * shards.rows * shards.sequence
+        return self.program.tokens_per_step // num_parts
 
     @property
-    def loops(self) -> list[Operation]:
-        """The loops of the gradients; inner loops stand for a loop over stages."""
-        loops = [op for op in self.gradients.operations if op.body]
-        loop_lists = [op.body if op.position.in_stages else [op] for op in loops]
-        return [op for ops in loop_lists for op in ops if op.body]
+    def operations(self) -> list[Operation]:
+        """All operations, including those in the bodies of loops."""
+        return [*flatten_loops(self.body)]
 
     @property
     def layers(self) -> list[Operation]:
         """The loops over the layers, forward and backward."""
-        return [loop for loop in self.loops if loop.position.in_layers]
+        return [*_layer_loops(self.body)]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of a device's gradients in float32."""
+        params = jax.tree.leaves(self.program.state.params)
+        return sum(4 * bytes_per_device(p) // p.dtype.itemsize for p in params)
 
     @functools.cached_property
     def flops(self) -> defaultdict[str, Flops]:
         """The FLOPs of matrix products and attention kernels, by section."""
-        chip = chip_of(self.program.mesh.devices.flat[0].device_kind)
         by_section = defaultdict[str, Flops](Flops)
         for op in self.operations:
-            if op.is_kernel:
-                by_section[op.position.section] += self._attention_flops(op, chip)
-            elif op.product:
-                by_section[op.position.section] += self._product_flops(op, chip)
+            if op.work:
+                is_kernel = op.name == "pallas_call"
+                count = self._attention_flops if is_kernel else self._product_flops
+                by_section[op.position.section] += count(op, op.work)
         return by_section
 
-    def _product_flops(self, op: Operation, chip: Chip | None) -> Flops:
-        assert op.product
-        flops = op.position.count * op.flops
-        is_grouped = op.name == "ragged_dot_general"
-        if is_grouped:
-            flops *= self._used_fraction(op)
+    def _product_flops(self, op: Operation, work: Work) -> Flops:
+        flops, grouped = op.position.count * work.flops, 0.0
+        if op.name == "ragged_dot_general":
+            flops = grouped = flops * self._used_fraction(op)
         has_eight_bits = all(array.itemsize == 1 for array in op.operands[:2])
         return Flops(
             flops,
             eight_bits=flops if has_eight_bits else 0.0,
-            grouped=flops if is_grouped else 0.0,
-            padded=flops * _padding(op, chip),
+            grouped=grouped,
+            padded=flops * self._padding(work.dims),
         )
 
-    def _attention_flops(self, op: Operation, chip: Chip | None) -> Flops:
-        flops, computed = op.position.count * op.flops, op.computed
+    def _attention_flops(self, op: Operation, work: Work) -> Flops:
+        flops, computed = op.position.count * work.flops, work.computed
         if self.program.execution.attention.is_cudnn:  # the traced kernel is Splash's
-            is_backward = op.position.is_backward
-            flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD if is_backward else 1.0
+            if op.position.is_backward:
+                flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
-        unit, head_dim = chip and chip.matrix_unit, self.program.config.model.head_size
-        padding = _fill_up(head_dim, unit) if unit else 1.0
+        padding = self._padding([self.program.config.model.head_size])
         return Flops(
             attention=flops * computed,
             whole_attention=flops,
@@ -123,49 +114,47 @@ class LocalStep:
         num_local, k = sizes.dims[0].size, model.experts_per_token
         is_sent = execution.expert_exchange is ExpertExchange.ragged
         if is_sent and num_local < model.num_experts:
-            tokens = math.prod(dim.size for dim in self.batch[0].dims)
-            return tokens * k / rows.dims[0].size
+            return self.tokens * k / rows.dims[0].size
         return k * num_local / (model.num_experts * min(k, num_local))
 
+    def _padding(self, dims: Sequence[int]) -> float:
+        """Return padded over useful FLOPs of an operation with these dims.
 
-def _padding(op: Operation, chip: Chip | None) -> float:
-    """Return the FLOPs of a product, relative to those with which its time agrees.
-
-    TPUs: a dim that is not a multiple of a matrix unit leaves a part of it idle. GPUs:
-    a contraction of `half_depth` elements reaches half of the rate of long ones.
-    """
-    if chip is None or op.product is None:
-        return 1.0
-    rows, columns, depth, _ = op.product
-    if chip.matrix_unit is None:
-        return 1 + chip.achievable.half_depth / depth
-    return math.prod(_fill_up(n, chip.matrix_unit) for n in (rows, columns, depth))
+        TPUs: a dim that is not a multiple of a matrix unit leaves a part of it idle.
+        GPUs: a product that contracts `half_depth` elements, the last of `dims`,
+        reaches half of the rate of long ones.
+        """
+        chip = chip_of(self.program.mesh.devices.flat[0].device_kind)
+        unit = chip and chip.matrix_unit
+        if chip and not unit and len(dims) > 1:
+            return 1 + chip.achievable.half_depth / dims[-1]
+        return math.prod(-(-dim // (unit or 1)) * (unit or 1) / dim for dim in dims)
 
 
-def _fill_up(size: int, unit: int) -> float:
-    return math.ceil(size / unit) * unit / size
+def _layer_loops(operations: list[Operation]) -> Iterator[Operation]:
+    for op in operations:
+        if op.body and op.position.in_layers:
+            yield op
+        else:  # perhaps the loop over a pipeline's stages
+            yield from _layer_loops(op.body)
 
 
 def local_step(program: Program) -> LocalStep:
     """Trace a program, without lowering, and return its local step."""
     mesh, model = program.mesh, program.config.model
     microbatches = program.config.train.accumulation_steps
-    params, batch = _local_arrays(program.state.params), _local_arrays(program.batch)
+    gradients = Walk(mesh.shape, mesh.devices.flat[0].platform, microbatches, model)
+    batch = _local_arrays(program.batch, gradients)
     for field in batch:
         rows, *other_dims = field.dims
-        field.dims = (rows._replace(size=rows.size // microbatches), *other_dims)
-        field.from_batch = True
-    platform = mesh.devices.flat[0].platform
-    gradients = Walk(mesh.shape, platform, model, microbatches)
-    loss, *results = gradients.run(trace_gradients(program), [*params, *batch])
-    gradients.recorder.reduce(loss, ())
-    # The results after the gradients are the experts' loads, which are replicated.
-    for result, param in zip(results, params, strict=False):
-        gradients.recorder.reduce(result, param.axes, param.label)
+        rows = rows._replace(size=rows.size // microbatches)
+        field.dims, field.from_batch = (rows, *other_dims), True
+    params = _local_arrays(program.state.params, gradients)
+    gradients.run(trace_gradients(program), [*params, *batch])
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))
     update = _walk_update(program.optimizer, tuple(leaves), tree)
     exchanges = [*gradients.recorder.exchanges, *update.recorder.exchanges]
-    return LocalStep(program, gradients, update, params, batch, exchanges)
+    return LocalStep(program, gradients.operations + update.operations, exchanges)
 
 
 @functools.lru_cache(maxsize=16)
@@ -173,27 +162,16 @@ def _walk_update(optimizer: Optimizer, leaves: tuple, tree: Any) -> Walk:
     """Walk an update. It is cached, because it does not depend on the remat policy."""
     mesh = leaves[0].sharding.mesh
     params, state = jax.tree.unflatten(tree, leaves)
-    update = Walk(mesh.shape, mesh.devices.flat[0].platform, None, 1)
-    local_params, jaxpr = _local_arrays(params), trace_update(optimizer, params, state)
-    arguments = [*_local_arrays(params), *_local_arrays(state), *local_params]
-    results = update.run(jaxpr, arguments)
-    for result, param in zip(results[: len(local_params)], local_params, strict=True):
-        entries = [dim.axes for dim in param.dims]
-        update.recorder.reshard(result, entries, update.position, strict=True)
+    update = Walk(mesh.shape, mesh.devices.flat[0].platform)
+    arguments = _local_arrays((params, state, params), update)
+    update.run(trace_update(optimizer, params, state), arguments)
     return update
 
 
-def _local_arrays(tree: Any) -> list[LocalArray]:
-    """Return the local arrays of a tree, with their names as labels."""
+def _local_arrays(tree: Any, walk: Walk) -> list[LocalArray]:
     arrays = list[LocalArray]()
-    for label, leaf in named(tree):
-        assert isinstance(leaf.sharding, NamedSharding)
-        spec, sizes = leaf.sharding.spec, leaf.sharding.mesh.shape
+    for leaf in jax.tree.leaves(tree):
         shape = leaf.sharding.shard_shape(leaf.shape)
-        entries = [*spec, *[None] * (len(shape) - len(spec))]
-        dims = tuple(
-            Dim(size, tuple(a for a in mesh_axes(entry) if sizes[a] > 1))
-            for size, entry in zip(shape, entries, strict=True)
-        )
-        arrays.append(LocalArray(dims, leaf.dtype.itemsize, label=label))
+        axes = walk.recorder.axes_by_dim(leaf.sharding.spec, leaf.ndim)
+        arrays.append(LocalArray(tuple(map(Dim, shape, axes)), leaf.dtype.itemsize))
     return arrays

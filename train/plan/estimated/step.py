@@ -1,31 +1,41 @@
 """Estimate the cost and memory of a step from shapes and shardings, without a compiler.
 
+Of the memory, a lower bound is known: the arrays that must exist together while the
+loss is computed, in the backward pass of the layers, or before the update. What a
+compiler adds (a layer's other activations, buffers, copies, padding) is not counted.
+
 This takes milliseconds for each candidate of a search. `read_step` and `device_memory`
 give the compiler's figures. `benchmarks/estimates.py` compares them with estimates.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 
 import jax
 
+from model.choices import Attention
+from model.params import is_of_layers, named
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
+    HbmBytes,
     SectionCost,
     StepCost,
-    sent_bytes,
+    add_totals,
 )
-from train.plan.estimated.collectives import Exchange
-from train.plan.estimated.hbm_bytes import estimate_hbm_bytes
+from train.plan.estimated.arrays import LocalArray, Operation, flatten_loops
+from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import LocalStep, local_step
-from train.plan.estimated.lower_bound import least_temporaries, saved_bytes
-from train.plan.estimated.phases import Phase, phases
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
-from train.plan.sections import SECTIONS
+from train.plan.sections import OTHERS, SECTIONS
 from train.program import Program
 from train.sharding import bytes_per_device
+
+# The fraction of the operands and results of a layer's products that exists at once.
+# Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.
+_AT_ONCE = 0.4
+_LANES = 128  # A TPU pads the last dim of an array to a multiple of its lanes.
 
 
 def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
@@ -34,86 +44,186 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     `step` is the program's `local_step`, if the caller has it already.
     """
     step = step or local_step(program)
-    state = sum(map(bytes_per_device, jax.tree.leaves(program.state)))
-    outside_layers = [e for e in step.exchanges if not e.in_layers]
-    hbm_bytes = estimate_hbm_bytes(step, state)
-    exchanges = {s: [e for e in step.exchanges if e.section == s] for s in SECTIONS}
+    outside_layers = [e for e in step.exchanges if not e.position.in_layers]
+    moments = sum(map(bytes_per_device, program.host_state.values()))
+    hbm_bytes, sections = _hbm_bytes(step), list[SectionCost]()
+    for name in SECTIONS:
+        exchanges = [e for e in step.exchanges if e.position.section == name]
+        sent = _totals(exchanges, program)
+        sections.append(SectionCost(name, step.flops[name], hbm_bytes[name], sent))
     return StepCost(
         model_flops=program.flops_per_step / program.mesh.size,
-        sections=tuple(
-            SectionCost(name, step.flops[name], hbm_bytes[name], _totals(sent, program))
-            for name, sent in exchanges.items()
-        ),
+        sections=tuple(sections),
         outside_layers=_totals(outside_layers, program, by_use=True),
-        host_bytes=count_host_bytes(program, step),
+        host_bytes=moments + step.microbatches * saved_bytes(step, on_host=True),
         how=ESTIMATED,
     )
 
 
-def count_host_bytes(program: Program, step: LocalStep) -> int:
-    """Return the bytes of activations and moments that a step sends to host memory.
-
-    The same number of bytes comes back.
-    """
-    moments = sum(map(bytes_per_device, program.host_state.values()))
-    return step.microbatches * saved_bytes(step, on_host=True) + moments
-
-
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
-    """Return the least memory that one device needs: state, batch and temporaries.
-
-    `step` is the program's `local_step`, if the caller has it already.
-    """
+    """Return the least memory that one device needs: state, batch and temporaries."""
     exact, step = device_memory(program), step or local_step(program)
-    items = {
-        name: Figure(size, LOWER_BOUND)
-        for name, size in least_temporaries(step).items()
-    }
-    temporaries = sum(figure.bytes for figure in items.values())
-    host = dict(exact.host)
+    sizes = least_temporaries(step)
+    temporaries, host = sum(sizes.values()), dict(exact.host)
     if saved := saved_bytes(step, on_host=True):
         host["temporaries"] = Figure(saved, LOWER_BOUND)
     return dataclasses.replace(
         exact,
         parts=exact.parts | {"temporaries": Figure(temporaries, LOWER_BOUND)},
         needed=Figure(exact.held + temporaries, LOWER_BOUND),
-        temporaries=items,
+        temporaries={name: Figure(size, LOWER_BOUND) for name, size in sizes.items()},
         host=host,
     )
+
+
+def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
+    """Estimate the main-memory traffic of one device, by section.
+
+    The estimate has no fitted constant. It assumes that all operations between two
+    products or kernels are fused into one pass over memory. So each product or kernel
+    reads its operands and writes its results, and the pass before or after it moves
+    each activation again, and rounds or gathers a layer's weights. XLA:TPU keeps some
+    arrays in a core's own memory, so its compiled program moves less.
+    """
+    by_section = defaultdict[str, HbmBytes](HbmBytes)
+    for op in step.operations:
+        if op.work or op.name in ("gather", "scatter-add"):
+            operands, results = {*op.operands}, {*op.results}
+            passed = {a for a in operands | results if a.from_batch}
+            passed |= operands if op.position.in_layers else set()
+            products, others = (
+                op.position.count * sum(array.bytes for array in arrays)
+                for arrays in (operands | results, passed)
+            )
+            by_section[op.position.section] += HbmBytes(products, others)
+    state_bytes = sum(map(bytes_per_device, jax.tree.leaves(step.program.state)))
+    # The update reads the gradients, and reads and writes the state. With microbatches,
+    # each gradient and the running sum are read, and the new sum is written.
+    accesses = 1 + 3 * step.microbatches if step.microbatches > 1 else 1
+    by_section[OTHERS] += HbmBytes(0, 2 * state_bytes + accesses * step.gradient_bytes)
+    return by_section
 
 
 def _totals(
     exchanges: Iterable[Exchange], program: Program, by_use: bool = False
 ) -> list[CollectiveTotal]:
-    """Sum exchanges by axes, network, kind and links, and optionally by use.
+    """Sum exchanges by axes, network, kind and links, and optionally by use."""
+    mesh, steps = program.mesh, program.execution.placement.axis_steps
+    totals = [total for e in exchanges for total in phases(e, mesh, steps)]
+    if not by_use:
+        totals = [dataclasses.replace(total, serves="") for total in totals]
+    return add_totals(totals)
 
-    No schedule is known. On TPUs, all collectives in layers, and between slices, count
-    as overlapped with products. On GPUs none do (plan/roofline.py).
+
+def least_temporaries(step: LocalStep) -> dict[str, int]:
+    """Return the bytes of temporaries that exist at the step's peak, by name."""
+    largest = max(_temporaries(step), key=lambda items: sum(items.values()))
+    return {name: size for name, size in largest.items() if size}
+
+
+def temporaries_by_depth(program: Program) -> int:
+    """Return bytes that grow with the number of layers as compiled temporaries do.
+
+    Their constant part may be wrong. To find the point in time of the peak, two more
+    sizes are added: the sum of the head's gradient over tiles of the loss, and an
+    estimate of a layer's other activations.
     """
+    step = local_step(program)
+    items = _temporaries(step)
+    loss, layers, update = (sum(sizes.values()) for sizes in items)
+    if not items[0]["exponentials"]:
+        tiles = [loop for loop in step.body if loop.position.section == "loss"]
+        loss += max(array.bytes for loop in tiles for array in loop.results)
+    return max(loss, layers + max(map(_activation_bytes, step.layers)), update)
 
-    def key(phase: Phase) -> tuple[tuple[str, ...], str, str, str, int]:
-        e, use = phase.exchange, phase.exchange.label if by_use else ""
-        return e.axes, phase.network, e.kind, use, phase.links
 
-    totals, on_tpu = [], program.mesh.devices.flat[0].platform == "tpu"
-    steps = program.execution.placement.axis_steps
-    all_phases = (p for e in exchanges for p in phases(e, program.mesh, steps))
-    ordered = groupby(sorted(all_phases, key=key), key)
-    for (axes, network, kind, use, links), group in ordered:
-        sizes = [(phase.exchange, phase.size) for phase in group]
-        payload = sum(e.payload for e, _ in sizes)
-        in_layers = sum(e.payload for e, _ in sizes if e.in_layers) / payload
-        totals.append(
-            CollectiveTotal(
-                axes=axes,
-                network=network,
-                kind=kind,
-                count=sum(e.count for e, _ in sizes),
-                payload=round(payload),
-                sent=sum(sent_bytes(kind, e.payload, size) for e, size in sizes),
-                overlapped=in_layers if on_tpu else 0.0,
-                serves=use,
-                links=links,
-            )
-        )
-    return sorted(totals, key=lambda total: -total.sent)
+def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
+    """Return the bytes that all layers save for the backward pass of a microbatch.
+
+    `on_host` selects the bytes in host memory instead of those in device memory.
+    """
+    total = 0
+    for loop in step.layers:
+        # A copy of the same size, such as a transpose, counts once.
+        distinct = {(array.origin, array.bytes): array for array in loop.stacked}
+        saved = [
+            _padded_bytes(step, array)
+            for array in distinct.values()
+            if array.from_batch and array.size >= step.tokens
+            if array.on_host is on_host and not loop.position.is_backward
+        ]
+        total += loop.position.count * loop.trips * sum(saved)
+    return total // step.microbatches
+
+
+def _padded_bytes(step: LocalStep, array: LocalArray) -> int:
+    """Return the bytes of an activation; Splash pads the head dim of its operands."""
+    if step.program.execution.attention is Attention.splash and len(array.dims) == 4:
+        head_dim = array.dims[-1].size
+        return array.bytes // head_dim * (-(-head_dim // _LANES) * _LANES)
+    return array.bytes
+
+
+def _temporaries(step: LocalStep) -> list[dict[str, int]]:
+    """Return the temporaries while the loss, the layers' gradients and updates run."""
+    params = named(step.program.state.params)
+    gradients = {name: bytes_per_device(param) for name, param in params}
+    of_layers = sum(size for name, size in gradients.items() if is_of_layers(name))
+    held = {"saved activations": saved_bytes(step)}
+    if step.microbatches > 1:
+        held["sum over microbatches"] = step.gradient_bytes
+    return [
+        held | _loss_items(step),
+        held | {"gradients": of_layers} | _weight_items(step),
+        {"gradients": sum(gradients.values())},
+    ]
+
+
+def _loss_items(step: LocalStep) -> dict[str, int]:
+    """Return the logits and the head of a tile or piece of the loss.
+
+    A loss in pieces of the vocabulary also saves the exponentials of all logits.
+    """
+    for loop in step.body:
+        products = [op for op in loop.body if op.work]
+        if loop.position.section == "loss" and products:
+            logits, width = products[0].results[0], products[0].operands[0].itemsize
+            features = [a.bytes for a in loop.operands if a.from_batch]
+            tables = [a for a in loop.operands if not a.from_batch]
+            heads = [a.bytes for a in tables if a.itemsize == width]
+            stacked = [a.bytes for a in loop.stacked if a.size == logits.size]
+            return {
+                "features and their gradient": 2 * max(features, default=0),
+                "logits": logits.bytes,
+                "rounded head": max(heads, default=0),
+                "exponentials": loop.trips * sum(stacked),
+            }
+    return {}
+
+
+def _weight_items(step: LocalStep) -> dict[str, int]:
+    """Return the weights of layers as products of the backward pass use them.
+
+    These are the gathered weights of one layer, in the dtype of products. XLA:TPU
+    rounds weights that are not gathered before the loop, those of all layers at once.
+    """
+    on_tpu = step.program.mesh.devices.flat[0].platform == "tpu"
+    gathered = rounded = 0
+    for loop in step.layers:
+        if loop.position.is_backward:
+            products = [op for op in flatten_loops(loop.body) if "dot" in op.name]
+            operands = [a for op in products for a in op.operands if not a.from_batch]
+            weights = {array.origin: array for array in operands}.values()
+            is_larger = [a.bytes for a in weights if a.size > a.origin.size]
+            gathered = max(gathered, sum(is_larger))
+            total = sum(array.bytes for array in weights)
+            rounded += loop.trips * (total - sum(is_larger)) * on_tpu
+    return {"gathered weights": gathered, "rounded weights": rounded}
+
+
+def _activation_bytes(loop: Operation) -> int:
+    """Estimate the bytes of a layer's activations that exist at once."""
+    products = [op for op in flatten_loops(loop.body) if op.work]
+    arrays = {array for op in products for array in (*op.operands, *op.results)}
+    sizes = (a.bytes for a in arrays if a.from_batch and not a.on_host)
+    return int(_AT_ONCE * sum(sizes))

@@ -28,131 +28,87 @@ from train.program import Program
 from train.step import make_gradients
 
 _KERNEL_TILE = 128  # positions in a tile of the traced kernel
+_NOT_GATHERED = ("experts", "layers")  # dims along which no parameter is gathered
 _ROWS = 2  # traced rows of a device if no equation depends on their number
 
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
     """Trace the function (parameters, batch) -> (loss, gradients) of a microbatch."""
     config, execution = program.config, program.execution
-    placement = execution.placement
-    if execution.attention.is_cudnn:
-        # cuDNN's kernel cannot be traced without cuDNN. Splash is traced instead: it
-        # reads, writes and saves the same arrays.
-        execution = execution._replace(attention=Attention.splash)
-    # The kernels of grouped products are not traced either: XLA's own grouped product
-    # reads and writes the same arrays.
-    execution = execution._replace(grouped=Grouped.ragged)
-    tile = _KERNEL_TILE if execution.attention is Attention.splash else 1
-    sizes, is_dcn_sharded = program.mesh.shape, _is_sharded_over_dcn(program)
-    if not is_dcn_sharded:
-        # Each collective is traced as one step. phases.py splits it for the real mesh.
+    placement, mesh = execution.placement, program.mesh
+    # The kernels of cuDNN and of grouped products are not traced. Splash, and XLA's own
+    # grouped product, read, write and save the same arrays.
+    kernel = Attention.splash if execution.attention.is_cudnn else execution.attention
+    execution = execution._replace(attention=kernel, grouped=Grouped.ragged)
+    tile = _KERNEL_TILE if kernel is Attention.splash else 1
+    table = [rule for name, rule in placement.rules.params if name not in _NOT_GATHERED]
+    axes = {axis for entry in table for axis in mesh_axes(entry)}
+    is_dcn_sharded = any(num_slices_along(mesh, [axis]) > 1 for axis in axes)
+    sizes = mesh.shape
+    # The groups of gathers depend on all sizes if TPU slices shard a parameter.
+    if placement.platform != "tpu" or not is_dcn_sharded:
+        # Each collective is traced as one step. `phases` splits it for the real mesh.
         placement = replace(placement, axis_steps=())
-        sizes = {axis: _least_size(axis, program) for axis in sizes}
+        sizes = {axis: _traced_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
-    placement = replace(placement, mesh=mesh)
-    context_size = program.batch_shards.sequence
-    method, kernel = program.execution.context_attention, program.execution.attention
-    if context_size > 1 and method.has_ring_order(kernel):
-        tile *= 2 * context_size
+    traced_mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
+    shards, method = program.batch_shards, execution.context_attention
+    if shards.sequence > 1 and method.has_ring_order(program.execution.attention):
+        tile *= 2 * shards.sequence
+    length = -(-config.data.sequence_length // tile) * tile
+    rows = _ROWS
+    if config.model.expert_layers or mesh.shape["pipeline"] > 1:
+        # Experts sort the local tokens, and stages split the local rows.
+        rows = config.data.batch_size // config.train.accumulation_steps // shards.rows
+    rows *= batch_shards(placement.rules, sizes).rows
+    array = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     return _trace_gradients(
         config.model,
-        execution._replace(placement=placement),
+        execution._replace(placement=replace(placement, mesh=traced_mesh)),
         # The remat policy is in the execution. One microbatch is traced.
         replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
-        length=-(-config.data.sequence_length // tile) * tile,
-        has_documents=program.batch.segment_ids is not None,
-        rows=_num_traced_rows(program),
+        jax.tree.map(lambda _: array, program.batch),
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _trace_gradients(
-    config: ModelConfig,
-    execution: Execution,
-    train: TrainConfig,
-    length: int,
-    has_documents: bool,
-    rows: int,
+    config: ModelConfig, execution: Execution, train: TrainConfig, batch: Batch
 ) -> ClosedJaxpr:
     model = abstract_gpt(config)
-    placement = execution.placement
-    assert placement.mesh is not None
-    shards = batch_shards(placement.rules, placement.mesh.shape).rows
-    array = jax.ShapeDtypeStruct((rows * shards, length), jnp.int32)
-    batch = Batch(array, array, array if has_documents else None, array)
     step = make_gradients(model, execution, train)
     return jax.make_jaxpr(step)(params_of(model), batch)
 
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
-    """Trace the function (gradients, state, parameters) -> (parameters, state)."""
-    leaves, tree = jax.tree.flatten((params, state))
-    shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    return _trace_update(optimizer, shapes, tree)
+    """Trace the function (parameters, state, gradients) -> (parameters, state)."""
+    # Products do not depend on where moments are, or on whether layers take turns.
+    optimizer = replace(optimizer, by_layer=False)
+    params, state = jax.tree.map(lambda x: x.update(sharding=None), (params, state))
 
-
-@functools.lru_cache(maxsize=64)
-def _trace_update(optimizer: Optimizer, shapes: tuple, tree: Any) -> ClosedJaxpr:
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    params, state = jax.tree.unflatten(tree, leaves)
-    # The equations do not depend on where the moments are.
-    on_device = replace(optimizer, config=replace(optimizer.config, offload=False))
-
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        return on_device.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
+    def update(params: Any, state: Any, grads: Any) -> Any:
+        return optimizer.update(grads, jnp.float32(1), state, params, jnp.int32(0))[:2]
 
     return jax.make_jaxpr(update)(params, state, params)
 
 
-def _num_traced_rows(program: Program) -> int:
-    """Return the number of rows to trace: all local rows, if equations depend on them.
+def _traced_size(axis: str, program: Program) -> int:
+    """Return the size of a mesh axis in the trace: 2, if the equations are the same.
 
-    Experts sort the local tokens, and stages split the local rows.
+    An axis of size 1 is traced with size 2 too, so that fewer meshes are traced.
     """
-    if not program.config.model.expert_layers and program.mesh.shape["pipeline"] == 1:
-        return _ROWS
-    shards = program.batch_shards.rows
-    data, train = program.config.data, program.config.train
-    return data.batch_size // (shards * train.accumulation_steps)
-
-
-def _is_sharded_over_dcn(program: Program) -> bool:
-    """Return whether TPU slices shard a parameter, other than by experts or stages.
-
-    In that case the groups of gathers and scatters depend on the sizes of all axes.
-    """
-    params = dict(program.execution.placement.rules.params)
-    allowed = {*mesh_axes(params["experts"]), *mesh_axes(params["layers"])}
-    specs = [leaf.sharding.spec for leaf in jax.tree.leaves(program.state.params)]
-    used = {axis for spec in specs for entry in spec for axis in mesh_axes(entry)}
-    return program.execution.placement.platform == "tpu" and any(
-        num_slices_along(program.mesh, [axis]) > 1 for axis in used - allowed
-    )
-
-
-def _least_size(axis: str, program: Program) -> int:
-    """Return the least size of a mesh axis for which the equations are the same.
-
-    To trace fewer meshes, an axis of size 1 is traced with size 2 if it shards rows or
-    parameters whose dims are even.
-    """
-    size = program.mesh.shape[axis]
     rules = program.execution.placement.rules
     params = dict(rules.params)
-    if axis in (*mesh_axes(params["experts"]), *mesh_axes(params["layers"])):
-        return size  # the number of chunks of tokens, or of loops, depends on it
-    if program.config.model.expert_layers and axis in mesh_axes(params["mlp"]):
-        return size  # the axis is manual around experts, so shapes there depend on it
-    rows, sequence = map(mesh_axes, rules.spec("batch", "seq"))
-    if axis in sequence:
-        return size  # the number of steps of the ring depends on it
-    if size > 1:
-        return next((n for n in range(2, size) if size % n == 0), size)
+    # These numbers depend on the size: chunks of tokens, loops over stages, and steps
+    # of a ring. Around experts, the axes of their matrices are manual.
+    mlp = [params["mlp"]] if program.config.model.expert_layers else []
+    fixed = [params["experts"], params["layers"], *mlp, *rules.spec("seq")]
     dims = [
         dim
         for leaf in jax.tree.leaves(program.state.params)
         for dim, entry in zip(leaf.shape, leaf.sharding.spec, strict=False)
         if axis in mesh_axes(entry)
     ]
-    return 2 if (dims or axis in rows) and all(dim % 2 == 0 for dim in dims) else 1
+    is_fixed = any(axis in mesh_axes(entry) for entry in fixed)
+    is_even = all(dim % 2 == 0 for dim in dims)
+    return 2 if is_even and not is_fixed else program.mesh.shape[axis]

@@ -6,7 +6,7 @@ gathered where it is used. A sum over a sharded dim stays a partial sum on each 
 until an operation needs the complete sum.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,31 +17,35 @@ from jax.extend.core import Literal
 from model.config import ModelConfig
 from train.plan.branches import branch_counts
 from train.plan.estimated.arrays import (
+    Axes,
     Dim,
     LocalArray,
-    OperationPosition,
+    Operation,
     PartialSum,
+    Position,
 )
 from train.plan.estimated.collectives import CollectiveRecorder
-from train.plan.estimated.layouts import Layouts
-from train.plan.estimated.operation import SHAPES, Operation, flatten_loops
-from train.plan.estimated.products import (
-    attention_flops,
+from train.plan.estimated.layouts import (
+    attention_work,
     lay_out_grouped_product,
     lay_out_product,
+    lay_out_results,
 )
 from train.plan.sections import outermost_part
 
-# Operations that are linear in all operands together. They commute with a reduction.
-_LINEAR = SHAPES | {
+# Operations that only change the dtype, shape or sharding.
+_SHAPES = {
+    *("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze"),
+    *("expand_dims", "copy", "reduce_precision", "sharding_constraint"),
+}
+# Operations that are linear in all operands together; products only by a scalar.
+# They commute with a reduction.
+_LINEAR = _SHAPES | {
     *("add", "add_any", "sub", "neg", "reduce_sum", "slice", "split", "pad"),
-    *("concatenate", "stack", "unstack"),
+    *("concatenate", "stack", "unstack", "mul", "div"),
 }
-# Operations whose result counts as the operand's parameter, or as a part of it.
-_SAME_PARAMETER = SHAPES | {
-    *("all_gather", "bitcast_convert_type", "dynamic_slice", "layout_constraint"),
-    *("ppermute", "unstack"),
-}
+# Operations whose result counts as a copy of the operand, or of a part of it.
+_COPIES = _SHAPES | {"all_gather", "bitcast_convert_type", "layout_constraint"}
 
 
 class Walk:
@@ -51,31 +55,14 @@ class Walk:
         self,
         sizes: Mapping[str, int],
         platform: str,
-        model: ModelConfig | None,
-        count: int,
+        count: int = 1,
+        model: ModelConfig | None = None,
     ):
-        """Start without operations.
-
-        Args:
-            sizes: the sizes of the mesh axes.
-            platform: the platform of the devices.
-            model: the config of the model in the program, if it contains one. It says
-                how often branches are taken.
-            count: how often the program runs, the number of microbatches of a step.
-        """
+        """Start a program that runs `count` times; its model decides about branches."""
         self.operations: list[Operation] = []
-        self.recorder = CollectiveRecorder(sizes, platform, count)
-        self._model, self._count, self._scope = model, count, ""
-        self._layouts = Layouts(self.recorder)
-
-    @property
-    def position(self) -> OperationPosition:
-        """The current position of the walk."""
-        return OperationPosition(self._count, self._scope, id(self.operations))
-
-    def flatten(self) -> Iterator[Operation]:
-        """Yield all operations, including those in loops."""
-        return flatten_loops(self.operations)
+        self.recorder = CollectiveRecorder(sizes, platform)
+        self._model, self._microbatches = model, count
+        self._count, self._scope = count, ""
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
@@ -102,6 +89,9 @@ class Walk:
 
     def _walk(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params = equation.primitive.name, equation.params
+        runs_once = "copies" in self._scope  # once in each step (train/rows.py)
+        count = self._count // self._microbatches if runs_once else self._count
+        self.recorder.position = Position(count, self._scope)
         # The first names a result for a rematerialisation policy.
         if name in ("name", "optimization_barrier"):
             return operands
@@ -126,17 +116,16 @@ class Walk:
 
         A result that is constant in all branches but one is the result of that branch.
         """
-        count, results = self._count, list[LocalArray]()
+        count, outputs = self._count, list[list[LocalArray]]()
         counts = branch_counts(self._model, outermost_part(self._scope), count)
         for branch, self._count in zip(branches, counts, strict=True):
             if self._count:
-                outputs = self.run(branch, operands)
-                results = [
-                    new if _is_variable(new) or not _is_variable(old) else old
-                    for old, new in zip(results or outputs, outputs, strict=True)
-                ]
+                outputs.insert(0, self.run(branch, operands))
         self._count = count
-        return results
+        return [
+            max(arrays, key=lambda array: array.from_batch or array.value is not None)
+            for arrays in zip(*outputs, strict=True)
+        ]
 
     def _scan(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk the body of a loop once.
@@ -152,100 +141,77 @@ class Walk:
 
         num_unsliced = count_same_rank(equation.invars, body.jaxpr.invars)
         num_carried = count_same_rank(equation.outvars, body.jaxpr.outvars)
-        slices = [
-            replace(a, dims=a.dims[1:], sums=(), made_from=None)
-            for a in operands[num_unsliced:]
-        ]
+        sliced = operands[num_unsliced:]
+        slices = [replace(array, dims=array.dims[1:], sums=()) for array in sliced]
+        loop = Operation("scan", operands, [], self.recorder.position, trips=trips)
         outer_operations, outer_count = self.operations, self._count
-        position = self.position
-        loop = Operation("scan", operands, [], position, trips=trips, slices=slices)
         self.operations, self._count = loop.body, outer_count * trips
         results = self.run(body, [*operands[:num_unsliced], *slices])
         self.operations, self._count = outer_operations, outer_count
-        loop.carried, loop.stacked = results[:num_carried], results[num_carried:]
-        loop.results = list(loop.carried)
-        for a in loop.stacked:
-            source = a.source if a.source is not a else None
-            stack = replace(a, dims=(Dim(trips), *a.dims), made_from=source)
-            loop.results.append(stack)
+        loop.stacked = results[num_carried:]
+        stacks = [replace(a, dims=(Dim(trips), *a.dims)) for a in loop.stacked]
+        loop.results = [*results[:num_carried], *stacks]
         self.operations.append(loop)
         return loop.results
 
     def _shard_map(self, params: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk a per-device program, in which manual axes do not shard dims."""
-        manual_axes, recorder = params["newly_manual_axes"], self.recorder
-        arguments, results = list[LocalArray](), list[LocalArray]()
+        recorder, arguments, results = self.recorder, list[LocalArray](), []
+
+        def automatic_axes(dim: Dim) -> Axes:
+            return tuple(a for a in dim.axes if a not in params["newly_manual_axes"])
+
         for array, spec in zip(operands, params["in_specs"], strict=True):
-            entries = recorder.axes_by_dim(spec, len(array.dims))
-            for i, dim in enumerate(array.dims):
-                entries[i] += tuple(a for a in dim.axes if a not in manual_axes)
-            dims = recorder.reshard(array, entries, self.position, strict=True)
-            automatic = [tuple(a for a in d.axes if a not in manual_axes) for d in dims]
-            sizes = (dim.size for dim in dims)
-            arguments.append(self._with_dims(array, map(Dim, sizes, automatic)))
+            manual = recorder.axes_by_dim(spec, len(array.dims))
+            pairs = zip(manual, array.dims, strict=True)
+            axes_by_dim = [axes + automatic_axes(dim) for axes, dim in pairs]
+            dims = recorder.reshard(array, axes_by_dim)
+            local_dims = (Dim(dim.size, automatic_axes(dim)) for dim in dims)
+            arguments.append(array.with_dims(local_dims))
         inner_results = self.run(params["jaxpr"], arguments)
         for array, spec in zip(inner_results, params["out_specs"], strict=True):
-            entries = recorder.axes_by_dim(spec, len(array.dims))
-            dims = [
-                Dim(dim.size, axes + dim.axes)
-                for dim, axes in zip(array.dims, entries, strict=True)
-            ]
-            results.append(self._with_dims(array, dims))
+            manual = recorder.axes_by_dim(spec, len(array.dims))
+            pairs = zip(manual, array.dims, strict=True)
+            dims = (Dim(dim.size, axes + dim.axes) for axes, dim in pairs)
+            results.append(array.with_dims(dims))
         return results
 
-    def _with_dims(self, array: LocalArray, dims: Any) -> LocalArray:
-        """Return the same local array with other axes in its dims."""
-        result = replace(array, dims=tuple(dims), made_from=array.source)
-        self.operations.append(Operation("shard_map", [array], [result], self.position))
-        return result
-
     def _record(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        name, params, position = equation.primitive.name, equation.params, self.position
-        are_scalars = all(array.size == 1 for array in operands[1:])
-        is_by_scalar = name in ("mul", "div") and (are_scalars or operands[0].size == 1)
-        is_linear = name in _LINEAR or is_by_scalar
+        name, params, recorder = equation.primitive.name, equation.params, self.recorder
+        position, work = recorder.position, None
+        is_product = name in ("mul", "div") and all(a.size > 1 for a in operands)
+        is_linear = name in _LINEAR and not is_product
         for array in () if is_linear else operands:
-            self.recorder.reduce(array, ())
-        size, flops, computed = None, 0.0, 1.0
-        if name in ("dot_general", "ragged_dot_general"):
-            if name == "dot_general":
-                left, right = operands
-                pairs = params["dimension_numbers"]
-                product = lay_out_product(left, right, pairs, self.recorder, position)
-            else:
-                product = lay_out_grouped_product(params, operands)
-            operands, size, layouts = product.operands, product.size, [product.layout]
-            flops = size.flops if size else 0.0
+            recorder.reduce(array, ())
+        if name == "dot_general":
+            operands, layouts, work = lay_out_product(params, operands, recorder)
+        elif name == "ragged_dot_general":
+            layouts, work = lay_out_grouped_product(params, operands)
         else:
-            layouts = self._layouts.lay_out_results(equation, operands, position)
+            layouts = lay_out_results(equation, operands, recorder)
         if name == "pallas_call":
-            flops, computed = attention_flops(equation, operands)
+            work = attention_work(equation, operands)
         from_batch = any(array.from_batch for array in operands)
+        is_copy = name in (_SHAPES if from_batch else _COPIES)
         sums = [p for a in operands for p in a.sums if is_linear and not p.is_reduced]
         results = []
         for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
-            on_host = var.aval.memory_space is jax.memory.Space.Host
-            width = var.aval.dtype.itemsize
-            array = LocalArray(dims, width, from_batch, on_host=on_host)
-            if name in _SAME_PARAMETER:
-                array.source, array.label = operands[0].source, operands[0].label
-                array.value = operands[0].value
-            axes = self.recorder.nontrivial_axes(sum_axes) if from_batch else ()
+            array = LocalArray(
+                dims,
+                var.aval.dtype.itemsize,
+                from_batch=from_batch,
+                on_host=var.aval.memory_space is jax.memory.Space.Host,
+                value=operands[0].value if is_copy else None,
+            )
+            # A rounded activation is another array, but a rounded parameter is a copy.
+            if is_copy and (array.bytes == operands[0].bytes or not from_batch):
+                array.origin = operands[0].origin
             array.sums = tuple(sums)
-            if axes:
-                is_product = name == "dot_general"
-                array.sums += (PartialSum(axes, array.bytes, position, is_product),)
+            if sum_axes and from_batch:
+                is_dot = name == "dot_general"
+                array.sums += (PartialSum(sum_axes, array.bytes, position, is_dot),)
             results.append(array)
-        operation = Operation(
-            name,
-            operands,
-            results=results,
-            position=position,
-            flops=flops,
-            computed=computed,
-            product=size,
-        )
-        self.operations.append(operation)
+        self.operations.append(Operation(name, operands, results, position, work))
         return results
 
 
@@ -253,7 +219,3 @@ def _constant(aval: Any, value: Any = None) -> LocalArray:
     dims = tuple(Dim(size, (), False) for size in aval.shape)
     masks = value if aval.dtype == np.int8 and aval.shape else None
     return LocalArray(dims, aval.dtype.itemsize, value=masks)
-
-
-def _is_variable(array: LocalArray) -> bool:
-    return array.from_batch or array.value is not None

@@ -1,87 +1,123 @@
-"""What the loop over the layers sends, against compiled steps."""
+"""The collectives of a step: compiled, by hand, and their phases over networks."""
 
-import collections
-from unittest import mock
+from collections import defaultdict
 
 import pytest
 
-from tests.train.compiled import SHAPE, B, D, L, N, T
+from tests.train.compiled import SHAPE, B, D, L, T
+from tests.train.machines import machine
 from tests.train.plan.compiled.test_collectives import large, of, payload
-from train.hardware import devices
-from train.hardware.targets import parse_target
-from train.plan.cost import sent_bytes
-from train.plan.estimated.collectives import Exchange
+from train.hardware.collective_steps import collective_steps
+from train.plan.estimated.arrays import Position
+from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import local_step
-from train.program import make_program
 
 F32 = 4
-
-
-def estimated(step) -> list[Exchange]:
-    sent = local_step(step.program).exchanges
-    return [e for e in sent if e.in_layers and e.payload > 8 * F32 * (2 * L + 1) * D]
+EIGHT = ("mesh=fsdp", "data.batch_size=16")
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_only"])
-def test_the_loop_over_the_layers_sends_what_was_estimated(stored_step, name):
-    """Of matrices and activations, exactly; XLA sends small vectors as it likes."""
+def test_the_loop_over_layers_sends_what_was_estimated(stored_step, name):
+    """Matrices and activations are exact; XLA chooses for small vectors."""
     step = stored_step(name)
-    guess = estimated(step)
-    assert guess
-    for kind in {e.kind for e in guess}:
-        fact = [
-            c
-            for way in ("forward", "backward")
-            for c in of(step.collectives, f"layers {way}", kind)
-            if c.count == L
-        ]
-        assert payload(fact, leave="norm") == sum(
-            e.payload for e in guess if e.kind == kind
-        )
-    assert {c.kind for c in large(step.collectives) if c.count == L} == {
-        e.kind for e in guess
-    }
+    least = 8 * F32 * (2 * L + 1) * D
+    estimated = defaultdict[str, float](float)
+    for e in local_step(step.program).exchanges:
+        if e.position.in_layers and e.payload > least:
+            estimated[e.kind] += e.payload
+    compiled = {}
+    for kind in {c.kind for c in large(step.collectives) if c.count == L}:
+        scopes = ("layers forward", "layers backward")
+        collectives = [c for s in scopes for c in of(step.collectives, s, kind)]
+        in_loop = [c for c in collectives if c.count == L]
+        compiled[kind] = payload(in_loop, leave="norm")
+    assert estimated == compiled != {}
 
 
-@pytest.mark.slow
-def test_a_ring_sends_keys_on_and_weights_are_gathered_as_along_fsdp(composed):
-    """Sixteen chips gather by rows and columns: as many bytes as in one step."""
-
-    def sent(mesh):
-        config = composed(*SHAPE, "model.attention=xla", "mesh.fsdp=1", mesh)
-        with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
-            chips = devices.fake_devices(parse_target("v5p-32"))
-        found = local_step(make_program(config, chips)).exchanges
-        sent = collections.defaultdict[str, float](float)
-        for e in found:
-            size = len(e.members) or 16
-            sent[e.kind] += sent_bytes(e.kind, e.payload, size) if e.in_layers else 0
-        return sent
-
-    ring, sharded = sent("mesh.context=16"), sent("mesh.fsdp=16")
-    assert ring["all-gather"] == pytest.approx(sharded["all-gather"], rel=1e-3)
+def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
+    overrides = (*SHAPE, "model.attention=xla", "mesh.fsdp=1", "mesh.context=16")
+    exchanges = local_step(lay_out(composed(*overrides), "v5p-32")).exchanges
+    sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
-    keys, documents = 2 * chunk * D, 4 * chunk  # and as many values; heads x dim is D
+    keys, documents = 2 * chunk * D, 4 * chunk  # keys are as large as values
     forward = 15 * (2 * keys + documents)
-    home = 16 * 2 * (2 * keys)  # the gradients of both, in float32
-    assert N * 64 == D
-    wanted = L * (2 * forward + home)  # documents are the same in all layers
-    assert ring["collective-permute"] == pytest.approx(wanted, rel=2e-3)
-    assert not sharded["collective-permute"]
+    gradients = 16 * 2 * (2 * keys)  # of keys and values, in float32
+    assert sent == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
 
 
-def test_rows_travel_to_their_experts_and_back(composed):
-    """Forward both ways, there once more for the backward pass, then both gradients.
+def test_rows_travel_to_their_experts_and_back(composed, lay_out):
+    """Rows travel there and back, there again if recomputed, and back as gradients.
 
-    So does the compiled step (docs/log); TPUs send a weight as a whole vector.
+    The compiled step sends the same (docs/log). TPUs send a weight as a whole vector.
     """
     shape = ("model=moe_nano", "model.num_layers=3", "model.vocab_size=256")
     mesh = ("mesh.fsdp=1", "mesh.expert=8", "train.remat=full", "tracker=none")
     data = ("data.batch_size=16", "data.sequence_length=128", "model.attention=xla")
-    config = composed(*shape, *mesh, *data)
-    with mock.patch.object(devices.importlib.util, "find_spec", return_value=None):
-        chips = devices.fake_devices(parse_target("v5e-8"))
-    found = local_step(make_program(config, chips)).exchanges
-    sent = sum(e.payload for e in found if e.kind == "ragged-all-to-all")
+    exchanges = local_step(lay_out(composed(*shape, *mesh, *data), "v5e-8")).exchanges
+    sent = sum(e.payload for e in exchanges if e.kind == "ragged-all-to-all")
     rows, width = 2 * 128 * 3, 128
     assert sent == 2 * rows * (5 * 2 * width + 3 * 4 * 128)
+
+
+def exchange(kind, members=()):
+    return Exchange(("fsdp",), kind, 800.0, Position(1, "layers"), members)
+
+
+def phases_on(mesh, *fields):
+    return {
+        (p.network, p.kind, p.payload, p.sent) for p in phases(exchange(*fields), mesh)
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Each of four chips in a slice sends its quarter of the slice's half.
+        (
+            ("all-gather",),
+            {("DCN", "all-gather", 200, 100), ("ICI", "all-gather", 800, 600)},
+        ),
+        # XLA does not scatter in the slice what it scatters between slices.
+        (
+            ("reduce-scatter",),
+            {("DCN", "reduce-scatter", 200, 100), ("ICI", "all-reduce", 800, 1200)},
+        ),
+        (("all-to-all",), {("DCN", "all-to-all", 800, 400)}),
+        # Neighbours are in different slices: here two of each, one of each, one alone.
+        (
+            ("all-gather", (0, 1, 4, 5)),
+            {("DCN", "all-gather", 400, 200), ("ICI", "all-gather", 800, 400)},
+        ),
+        (("reduce-scatter", (0, 1)), {("DCN", "reduce-scatter", 800, 400)}),
+        (("reduce-scatter", (0, 2)), {("ICI", "reduce-scatter", 800, 400)}),
+    ],
+)
+def test_between_slices_a_chip_sends_its_share(composed, fields, expected):
+    mesh = machine(composed, "v5e-4x2", *EIGHT, "mesh.dcn.fsdp=2").mesh
+    assert phases_on(mesh, *fields) == expected
+
+
+def test_rings_of_gpus_go_through_all_nodes(composed):
+    mesh = machine(composed, "v5e-8", *EIGHT).mesh
+    assert phases_on(mesh, "reduce-scatter") == {("ICI", "reduce-scatter", 800, 700)}
+    mesh = machine(composed, "h100-4x2", *EIGHT).mesh
+    assert phases_on(mesh, "all-gather") == {("network", "all-gather", 800, 700)}
+
+
+def test_a_scatter_over_a_torus_is_timed_in_its_steps(composed):
+    """A 4 x 4 x 4 torus has planes of 16 with four links, and lines of 4 with two."""
+    mesh = machine(composed, "v5p-128", "mesh=fsdp").mesh
+    steps = collective_steps(mesh)
+    plane, line = phases(exchange("reduce-scatter"), mesh, steps)
+    assert (plane.sent, plane.links) == (800 * 15 / 16, 4)
+    assert (line.sent, line.links) == (50 * 3 / 4, 2)
+    (gather,) = phases(exchange("all-gather"), mesh, steps)
+    assert (gather.sent, gather.links) == (800 * 63 / 64, 6)
+
+
+@pytest.mark.parametrize(("kind", "links"), [("all-gather", 6), ("reduce-scatter", 2)])
+def test_a_scatter_of_tpu7x_is_one_ring_as_compiled(composed, kind, links):
+    """The slice has rings along three dims."""
+    mesh = machine(composed, "tpu7x-128", "mesh=fsdp", "data.batch_size=128").mesh
+    (phase,) = phases(exchange(kind), mesh)
+    assert phase.links == links
