@@ -124,16 +124,11 @@ def least_temporaries(step: LocalStep) -> dict[str, int]:
 def temporaries_by_depth(program: Program) -> int:
     """Return bytes that grow with the number of layers as compiled temporaries do.
 
-    Their constant part may be wrong. To find the point in time of the peak, two more
-    sizes are added: the sum of the head's gradient over tiles of the loss, and an
-    estimate of a layer's other activations.
+    Their constant part may be wrong. To find the point in time of the peak, a layer's
+    other activations are estimated.
     """
     step = local_step(program)
-    items = _temporaries(step)
-    loss, layers, update = (sum(sizes.values()) for sizes in items)
-    if not items[0]["exponentials"]:
-        tiles = [loop for loop in step.body if loop.position.section == "loss"]
-        loss += max(array.bytes for loop in tiles for array in loop.results)
+    loss, layers, update = (sum(items.values()) for items in _temporaries(step))
     return max(loss, layers + max(map(_activation_bytes, step.layers)), update)
 
 

@@ -35,7 +35,7 @@ def test_estimates_are_near_compiled_steps(laid_out, figures):
     """FLOPs are exact, except for what XLA computes twice.
 
     Temporaries are a lower bound; those of a copy with two repeats of the layers are
-    extrapolated within 3 %. No constant stands for what XLA fuses or keeps in a
+    extrapolated within 5 %. No constant stands for what XLA fuses or keeps in a
     core's memory, so main-memory traffic is within a factor of 2.6.
     """
     target, *overrides = figures["case"].split()
@@ -46,8 +46,8 @@ def test_estimates_are_near_compiled_steps(laid_out, figures):
     assert flops == pytest.approx(figures["flops"], rel=1e-3)
     temporaries = memory.parts["temporaries"].bytes
     assert 0.5 < temporaries / figures["temporaries"] <= 1
-    # A mixture's rounded experts are not counted for each layer.
-    allowed = 0.09 if program.config.model.expert_layers else 0.03
+    # What experts add for each layer is not known entirely.
+    allowed = 0.09 if program.config.model.expert_layers else 0.05
     if copy := make_copy(program):
         growth = temporaries_by_depth(program) - temporaries_by_depth(copy)
         whole = figures["two_repeats"] + growth
