@@ -54,22 +54,11 @@ def part_in_name(name: str) -> str:
     return ".".join(_PART.findall(name))
 
 
-def place_in_step(executed: Executed) -> str:
-    """Return the scope and the part of an executed instruction, or of its producers."""
-    instruction = executed.instruction
-    names = (producer.op_name for producer in producers(instruction))
-    part = next(filter(None, map(part_in_name, names)), "")
-    scope = scope_of(executed, instruction)
-    return scope if part in scope else f"{scope} {part}".strip()
-
-
 def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return the part of the model and the bytes of each operand of a collective."""
     arrays = [operand for operand in inner.operands if operand.num_bytes]
     collective_name = _own_name(executed, inner)
     names = split_name(collective_name) or [collective_name]
-    if len(names) > len(arrays) == 1:  # GPU: several arrays were concatenated.
-        arrays = _concatenated_arrays(arrays[0])
     # A collective of several arrays may have the name of only one of them.
     exact_names = names if len(names) == len(arrays) else [""] * len(arrays)
     uses = []
@@ -82,13 +71,6 @@ def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]
         part = next(filter(None, map(part_in_name, options)), OTHER)
         uses.append((part, operand.num_bytes))
     return uses
-
-
-def _concatenated_arrays(array: Instruction) -> list[Instruction]:
-    root = array
-    while root.opcode == "fusion":
-        root = root.called[0].root
-    return root.operands if root.opcode == "concatenate" else [array]
 
 
 def split_name(name: str) -> list[str]:

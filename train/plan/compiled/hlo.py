@@ -173,9 +173,8 @@ class Loop:
     """A `while` loop."""
 
     body: Computation
-    op_name: str  # the op_name of the `while`, or the most frequent prefix in the body
+    op_name: str
     trips: int
-    instruction: Instruction
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Summarise a compiled step.
 
 The summary lists the arrays of the state that are updated in place, the kernels, the
-largest buffers, the expensive copies, and the dtypes of products.
+largest buffers, and the dtypes of products.
 """
 
 import re
@@ -10,22 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.config import ModelConfig
-from train.plan.compiled.attribution import place_in_step
-from train.plan.compiled.buffers import Buffer, largest_buffers
+from train.plan.compiled.attribution import part_in_name, producers, scope_of
 from train.plan.compiled.flops import multiplied_arrays
-from train.plan.compiled.hbm_bytes import (
-    NO_TRAFFIC_TARGETS,
-    count_memory_traffic,
-    memory_traffic,
-)
+from train.plan.compiled.hbm_bytes import NO_TRAFFIC_TARGETS
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _MAX_BUFFERS = 10
-_MIN_COPY_SHARE = 0.01  # fraction of all main-memory traffic
-_MOVES = {"copy", "transpose"}
-_NO_TRAFFIC = {"parameter", "bitcast", "reshape", "tuple", "constant"}
+# Results that are views of other buffers, or the initial value of a buffer.
+_NO_BUFFERS = {
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+    *("while", "call", "conditional", "fusion", "constant", "broadcast"),
+}
 # Custom calls that are markers of XLA, not kernels.
 _MARKERS = (
     *(*NO_TRAFFIC_TARGETS, "AssumeGatherIndicesInBound", "Sharding"),
@@ -42,21 +39,17 @@ class InPlace:
 
 
 @dataclass(frozen=True)
-class CostlyCopy:
-    """A copy or transpose with much memory traffic.
+class Buffer:
+    """A result of an instruction in main memory.
 
-    name: the name of the instruction.
-    times: executions in one step.
-    bytes: the memory traffic in one step.
-    share: the fraction of all memory traffic.
-    what: the scope and the part of the model.
+    bytes: the size without padding.
+    array: the dtype and dims.
+    made: the scope, the part of the model and the name of the instruction.
     """
 
-    name: str
-    times: int
     bytes: int
-    share: float
-    what: str
+    array: str
+    made: str
 
 
 @dataclass(frozen=True)
@@ -65,15 +58,13 @@ class Inspection:
 
     in_place: the arrays of the state that are, and are not, updated in place.
     kernels: executions of each custom call, by name.
-    buffers: the largest buffers.
-    copies: the copies with more than one percent of all memory traffic.
+    buffers: the largest buffers besides the state.
     operand_bytes: the bytes that products and attention kernels multiply, by dtype.
     """
 
     in_place: InPlace
     kernels: dict[str, int]
     buffers: list[Buffer]
-    copies: list[CostlyCopy]
     operand_bytes: dict[str, int]
 
 
@@ -95,8 +86,7 @@ def inspect(
     return Inspection(
         in_place=updated_in_place(text, state),
         kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
-        buffers=largest_buffers(module, _MAX_BUFFERS),
-        copies=_costly_copies(module),
+        buffers=_largest_buffers(module),
         operand_bytes=dict(operands.most_common()),
     )
 
@@ -122,24 +112,31 @@ def _kernel_name(call: Instruction) -> str:
     return call.target
 
 
-def _costly_copies(module: Module) -> list[CostlyCopy]:
-    total, copies = count_memory_traffic(module.executed).total, list[CostlyCopy]()
+def _largest_buffers(module: Module) -> list[Buffer]:
+    """Return the largest buffers, except those that become the program's results.
+
+    Several updates of one buffer in place are listed separately, as are buffers that
+    use the same memory at different times.
+    """
+    results = {
+        value.operands[0] if value.opcode == "get-tuple-element" else value
+        for value in module.entry.root.operands
+    }
+    buffers = list[Buffer]()
     for executed in module.executed:
         instruction = executed.instruction
-        traffic = executed.count * memory_traffic(instruction)
-        if traffic > _MIN_COPY_SHARE * total and _only_moves(instruction):
-            copy = CostlyCopy(
-                name=instruction.name,
-                times=executed.count,
-                bytes=traffic,
-                share=traffic / total,
-                what=place_in_step(executed),
-            )
-            copies.append(copy)
-    return sorted(copies, key=lambda copy: -copy.bytes)
-
-
-def _only_moves(instruction: Instruction) -> bool:
-    """Return whether an instruction or fusion only copies and transposes."""
-    opcodes = instruction.opcodes - _NO_TRAFFIC
-    return bool(opcodes) and opcodes <= _MOVES
+        is_copy = instruction.opcode == "copy"
+        source = instruction.operands[0] if is_copy else instruction
+        opcodes = {inner.opcode for inner in source.with_nested}
+        is_view = opcodes <= _NO_BUFFERS or instruction.opcode.endswith("-start")
+        if is_view or instruction in results or instruction.target == "AllocateBuffer":
+            continue
+        parts = (part_in_name(value.op_name) for value in producers(instruction))
+        part = next(filter(None, parts), "")
+        place = f"{scope_of(executed, instruction)} {part}".strip()
+        for array in instruction.arrays:
+            if array.space == 0:
+                dims = ",".join(map(str, array.dims))
+                made = f"{place} ({instruction.name})".strip()
+                buffers.append(Buffer(array.num_bytes, f"{array.dtype}[{dims}]", made))
+    return sorted(buffers, key=lambda buffer: -buffer.bytes)[:_MAX_BUFFERS]

@@ -63,7 +63,7 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
     """
     match = re.search(r" replica_groups=(.*?)(?:, \w+=[^(]|$)", attributes)
     text = match[1] if match else "{}"
-    if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{(.*?)\}", text):
+    if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{([\w',]*)\}", text):
         return _read_named_groups(named_groups[1], named_groups[2])
     if text.startswith("{{"):
         groups = re.findall(r"\{([\d,]+)\}", text)
@@ -88,28 +88,21 @@ def _read_iota(text: str) -> np.ndarray:
 
 
 def _read_named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Read `['a'=2,'b'=4] {'b'}`, optionally with ids and axis parts `'b':(1)2`.
+    """Read `['a'=2,'b'=4] {'b'}`, optionally with the numbers of the devices.
 
-    Source: Mesh::ToString and AxisRef::ToString in openxla/xla, xla/hlo/ir.
+    Source: Mesh::ToString in openxla/xla, xla/hlo/ir.
     """
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    ids = np.arange(np.prod([*sizes.values()]))
+    ids = np.arange(math.prod(sizes.values()))
     if device_ids := re.search(r"device_ids=\((\[.*)\)", mesh):
         ids = _read_iota(device_ids[1])  # Its shape may differ from the mesh's.
     elif device_ids := re.search(r"device_ids=\((.*)\)", mesh):
         ids = np.array(re.findall(r"\d+", device_ids[1]), int)
-    # Each axis becomes three dims, of which the middle one is the part in a group.
-    parts = {
-        name: (int(outer or 1), int(size or sizes[name]))
-        for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
-    }
-    shape = list[int]()
-    for name, size in sizes.items():
-        outer, part = parts.get(name, (size, 1))
-        shape += [outer, part, size // outer // part]
-    group_dims = [3 * list(sizes).index(name) + 1 for name in parts]
-    ids = np.moveaxis(ids.reshape(shape), group_dims, range(-len(group_dims), 0))
-    return ids.reshape(-1, math.prod(part for _, part in parts.values()))
+    group_axes = re.findall(r"'(\w+)'", axes)
+    group_dims = [list(sizes).index(axis) for axis in group_axes]
+    ids = ids.reshape([*sizes.values()])
+    ids = np.moveaxis(ids, group_dims, range(-len(group_dims), 0))
+    return ids.reshape(-1, math.prod(sizes[axis] for axis in group_axes))
 
 
 def _mesh_positions(ids: np.ndarray, mesh: Mesh) -> np.ndarray:

@@ -10,12 +10,9 @@ the first iteration off a loop, which counts as one execution.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
 
 from model.config import ModelConfig
 from train.plan.branches import branch_counts
-from train.plan.compiled.collectives import KINDS
 from train.plan.compiled.hlo import (
     Computation,
     Executed,
@@ -37,21 +34,8 @@ def read_module(text: str, model: ModelConfig | None = None) -> Module:
     """
     module = parse(text)
     _list_executed(module.entry, 1, (), model)
-    module.unread += _collectives_not_executed(module)
-    # Instructions of a branch that is never taken are listed until here.
     module.executed = [executed for executed in module.executed if executed.count]
     return module
-
-
-def _collectives_not_executed(module: Module) -> Iterator[str]:
-    """Describe collectives in computations that no executed instruction contains."""
-    contained = (executed.instruction.with_nested for executed in module.executed)
-    computations = {inner.computation for nested in contained for inner in nested}
-    for computation in module.computations.values():
-        for instruction in computation.order:
-            is_collective = instruction.opcode.removesuffix("-start") in KINDS
-            if is_collective and computation not in computations:
-                yield f"{instruction.name}: no executed instruction contains it"
 
 
 def _list_executed(
@@ -103,13 +87,10 @@ def _read_loop(loop: Instruction) -> Loop:
         unread = loop.computation.module.unread
         unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
-    prefixes = Counter(
-        inner.op_name.rpartition("/body/")[0]
-        for inner in loop.body.order
-        if "/body/" in inner.op_name
-    )
-    most_frequent = prefixes.most_common(1)[0][0] if prefixes else ""
-    return Loop(loop.body, loop.op_name or most_frequent, trips, loop)
+    # If XLA dropped the name of a loop, the names in its body still begin with it.
+    inner_names = (inner.op_name for inner in loop.body.order)
+    inner_name = next((name for name in inner_names if "/body/" in name), "")
+    return Loop(loop.body, loop.op_name or inner_name.rpartition("/body/")[0], trips)
 
 
 def _count_trips(loop: Instruction) -> int | None:
