@@ -9,7 +9,7 @@ neighbours.
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.sections import ENCLOSING, scope_in_name
@@ -32,9 +32,9 @@ def scope_of(executed: Executed, instruction: Instruction) -> str:
     own_name = _own_name(executed, instruction)
     loops = [loop.op_name for loop in reversed(executed.loops)]
     names = [*loops, *([own_name] if own_name else _user_names(executed))]
-    scopes = [scope_in_name(name) for name in names if not split_name(name)]
+    scopes = list(filter(None, map(scope_in_name, names)))
     scopes.sort(key=lambda scope: scope.startswith(ENCLOSING))
-    return next(filter(None, scopes), "")
+    return scopes[0] if scopes else ""
 
 
 def _own_name(executed: Executed, instruction: Instruction) -> str:
@@ -44,9 +44,10 @@ def _own_name(executed: Executed, instruction: Instruction) -> str:
     that only the call names the array.
     """
     outer = executed.instruction
+    names = [instruction.op_name, outer.op_name]
     if outer.opcode == "call-start":
-        return outer.op_name or instruction.op_name
-    return instruction.op_name or outer.op_name
+        names.reverse()
+    return names[0] or names[1]
 
 
 def part_in_name(name: str) -> str:
@@ -54,22 +55,22 @@ def part_in_name(name: str) -> str:
     return ".".join(_PART.findall(name))
 
 
+def first_part(names: Iterable[str]) -> str:
+    """Return the part of the model in the first name that has one, or ""."""
+    return next(filter(None, map(part_in_name, names)), "")
+
+
 def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return the part of the model and the bytes of each operand of a collective."""
-    arrays = [operand for operand in inner.operands if operand.num_bytes]
-    collective_name = _own_name(executed, inner)
-    names = split_name(collective_name) or [collective_name]
-    # A collective of several arrays may have the name of only one of them.
-    exact_names = names if len(names) == len(arrays) else [""] * len(arrays)
+    operands = [operand for operand in inner.operands if operand.num_bytes]
     uses = []
-    for operand, exact_name in zip(arrays, exact_names, strict=True):
-        if operand.num_bytes <= _SCALARS_BYTES:
-            uses.append((SCALARS, operand.num_bytes))
-            continue
-        producer_names = (producer.op_name for producer in producers(operand))
-        options = (exact_name, *producer_names, collective_name, *_user_names(executed))
-        part = next(filter(None, map(part_in_name, options)), OTHER)
-        uses.append((part, operand.num_bytes))
+    for operand in operands:
+        names = [producer.op_name for producer in producers(operand)]
+        # A collective of several arrays may have the name of only one of them.
+        names.insert(len(names) if len(operands) > 1 else 0, _own_name(executed, inner))
+        part = first_part([*names, *_user_names(executed)]) or OTHER
+        is_scalar = operand.num_bytes <= _SCALARS_BYTES
+        uses.append((SCALARS if is_scalar else part, operand.num_bytes))
     return uses
 
 
@@ -118,6 +119,4 @@ def _sources(value: Instruction) -> list[Instruction]:
             source = source.computation.root
         is_tuple = source.opcode in _TUPLES and value.index < len(source.operands)
         return [source.operands[value.index] if is_tuple else source]
-    if value.opcode == "dynamic-update-slice":
-        operands = operands[1:2]
     return [operand for operand in operands if operand.num_bytes > _SCALARS_BYTES]

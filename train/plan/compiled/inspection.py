@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.config import ModelConfig
-from train.plan.compiled.attribution import part_in_name, producers, scope_of
+from train.plan.compiled.attribution import first_part, producers, scope_of
 from train.plan.compiled.flops import multiplied_arrays
 from train.plan.compiled.hbm_bytes import NO_TRAFFIC_TARGETS
 from train.plan.compiled.hlo import Instruction, Module
@@ -131,8 +131,7 @@ def _largest_buffers(module: Module) -> list[Buffer]:
         is_view = opcodes <= _NO_BUFFERS or instruction.opcode.endswith("-start")
         if is_view or instruction in results or instruction.target == "AllocateBuffer":
             continue
-        parts = (part_in_name(value.op_name) for value in producers(instruction))
-        part = next(filter(None, parts), "")
+        part = first_part(value.op_name for value in producers(instruction))
         place = f"{scope_of(executed, instruction)} {part}".strip()
         for array in instruction.arrays:
             if array.space == 0:
