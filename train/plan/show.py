@@ -40,17 +40,9 @@ def sentences(inspection: Inspection) -> list[tuple[str, str]]:
         in_place = f"{len(updated)} of {len(updated + others)} arrays of the state are "
         in_place += f"updated in place, but not {examples}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
-    sizes = inspection.operand_bytes
-    dtypes = ", ".join(f"{d} {n / sum(sizes.values()):.1%}" for d, n in sizes.items())
-    copies = [
-        f"{copy.share:.1%} of all bytes: {copy.name} ({copy.what})"
-        for copy in inspection.copies
-    ]
     return [
         ("in place", in_place),
         ("kernels", kernels or "none; XLA generated all code itself"),
-        ("operands", f"of products: {dtypes or 'none'}"),
-        *[("copies", copy) for copy in copies or ["none above 1 % of all bytes"]],
     ]
 
 

@@ -19,6 +19,7 @@ _PART = re.compile(r"[/(]part\.([\w.]+)")
 _SCALARS_BYTES = 64  # arrays up to this size count as scalars
 _MAX_VISITED = 40  # instructions in a search through neighbours
 _FUSIONS = ("fusion", "fusion-start")
+_BRANCHING = ("conditional", "while")
 _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 
 
@@ -105,16 +106,14 @@ def producers(instruction: Instruction) -> Iterator[Instruction]:
 def _sources(value: Instruction) -> list[Instruction]:
     """Return the values that a value is computed from, through fusions and loops."""
     operands, caller = value.operands, value.computation.caller
-    if value.opcode == "parameter" and caller and caller.opcode != "conditional":
+    if value.opcode == "parameter" and caller and caller.opcode not in _BRANCHING:
         return [caller.operands[int(value.arguments)]]
     if value.opcode in _FUSIONS:
         return [value.called[0].root]
     if value.opcode == "get-tuple-element":
         (source,) = operands
-        if source.opcode in _FUSIONS:
+        if source.opcode in (*_FUSIONS, "while"):
             source = source.called[0].root
-        elif source.opcode == "while":
-            source = source.body.root
         elif source.opcode == "parameter":  # The loop's previous trip produced it.
             source = source.computation.root
         is_tuple = source.opcode in _TUPLES and value.index < len(source.operands)

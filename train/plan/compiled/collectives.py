@@ -123,7 +123,7 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
     if kind == "send":  # The hosts transfer data between slices for a device.
         kind = inner.find(_TRANSFER_KIND).lower().replace("_", "-")
         kind = "collective-permute" if kind == "one-to-one" else kind
-        group = slices_group(inner, mesh)
+        group = slices_group(mesh)
     else:
         if inner.computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
@@ -152,10 +152,8 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
 
 def _has_products(instruction: Instruction) -> bool:
     """Return whether an instruction multiplies, also inside loops and branches."""
-    if product_flops(instruction) or is_kernel(instruction):
-        return True
-    bodies = [instruction.body] if instruction.opcode == "while" else instruction.called
-    return any(_has_products(inner) for body in bodies for inner in body.order)
+    inside = (instruction, *instruction.nested)
+    return any(product_flops(inner) or is_kernel(inner) for inner in inside)
 
 
 def _is_continuation(inner: Instruction) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from train.plan.compiled.hlo import Executed, HloArray, Instruction
+from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.cost import Flops
 
 _CUBLAS = "__cublas$lt$matmul"
@@ -38,14 +38,12 @@ def count_flops(all_executed: Iterable[Executed]) -> Flops:
 
 def sum_flops(instructions: Iterable[Instruction]) -> float:
     """Count the FLOPs of products, including loops and called computations."""
-    return sum(map(_instruction_flops, instructions))
-
-
-def _instruction_flops(instruction: Instruction) -> float:
-    if instruction.opcode == "while":
-        return instruction.loop.trips * sum_flops(instruction.body.order)
-    called = (sum_flops(computation.order) for computation in instruction.called)
-    return product_flops(instruction) + sum(called)
+    total = 0.0
+    for instruction in instructions:
+        trips = instruction.loop.trips if instruction.opcode == "while" else 1
+        nested = sum(sum_flops(called.order) for called in instruction.called)
+        total += product_flops(instruction) + trips * nested
+    return total
 
 
 def product_flops(instruction: Instruction) -> float:
@@ -120,19 +118,11 @@ def multiplies(instruction: Instruction) -> bool:
 
 
 def has_eight_bits(instruction: Instruction) -> bool:
-    """Return whether all operands of a product have eight bits."""
-    arrays = multiplied_arrays(instruction)
-    return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
+    """Return whether both operands of a product or a grouped kernel have eight bits.
 
-
-def multiplied_arrays(instruction: Instruction) -> list[HloArray]:
-    """Return the arrays that a product or kernel multiplies, otherwise [].
-
-    Omits the scales and addends of a cuBLAS call, and the integer operands of a kernel,
-    such as masks and the number of rows of each expert.
+    A kernel's integer operands, such as the number of rows of each expert, come first.
     """
-    arrays = [array for operand in instruction.operands for array in operand.arrays[:1]]
-    if is_kernel(instruction):
-        floats = [array for array in arrays if array.dtype.startswith(("f", "bf"))]
-        return floats if is_attention(instruction) else floats[:2]
-    return arrays[:2] if product_flops(instruction) else []
+    dtypes = [operand.arrays[0].dtype for operand in instruction.operands]
+    if is_grouped(instruction):
+        dtypes = [dtype for dtype in dtypes if dtype.startswith(("f", "bf"))]
+    return all(dtype.startswith(("f8", "s8")) for dtype in dtypes[:2])

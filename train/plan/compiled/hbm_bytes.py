@@ -83,10 +83,11 @@ def _bytes_read_of(value: Instruction) -> int:
     for user in dict.fromkeys(value.users):
         if user is value.computation.root and user.opcode == "tuple":
             continue  # the list of the fusion's results
+        opcodes = {inner.opcode for inner in user.nested} or {user.opcode}
         is_first_operand = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and is_first_operand:
             total += user.num_bytes
-        elif user.opcodes <= _VIEWS:
+        elif opcodes <= _VIEWS:
             total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             total += sum(

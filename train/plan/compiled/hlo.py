@@ -8,6 +8,7 @@ the program of one TPU, GPU or CPU device.
 import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,12 +16,22 @@ _COMPUTATION = re.compile(
     r"^(ENTRY )?%(\S+) \([^\n]*\{\n(.*?)\n\}(?:, execution_thread=[^\n]*)?$",
     re.MULTILINE | re.DOTALL,
 )
-_INSTRUCTION = re.compile(r"  (?:ROOT )?%(\S+) = ")
-_STRING_OR_PARENTHESIS = re.compile(r'"(?:[^"\\]|\\.)*"|[()]')
-_OPCODE = re.compile(r" ([\w-]+)\(")
+_INSTRUCTION = re.compile(
+    r"  (?:ROOT )?%(?P<name>\S+) = (?P<arrays>.*?) (?P<opcode>[\w-]+)"
+    r"\((?P<arguments>[^)]*)\)(?P<attributes>.*)",
+    re.DOTALL,
+)
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
-_BODY = r" body=%([\w.-]+)"
-_CALLED = r" (?:to_apply=|called_computations=\{)%([\w.-]+)"
+# How the attributes name the computations that an instruction calls, by its opcode.
+_CALLED = defaultdict(
+    lambda: r" calls=%([\w.-]+)",
+    {
+        "call": r" to_apply=%([\w.-]+)",
+        "call-start": r" (?:to_apply=|called_computations=\{)%([\w.-]+)",
+        "conditional": r" branch_computations=\{(.*?)\}",
+        "while": r" body=%([\w.-]+)",
+    },
+)
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
@@ -52,19 +63,15 @@ class Instruction:
     computation: "Computation" = field(repr=False)
 
     @functools.cached_property
-    def operand_names(self) -> list[str]:
-        """The operands' names."""
-        return re.findall(r"%([\w.-]+)", self.arguments)
-
-    @functools.cached_property
     def operands(self) -> "list[Instruction]":
         """The instructions that produce the operands."""
-        return [self.computation.instructions[name] for name in self.operand_names]
+        names = re.findall(r"%([\w.-]+)", self.arguments)
+        return [self.computation.instructions[name] for name in names]
 
     @property
     def users(self) -> "list[Instruction]":
         """The instructions that use the result."""
-        return self.computation.users.get(self.name, [])
+        return self.computation.users.get(self, [])
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -95,7 +102,7 @@ class Instruction:
     @property
     def body(self) -> "Computation":
         """The body of a `while`."""
-        return self.computation.module.computations[self.find(_BODY)]
+        return self.called[0]
 
     @property
     def loop(self) -> "Loop":
@@ -104,38 +111,28 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations of a fusion or call, or the branches of a conditional.
+        """The computations of a fusion, call or loop, or the branches of a conditional.
 
         A conditional's branch for false is the first one.
         """
-        names = re.findall(r" calls=%([\w.-]+)", self.attributes)
-        if self.opcode in ("call", "call-start"):
-            names += re.findall(_CALLED, self.attributes)
-        elif self.opcode == "conditional":
-            branches = self.find(r" branch_computations=\{(.*?)\}")
-            names = re.findall(r"%([\w.-]+)", branches)
-            if not branches:  # The predicate is a boolean: true is written first.
-                names = re.findall(r" \w+_computation=%([\w.-]+)", self.attributes)
-                names.reverse()
+        names = re.findall(_CALLED[self.opcode], self.attributes)
+        if self.opcode == "conditional":
+            names = re.findall(r"%([\w.-]+)", "".join(names))
         return [self.computation.module.computations[name] for name in names]
 
     @property
     def nested(self) -> "Iterator[Instruction]":
-        """All instructions inside a fusion or an asynchronous wrapper, depth first."""
+        """All instructions inside a fusion, call, loop or conditional, depth first."""
         for computation in self.called:
             for instruction in computation.order:
                 yield instruction
                 yield from instruction.nested
 
     @property
-    def opcodes(self) -> set[str]:
-        """The opcodes inside a fusion, or of any other instruction its own."""
-        return {inner.opcode for inner in self.nested} or {self.opcode}
-
-    @property
     def with_nested(self) -> "list[Instruction]":
-        """The instruction, and all nested ones unless it is a call or conditional."""
-        return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]
+        """The instruction, and those that are fused into it or wrapped by it."""
+        is_control_flow = self.opcode in ("call", "conditional", "while")
+        return [self, *(() if is_control_flow else self.nested)]
 
 
 @dataclass(eq=False)
@@ -159,12 +156,12 @@ class Computation:
         return next(i for i in parameters if int(i.arguments) == number)
 
     @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use each result, by its name."""
-        users = dict[str, list[Instruction]]()
+    def users(self) -> dict[Instruction, list[Instruction]]:
+        """The instructions that use each result."""
+        users = defaultdict[Instruction, list[Instruction]](list)
         for instruction in self.order:
-            for operand in instruction.operand_names:
-                users.setdefault(operand, []).append(instruction)
+            for operand in instruction.operands:
+                users[operand].append(instruction)
         return users
 
 
@@ -234,21 +231,9 @@ def _parse_line(line: str, computation: Computation) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
-    start, end = match.end(), line.find(" ", match.end())
-    if line[start] == "(":  # The instruction returns a tuple.
-        end = _closing_index(line, start) + 1
-    opcode = _OPCODE.match(line, end)
-    if opcode is None:
-        return None
-    close = _closing_index(line, opcode.end() - 1)
-    instruction = Instruction(
-        name=match[1],
-        opcode=opcode[1],
-        arrays=tuple(map(_parse_array, _ARRAY.finditer(line, start, end))),
-        arguments=line[opcode.end() : close],
-        attributes=line[close + 1 :],
-        computation=computation,
-    )
+    arrays = tuple(map(_parse_array, _ARRAY.finditer(match["arrays"])))
+    fields = match.groupdict() | {"arrays": arrays, "computation": computation}
+    instruction = Instruction(**fields)
     is_update = instruction.opcode == "custom-call-update"
     return _as_call_start(instruction) if is_update else instruction
 
@@ -266,16 +251,6 @@ def _as_call_start(update: Instruction) -> Instruction:
     return replace(
         update, opcode="call-start", arguments=operands, attributes=attributes
     )
-
-
-def _closing_index(text: str, start: int) -> int:
-    """Return the index at which the parenthesis at `start` is closed."""
-    depth = 0
-    for match in _STRING_OR_PARENTHESIS.finditer(text, start):
-        depth += {"(": 1, ")": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.start()
-    return len(text)
 
 
 def _parse_array(match: re.Match[str]) -> HloArray:

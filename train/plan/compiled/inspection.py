@@ -1,7 +1,7 @@
 """Summarise a compiled step.
 
-The summary lists the arrays of the state that are updated in place, the kernels, the
-largest buffers, and the dtypes of products.
+The summary lists the arrays of the state that are updated in place, the kernels and the
+largest buffers.
 """
 
 import re
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from model.config import ModelConfig
 from train.plan.compiled.attribution import first_part, producers, scope_of
-from train.plan.compiled.flops import multiplied_arrays
 from train.plan.compiled.hbm_bytes import NO_TRAFFIC_TARGETS
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.trip_counts import read_module
@@ -59,13 +58,11 @@ class Inspection:
     in_place: the arrays of the state that are, and are not, updated in place.
     kernels: executions of each custom call, by name.
     buffers: the largest buffers besides the state.
-    operand_bytes: the bytes that products and attention kernels multiply, by dtype.
     """
 
     in_place: InPlace
     kernels: dict[str, int]
     buffers: list[Buffer]
-    operand_bytes: dict[str, int]
 
 
 def inspect(
@@ -76,18 +73,15 @@ def inspect(
     `state` names the arrays of the state, which are the program's first results.
     `model` has the same meaning as in `read_module`.
     """
-    module, kernels, operands = read_module(text, model), Counter(), Counter()
+    module, kernels = read_module(text, model), Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
                 kernels[_kernel_name(inner)] += executed.count
-            for array in multiplied_arrays(inner):
-                operands[array.dtype] += executed.count * array.num_bytes
     return Inspection(
         in_place=updated_in_place(text, state),
         kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
         buffers=_largest_buffers(module),
-        operand_bytes=dict(operands.most_common()),
     )
 
 

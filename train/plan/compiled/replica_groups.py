@@ -6,7 +6,6 @@ several TPU slices, it numbers only the devices of the first slice, in the same 
 
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -20,7 +19,8 @@ _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> Group:
     """Return the group of devices that a collective joins.
 
-    `dims` are the dims of a TPU's torus used at once; None means all of them.
+    A permute joins pairs of devices. `dims` are the dims of a TPU's torus used at once;
+    None means all of them.
 
     Raises:
         ValueError: if the notation of the groups is unknown.
@@ -30,29 +30,18 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
         ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
     else:
         ids = replica_groups(instruction.attributes, mesh.devices.size)
-    group = group_at(_mesh_positions(ids, mesh), mesh, dims)
-    if not pairs:
-        return group
-    size = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
-    return replace(group, size=size)
+    return group_at(_mesh_positions(ids, mesh), mesh, dims)
 
 
-def slices_group(send: Instruction, mesh: Mesh) -> Group:
-    """Return the group of slices between which the hosts transfer data."""
+def slices_group(mesh: Mesh) -> Group:
+    """Return the group of all slices, between which the hosts transfer data."""
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     axes = tuple(
         name
         for axis, name in enumerate(mesh.axis_names)
         if np.any(slices != np.take(slices, [0], axis))
     )
-    target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
-    if not target:  # The target lists pairs: each slice sends to one other slice.
-        return Group(axes, len(np.unique(slices)), "DCN")
-    members = set[int]()
-    for interval in target.split(","):
-        first, _, last = interval.partition(":")
-        members |= {*range(int(first) - 1, int(last or first))}  # XLA counts from 1.
-    return Group(axes, len(members), "DCN")
+    return Group(axes, len(np.unique(slices)), "DCN")
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:

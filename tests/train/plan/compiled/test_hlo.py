@@ -44,7 +44,7 @@ def test_instructions_are_read():
     assert entry["f"].arrays == (HloArray("bf16", (8, 128), 1),)
     assert entry["f"].called == [module.computations["fused"]]
     assert entry["r"].called == []  # what adds is no part of the program's work
-    assert entry["t"].operand_names == ["f", "r"]
+    assert entry["t"].operands == [entry["f"], entry["r"]]
     assert [i.name for i in entry["f"].nested] == ["p", "neg"]
     assert [i.name for i in entry["f"].users] == ["call", "t"]
 
@@ -52,7 +52,7 @@ def test_instructions_are_read():
 def test_an_instruction_may_go_over_several_lines():
     call = parse(TEXT).entry.instructions["call"]
     assert call.opcode == "custom-call"
-    assert call.operand_names == ["a", "f"]
+    assert [operand.name for operand in call.operands] == ["a", "f"]
     assert call.op_name == "jit(step)/kernel"
     shapes = [(a.dtype, a.dims, a.space) for a in call.arrays]
     assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
