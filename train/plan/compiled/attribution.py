@@ -1,15 +1,14 @@
 """Find the part of the model that an instruction of a compiled step belongs to.
 
-The compiler keeps names of the traced program, such as
-`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`. This
-name contains a scope of the step, `layers`, and inside it a part of the model, `mlp.up`
-(model/scopes.py). An instruction without a name is attributed through its nearest
-neighbours.
+The compiler keeps names of the traced program. The name
+`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general` has the
+scope `layers` of the step and the part `mlp.up` of the model (model/scopes.py). An
+instruction without a name is attributed through its nearest neighbours.
 """
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.sections import ENCLOSING, scope_in_name
@@ -83,24 +82,25 @@ def split_name(name: str) -> list[str]:
 
 def _user_names(executed: Executed) -> Iterator[str]:
     """Yield the names of the instructions that use a result, the nearest first."""
-    queue, visited = deque([executed.instruction]), {executed.instruction}
-    while queue and len(visited) < _MAX_VISITED:
-        for user in queue.popleft().users:
-            if user not in visited:
-                visited.add(user)
-                queue.append(user)
-                yield user.op_name
+    users = _nearest(executed.instruction, lambda instruction: instruction.users)
+    return (user.op_name for user in users)
 
 
 def producers(instruction: Instruction) -> Iterator[Instruction]:
     """Yield an instruction and those that produce its operands, the nearest first."""
+    return _nearest(instruction, _sources)
+
+
+def _nearest(
+    instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
+) -> Iterator[Instruction]:
     queue, visited = deque([instruction]), set[Instruction]()
     while queue and len(visited) < _MAX_VISITED:
         value = queue.popleft()
         if value not in visited:
             visited.add(value)
             yield value
-            queue += _sources(value)
+            queue += neighbours(value)
 
 
 def _sources(value: Instruction) -> list[Instruction]:

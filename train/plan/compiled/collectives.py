@@ -2,8 +2,7 @@
 
 Each execution of a collective counts once, in every form that XLA emits: one
 instruction, a start and a done, several fusions (TPU), or transfers by the hosts
-between TPU slices. Where XLA:TPU gathers in a ring between the parts of a product, each
-permute of the ring counts.
+between TPU slices.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,9 +32,7 @@ _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 class Collective:
     """A collective of a program; bytes are those of one execution.
 
-    name: the name of the instruction.
     kind: one of KINDS.
-    group: the devices of one group.
     count: executions in one run of the program.
     payload, sent: bytes as defined in train/plan/cost.py.
     scope: the scope in the step, for example "layers backward"; may be "".
@@ -103,10 +100,9 @@ def sum_collectives(
 def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
     """Return how many dims of the torus XLA:TPU uses at once; None if not stated.
 
-    XLA annotates the collective, or the fusion around it, with the algorithm of a
-    gather (2DAllGather...) or a reduction (colors:2), or with the phases of each color
-    on a SparseCore. Each color is a ring that passes along one dim after the other. If
-    the rings have one direction, a dim needs two colors.
+    XLA annotates the collective, or the fusion around it, with the algorithm. A color
+    of a reduction is a ring that passes along one dim after the other. If the rings
+    have one direction, a dim needs two colors.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
@@ -179,8 +175,8 @@ def _find_end(executed: Executed, inner: Instruction) -> int:
                 return end
         return len(order)  # No instruction of the computation waits.
     begun = {start}
-    if rendezvous := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
-        begun = {i for i in order if i.find(_RENDEZVOUS) == rendezvous} - begun
+    if pair := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
+        begun = {other for other in order if other.find(_RENDEZVOUS) == pair} - begun
     ends = (
         end
         for end, later in enumerate(order)

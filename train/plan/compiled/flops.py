@@ -70,25 +70,23 @@ def _convolution_flops(instruction: Instruction) -> float:
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())
-    rank = len(labels[0]) - 2
 
     def field(key: str, dim: int, default: int = 1) -> int:
-        values = fields[key].split("x") if key in fields else [str(default)] * rank
-        return int(values[dim].split("_")[0])
+        if key not in fields:
+            return default
+        return int(fields[key].split("x")[dim].split("_")[0])
 
     pairs = 1
-    for dim in range(rank):
-        lhs_dilate, padding = field("lhs_dilate", dim), field("pad", dim, default=0)
+    for dim in range(len(labels[0]) - 2):
+        dilation = field("lhs_dilate", dim)
         num_outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
-        starts = np.arange(num_outputs) * field("stride", dim) - padding
-        window_offsets = np.arange(field("size", dim)) * field("rhs_dilate", dim)
-        positions = starts[:, None] + window_offsets
-        end = (lhs[labels[0].index(str(dim))] - 1) * lhs_dilate + 1
-        is_input = (positions >= 0) & (positions < end) & (positions % lhs_dilate == 0)
+        starts = np.arange(num_outputs) * field("stride", dim) - field("pad", dim, 0)
+        positions = starts[:, None] + np.arange(field("size", dim))
+        end = (lhs[labels[0].index(str(dim))] - 1) * dilation + 1
+        is_input = (positions >= 0) & (positions < end) & (positions % dilation == 0)
         pairs *= int(np.sum(is_input))
-    groups = int(instruction.find(r" batch_group_count=(\d+)") or 1)
     features = rhs[labels[1].index("i")] * rhs[labels[1].index("o")]
-    return 2.0 * pairs * features * lhs[labels[0].index("b")] / groups
+    return 2.0 * pairs * features * lhs[labels[0].index("b")]
 
 
 def is_attention(instruction: Instruction) -> bool:

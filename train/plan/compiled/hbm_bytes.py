@@ -25,14 +25,12 @@ NO_TRAFFIC_TARGETS = ("AllocateBuffer", "ConcatBitcast")
 
 def count_memory_traffic(all_executed: Iterable[Executed]) -> HbmBytes:
     """Return the memory traffic of products and of all other instructions."""
-    products = others = 0
+    total = HbmBytes()
     for executed in all_executed:
         num_bytes = executed.count * memory_traffic(executed.instruction)
-        if num_bytes and multiplies(executed.instruction):
-            products += num_bytes
-        else:
-            others += num_bytes
-    return HbmBytes(products, others)
+        in_products = num_bytes if multiplies(executed.instruction) else 0
+        total += HbmBytes(products=in_products, others=num_bytes - in_products)
+    return total
 
 
 def memory_traffic(instruction: Instruction) -> int:

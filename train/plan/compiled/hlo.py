@@ -1,8 +1,7 @@
 """Parse the text of an optimized HLO module, as `compiled.as_text()` returns it.
 
-The result has the computations, their instructions in scheduled order, the arrays and
-the calls. Lines that cannot be read are listed in `Module.unread`. The text describes
-the program of one TPU, GPU or CPU device.
+The text describes the program of one TPU, GPU or CPU device. Lines that cannot be read
+are listed in `Module.unread`.
 """
 
 import functools
@@ -22,16 +21,8 @@ _INSTRUCTION = re.compile(
     re.DOTALL,
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
-# How the attributes name the computations that an instruction calls, by its opcode.
-_CALLED = defaultdict(
-    lambda: r" calls=%([\w.-]+)",
-    {
-        "call": r" to_apply=%([\w.-]+)",
-        "call-start": r" (?:to_apply=|called_computations=\{)%([\w.-]+)",
-        "conditional": r" branch_computations=\{(.*?)\}",
-        "while": r" body=%([\w.-]+)",
-    },
-)
+_CALLED = r" (?:calls|body|branch_computations)=(%[\w.-]+|\{.*?\})"
+_APPLIED = r" (?:to_apply|called_computations)=(%[\w.-]+|\{.*?\})"
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
@@ -115,9 +106,8 @@ class Instruction:
 
         A conditional's branch for false is the first one.
         """
-        names = re.findall(_CALLED[self.opcode], self.attributes)
-        if self.opcode == "conditional":
-            names = re.findall(r"%([\w.-]+)", "".join(names))
+        is_call = self.opcode in ("call", "call-start")
+        names = re.findall(r"%([\w.-]+)", self.find(_APPLIED if is_call else _CALLED))
         return [self.computation.module.computations[name] for name in names]
 
     @property
@@ -239,11 +229,10 @@ def _parse_line(line: str, computation: Computation) -> Instruction | None:
 
 
 def _as_call_start(update: Instruction) -> Instruction:
-    """Return the `call-start` that says the same as a `custom-call-update` (TPU).
+    """Return the `call-start` that is equivalent to a `custom-call-update` (TPU).
 
-    XLA writes a call of the SparseCores in one of two forms. In the longer form,
-    `custom-call-start()` names the computation, and `custom-call-update(%start, %x)`
-    passes the operands later, when the work begins.
+    `custom-call-start()` names a computation of the SparseCores. The later
+    `custom-call-update(%start, %x)` passes the operands and starts the work.
     """
     start_name, _, operands = update.arguments.partition(", ")
     start = update.computation.instructions[start_name.removeprefix("%")]

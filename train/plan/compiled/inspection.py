@@ -39,30 +39,20 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A result of an instruction in main memory.
-
-    bytes: the size without padding.
-    array: the dtype and dims.
-    made: the scope, the part of the model and the name of the instruction.
-    """
+    """A result in main memory, its size without padding, and the instruction."""
 
     bytes: int
-    array: str
-    made: str
+    array: str  # the dtype and dims
+    made: str  # the scope, the part of the model and the name of the instruction
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The summary of a compiled step for one device.
-
-    in_place: the arrays of the state that are, and are not, updated in place.
-    kernels: executions of each custom call, by name.
-    buffers: the largest buffers besides the state.
-    """
+    """The summary of a compiled step for one device."""
 
     in_place: InPlace
-    kernels: dict[str, int]
-    buffers: list[Buffer]
+    kernels: dict[str, int]  # executions of each custom call, by name
+    buffers: list[Buffer]  # the largest ones besides the state
 
 
 def inspect(

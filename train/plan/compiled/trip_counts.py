@@ -2,10 +2,8 @@
 
 The text for CPU and GPU contains trip counts. For TPU, this module derives them from a
 counter that starts at a constant, grows by a constant, and is compared with a constant.
-Any other loop counts once and is listed in `Module.unread`.
-
-The model's config says how often the branches of a conditional are taken. XLA:GPU peels
-the first iteration off a loop, which counts as one execution.
+Any other loop counts once and is listed in `Module.unread`. The model's config says how
+often the branches of a conditional are taken.
 """
 
 import math
@@ -69,15 +67,14 @@ def _counts_of_branches(
     instructions in the branches share, if there is one. The branches of conditionals
     outside the layers always count.
     """
-    branches = conditional.called
-    names = [i.op_name for branch in branches for i in branch.order]
-    scopes = map(scope_in_name, (conditional.op_name, *names))
-    if len(branches) != 2 or not any(scope.startswith("layers") for scope in scopes):
+    branches, name = conditional.called, conditional.op_name
+    names = [name, *(inner.op_name for branch in branches for inner in branch.order)]
+    is_in_layers = any(scope_in_name(name).startswith("layers") for name in names)
+    if len(branches) != 2 or not is_in_layers:
         return [count] * len(branches)
-    inner_parts = {outermost_part(name) for name in names} - {""}
-    shared_part = inner_parts.pop() if len(inner_parts) == 1 else ""
-    part = outermost_part(conditional.op_name) or shared_part
-    return [*branch_counts(model, part, count)]
+    parts = {outermost_part(name) for name in names} - {""}
+    shared_part = parts.pop() if len(parts) == 1 else ""
+    return [*branch_counts(model, outermost_part(name) or shared_part, count)]
 
 
 def _read_loop(loop: Instruction) -> Loop:

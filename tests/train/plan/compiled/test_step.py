@@ -10,7 +10,8 @@ from train.plan.compiled.step import read_step
 from train.plan.cost import Flops
 
 FORWARD = "layers forward"
-SPLASH = 'custom_call_target="tpu_custom_call", metadata={op_name="splash_mha_fwd"}'
+SPLASH = 'custom_call_target="tpu_custom_call", metadata={op_name="'
+SPLASH += 'jvp(layers)/splash_mha_fwd"}'
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tiles", "tensor", "slices"])
