@@ -44,10 +44,9 @@ def _own_name(executed: Executed, instruction: Instruction) -> str:
     that only the call names the array.
     """
     outer = executed.instruction
-    names = [instruction.op_name, outer.op_name]
     if outer.opcode == "call-start":
-        names.reverse()
-    return names[0] or names[1]
+        return outer.op_name or instruction.op_name
+    return instruction.op_name or outer.op_name
 
 
 def part_in_name(name: str) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import operand_uses, scope_of
-from train.plan.compiled.flops import is_kernel, product_flops
+from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.compiled.replica_groups import group_of, slices_group
 from train.plan.cost import CollectiveTotal, add_totals, sent_bytes
@@ -141,15 +141,9 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
         scope=scope_of(executed, inner),
         uses=tuple((use, factor * size) for use, size in uses),
         is_async=end > start,
-        is_overlapped=any(map(_has_products, order[start + 1 : end])),
+        is_overlapped=any(map(multiplies, order[start + 1 : end])),
         waiter=order[end].name if start < end < len(order) else "",
     )
-
-
-def _has_products(instruction: Instruction) -> bool:
-    """Return whether an instruction multiplies, also inside loops and branches."""
-    inside = (instruction, *instruction.nested)
-    return any(product_flops(inner) or is_kernel(inner) for inner in inside)
 
 
 def _is_continuation(inner: Instruction) -> bool:

@@ -31,7 +31,8 @@ def count_flops(all_executed: Iterable[Executed]) -> Flops:
             flops = executed.count * product_flops(inner)
             products += flops
             eight_bits += flops if has_eight_bits(inner) else 0.0
-            if _may_multiply(inner) and not flops and not is_kernel(inner):
+            may_multiply = inner.target.startswith(_TARGETS)
+            if may_multiply and not flops and not is_kernel(inner):
                 unknown.add(inner.target)
     return Flops(products, unknown=tuple(sorted(unknown)), eight_bits=eight_bits)
 
@@ -62,26 +63,28 @@ def product_flops(instruction: Instruction) -> float:
 
 
 def _convolution_flops(instruction: Instruction) -> float:
-    """Count a convolution's FLOPs, except products with padding or dilation zeros.
+    """Count the FLOPs of a product that XLA:TPU writes as a convolution.
 
-    Source: HloCostAnalysis::HandleConvolution in openxla/xla.
+    Dims of the batch and contracted dims may be spatial dims of the convolution.
+    Products with the zeros of padding and dilation do not count.
     """
-    lhs, rhs = (operand.arrays[0].dims for operand in instruction.operands[:2])
+    lhs, rhs, output = (
+        value.arrays[0].dims for value in (*instruction.operands[:2], instruction)
+    )
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())
 
-    def field(key: str, dim: int, default: int = 1) -> int:
-        if key not in fields:
-            return default
-        return int(fields[key].split("x")[dim].split("_")[0])
+    def field(key: str, dim: int, default: str = "1") -> int:
+        value = fields[key].split("x")[dim] if key in fields else default
+        return int(value.split("_")[0])
 
-    pairs = 1
+    pairs = 1  # of an input and a window's element, in the spatial dims
     for dim in range(len(labels[0]) - 2):
+        starts = np.arange(output[labels[2].index(str(dim))]) * field("stride", dim)
+        window_offsets = np.arange(field("size", dim)) - field("pad", dim, "0")
+        positions = starts[:, None] + window_offsets
         dilation = field("lhs_dilate", dim)
-        num_outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
-        starts = np.arange(num_outputs) * field("stride", dim) - field("pad", dim, 0)
-        positions = starts[:, None] + np.arange(field("size", dim))
         end = (lhs[labels[0].index(str(dim))] - 1) * dilation + 1
         is_input = (positions >= 0) & (positions < end) & (positions % dilation == 0)
         pairs *= int(np.sum(is_input))
@@ -98,7 +101,8 @@ def is_attention(instruction: Instruction) -> bool:
 
 def is_grouped(instruction: Instruction) -> bool:
     """Return whether an instruction is a grouped kernel (model/experts/grouped.py)."""
-    return _may_multiply(instruction) and "(grouped_" in instruction.op_name
+    is_call = instruction.target.startswith(_TARGETS)
+    return is_call and "(grouped_" in instruction.op_name
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -106,13 +110,10 @@ def is_kernel(instruction: Instruction) -> bool:
     return is_attention(instruction) or is_grouped(instruction)
 
 
-def _may_multiply(instruction: Instruction) -> bool:
-    return instruction.target.startswith(_TARGETS)
-
-
 def multiplies(instruction: Instruction) -> bool:
-    """Return whether an instruction, or one fused into it, multiplies matrices."""
-    return any(product_flops(i) or is_kernel(i) for i in instruction.with_nested)
+    """Return whether an instruction, or one inside it, multiplies matrices."""
+    inside = (instruction, *instruction.nested)
+    return any(product_flops(inner) or is_kernel(inner) for inner in inside)
 
 
 def has_eight_bits(instruction: Instruction) -> bool:

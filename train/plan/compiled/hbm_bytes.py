@@ -40,9 +40,8 @@ def memory_traffic(instruction: Instruction) -> int:
     inside a fusion. Arrays in a TPU core's own memory cost nothing.
     """
     opcode, operands = instruction.opcode, instruction.operands
-    if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
-        return 0
-    if instruction.target in NO_TRAFFIC_TARGETS:
+    is_free = opcode in _NO_TRAFFIC or instruction.target in NO_TRAFFIC_TARGETS
+    if is_free or opcode.endswith("-done"):
         return 0
     if opcode in ("fusion", "fusion-start"):
         body = instruction.called[0]

@@ -16,9 +16,7 @@ _COMPUTATION = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _INSTRUCTION = re.compile(
-    r"  (?:ROOT )?%(?P<name>\S+) = (?P<arrays>.*?) (?P<opcode>[\w-]+)"
-    r"\((?P<arguments>[^)]*)\)(?P<attributes>.*)",
-    re.DOTALL,
+    r"  (?:ROOT )?%(\S+) = (.*?) ([\w-]+)\(([^)]*)\)(.*)", re.DOTALL
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
 _CALLED = r" (?:calls|body|branch_computations)=(%[\w.-]+|\{.*?\})"
@@ -221,9 +219,15 @@ def _parse_line(line: str, computation: Computation) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
-    arrays = tuple(map(_parse_array, _ARRAY.finditer(match["arrays"])))
-    fields = match.groupdict() | {"arrays": arrays, "computation": computation}
-    instruction = Instruction(**fields)
+    name, arrays, opcode, arguments, attributes = match.groups()
+    instruction = Instruction(
+        name=name,
+        opcode=opcode,
+        arrays=tuple(map(_parse_array, _ARRAY.finditer(arrays))),
+        arguments=arguments,
+        attributes=attributes,
+        computation=computation,
+    )
     is_update = instruction.opcode == "custom-call-update"
     return _as_call_start(instruction) if is_update else instruction
 

@@ -63,29 +63,21 @@ def inspect(
     `state` names the arrays of the state, which are the program's first results.
     `model` has the same meaning as in `read_module`.
     """
+    # XLA updates an array in place if the program's first line pairs the result with a
+    # donated argument.
+    aliased = {int(number or 0) for number in _ALIAS.findall(text.partition("\n")[0])}
     module, kernels = read_module(text, model), Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
                 kernels[_kernel_name(inner)] += executed.count
     return Inspection(
-        in_place=updated_in_place(text, state),
+        in_place=InPlace(
+            updated=[name for i, name in enumerate(state) if i in aliased],
+            others=[name for i, name in enumerate(state) if i not in aliased],
+        ),
         kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
         buffers=_largest_buffers(module),
-    )
-
-
-def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
-    """Split the names of a program's first results by whether they alias arguments.
-
-    XLA reuses the memory of a donated argument for a result of the same shape, dtype
-    and layout; the first line of the program lists the pairs.
-    """
-    header = text[: text.find("\n")]
-    aliased = {int(number or 0) for number in _ALIAS.findall(header)}
-    return InPlace(
-        updated=[name for i, name in enumerate(names) if i in aliased],
-        others=[name for i, name in enumerate(names) if i not in aliased],
     )
 
 

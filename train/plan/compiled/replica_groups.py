@@ -6,6 +6,7 @@ several TPU slices, it numbers only the devices of the first slice, in the same 
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from train.hardware.interconnect import Group, group_at
 from train.plan.compiled.hlo import Instruction
 
+_GROUPS = r" (?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=[^(]|$)"
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
 
@@ -25,32 +27,24 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
     Raises:
         ValueError: if the notation of the groups is unknown.
     """
-    pairs = instruction.find(r" source_target_pairs=\{(.*?\})\}")
-    if pairs:
-        ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
-    else:
-        ids = replica_groups(instruction.attributes, mesh.devices.size)
+    ids = replica_groups(instruction.attributes, mesh.devices.size)
     return group_at(_mesh_positions(ids, mesh), mesh, dims)
 
 
 def slices_group(mesh: Mesh) -> Group:
     """Return the group of all slices, between which the hosts transfer data."""
-    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
-    axes = tuple(
-        name
-        for axis, name in enumerate(mesh.axis_names)
-        if np.any(slices != np.take(slices, [0], axis))
-    )
-    return Group(axes, len(np.unique(slices)), "DCN")
+    slices = [device.slice_index for device in mesh.devices.flat]
+    _, first_devices = np.unique(slices, return_index=True)
+    return replace(group_at(first_devices[None], mesh), links=0)
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Return the device numbers as an array [groups, size].
+    """Return the device numbers of the groups or pairs as an array [groups, size].
 
     Raises:
         ValueError: if the notation of the groups is unknown.
     """
-    match = re.search(r" replica_groups=(.*?)(?:, \w+=[^(]|$)", attributes)
+    match = re.search(_GROUPS, attributes)
     text = match[1] if match else "{}"
     if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{([\w',]*)\}", text):
         return _read_named_groups(named_groups[1], named_groups[2])

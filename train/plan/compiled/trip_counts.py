@@ -78,7 +78,6 @@ def _counts_of_branches(
 
 
 def _read_loop(loop: Instruction) -> Loop:
-    (body,) = loop.called
     stated_trips = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
     trips = int(stated_trips) if stated_trips else _count_trips(loop)
     if trips is None:
@@ -86,16 +85,16 @@ def _read_loop(loop: Instruction) -> Loop:
         unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
     # If XLA dropped the name of a loop, the names in its body still begin with it.
-    inner_names = (inner.op_name for inner in body.order)
+    inner_names = (inner.op_name for inner in loop.body.order)
     inner_name = next((name for name in inner_names if "/body/" in name), "")
-    return Loop(body, loop.op_name or inner_name.rpartition("/body/")[0], trips)
+    return Loop(loop.body, loop.op_name or inner_name.rpartition("/body/")[0], trips)
 
 
 def _count_trips(loop: Instruction) -> int | None:
     """Return the trips of a loop with a constant counter; None for other loops."""
     condition = loop.find(r" condition=%([\w.-]+)")
     test = loop.computation.module.computations[condition].root
-    (start,), end = loop.operands, loop.called[0].root
+    (start,), end = loop.operands, loop.body.root
     if test.opcode != "compare" or " direction=LT" not in test.attributes:
         return None
     counter, stop = test.operands

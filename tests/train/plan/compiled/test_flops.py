@@ -36,16 +36,6 @@ def test_products_are_those_derived_by_hand(stored_step, name, matrices, recompu
     assert found.unknown == ()
 
 
-@pytest.mark.parametrize("mesh", ["mesh=ddp", "mesh=fsdp"])
-def test_on_a_cpu_attention_is_products_in_blocks_of_queries(compile_step, mesh):
-    """Of two, the first meets half of the keys; a model's FLOPs are of all."""
-    step = compile_step(mesh, "model.compute_dtype=float32")
-    hidden = 6 * 2 * L * T * D * TOKENS / 4
-    products = count_flops(step.module.executed).products
-    assert products * 8 == step.program.flops_per_step - hidden
-    assert step.cost.flops.attention == 0
-
-
 def test_a_batched_product_of_a_tpu_counts_without_its_padding():
     text = in_one(
         "  %a = bf16[2,1024,2,64,1] parameter(0)\n"

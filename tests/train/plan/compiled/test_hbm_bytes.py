@@ -72,22 +72,6 @@ def test_a_fusion_inside_another_reads_what_it_takes():
     assert moved == INDEX + ROW + 4 * ROW + 4 * 4
 
 
-def test_a_change_of_tiles_inside_a_fusion_moves_nothing():
-    """A row is read and a row is written, into the buffer of the operand."""
-    others = """%tiled (p: f32[16,64]) -> f32[16,64] {
-  %p = f32[16,64]{1,0:T(16,128)} parameter(0)
-  ROOT %c = f32[16,64]{1,0:T(8,128)} copy(%p)
-}
-"""
-    body = [
-        f"%t = {ARRAY} fusion(%p0), kind=kLoop, "
-        "output_to_operand_aliasing={{}: (0, {})}, calls=%tiled",
-        f"ROOT %u = {ARRAY} dynamic-update-slice(%t, %p2, %p1, %z)",
-    ]
-    moved = moved_by_fusion([ARRAY, "s32[]", ONE_ROW], body, others)
-    assert moved == INDEX + 2 * ROW
-
-
 def test_what_a_fusion_passes_on_or_a_collective_writes_beside_it_costs_nothing():
     """One row in, one row out, and the shard of the collective."""
     body = [

@@ -77,16 +77,6 @@ def test_axes_are_those_along_which_members_differ(attribute, axes, size):
     assert found == Group(axes, size, "ICI")
 
 
-@pytest.mark.parametrize(
-    ("platform", "inside", "between"),
-    [("gpu", "NVLink", "network"), ("cpu", "memory", "network")],
-)
-def test_nodes_are_joined_by_the_slow_network(platform, inside, between):
-    mesh = a_mesh((2, 4, 1), platform, slices=2, processes=2)
-    assert group("replica_groups=[2,4]<=[8], x=1", mesh).network == inside
-    assert group("replica_groups=[4,2]<=[2,4]T(1,0), x=1", mesh).network == between
-
-
 @pytest.mark.parametrize("slow_axis", [0, 1])
 def test_a_program_of_a_slice_numbers_its_own_devices(slow_axis):
     """0 to 3 of the first slice; which axis leaves it is not among them."""

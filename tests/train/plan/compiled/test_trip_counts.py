@@ -1,7 +1,5 @@
 """How often a loop runs, and how often a branch is taken."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from model.config import ModelConfig
@@ -52,27 +50,6 @@ def test_a_counter_is_run(begin, end, by, expected):
 def test_a_loop_that_depends_on_data_counts_once_and_is_listed():
     unread = ["trip count of loop: counted as 1"]
     assert trips("negate(%x)", 12, 1) == (1, unread)
-
-
-def test_loops_in_loops_multiply():
-    """As XLA writes them, on this machine."""
-
-    def step(x, w):
-        def layer(x, w):
-            return jnp.sin(x @ w), None
-
-        def microbatch(total, x):
-            return total + jax.lax.scan(layer, x, w)[0], None
-
-        return jax.lax.scan(microbatch, x[0], x)[0]
-
-    arrays = (jnp.ones((5, 8, 8)), jnp.ones((3, 8, 8)))
-    module = read_module(jax.jit(step).lower(*arrays).compile().as_text())
-    assert module.unread == []
-    assert sorted(loop.trips for loop in module.loops.values()) == [3, 5]
-    assert {e.count for e in module.executed if len(e.loops) == 2} == {15}
-    outer = next(loop for loop in module.loops.values() if loop.trips == 5)
-    assert outer.op_name == "jit(step)/while"
 
 
 BRANCHES = """HloModule branches
