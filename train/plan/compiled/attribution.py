@@ -25,9 +25,8 @@ _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 def scope_of(executed: Executed, instruction: Instruction) -> str:
     """Return the scope of an instruction: "layers forward", "loss backward", or "".
 
-    The names of the enclosing loops decide first. If they have no scope, the
-    instruction's own name decides, because XLA moves peeled trips and invariants out of
-    loops.
+    The names of the enclosing loops decide first. The instruction's own name decides
+    for peeled trips and invariants, which XLA moves out of loops.
     """
     own_name = _own_name(executed, instruction)
     loops = [loop.op_name for loop in reversed(executed.loops)]

@@ -148,10 +148,9 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
 
 def _is_continuation(inner: Instruction) -> bool:
     """Return whether an earlier fusion has started this collective (TPU)."""
-    if not inner.find(_CHAIN):
-        return False
     order = inner.computation.order
-    return not any("AsyncCollectiveStart" in i.attributes for i in order)
+    has_start = any("AsyncCollectiveStart" in i.attributes for i in order)
+    return bool(inner.find(_CHAIN)) and not has_start
 
 
 def _find_end(executed: Executed, inner: Instruction) -> int:
@@ -170,7 +169,7 @@ def _find_end(executed: Executed, inner: Instruction) -> int:
         return len(order)  # No instruction of the computation waits.
     begun = {start}
     if pair := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
-        begun = {other for other in order if other.find(_RENDEZVOUS) == pair} - begun
+        begun = {i for i in order if i.find(_RENDEZVOUS) == pair} - begun
     ends = (
         end
         for end, later in enumerate(order)

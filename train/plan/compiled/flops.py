@@ -1,8 +1,7 @@
 """Count the FLOPs of the matrix products in a compiled program.
 
-Dots, convolutions and cuBLAS calls are counted, also inside fusions and loops. The text
-does not state the FLOPs of kernels, which are attention and products of rows grouped by
-expert: `read_step` takes these from the estimate.
+Dots, convolutions and cuBLAS calls are counted. The text does not state the FLOPs of
+kernels (attention, and products of rows grouped by expert): see `read_step`.
 """
 
 import math
@@ -65,7 +64,6 @@ def product_flops(instruction: Instruction) -> float:
 def _convolution_flops(instruction: Instruction) -> float:
     """Count the FLOPs of a product that XLA:TPU writes as a convolution.
 
-    Dims of the batch and contracted dims may be spatial dims of the convolution.
     Products with the zeros of padding and dilation do not count.
     """
     lhs, rhs, output = (
@@ -79,7 +77,7 @@ def _convolution_flops(instruction: Instruction) -> float:
         value = fields[key].split("x")[dim] if key in fields else default
         return int(value.split("_")[0])
 
-    pairs = 1  # of an input and a window's element, in the spatial dims
+    pairs = 1  # The pairs are inputs and elements of the window that meet.
     for dim in range(len(labels[0]) - 2):
         starts = np.arange(output[labels[2].index(str(dim))]) * field("stride", dim)
         window_offsets = np.arange(field("size", dim)) - field("pad", dim, "0")

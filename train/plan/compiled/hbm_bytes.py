@@ -1,7 +1,6 @@
 """Estimate the main-memory traffic of a compiled program.
 
-The estimate is an upper bound: no cache is assumed to keep data from one instruction to
-the next.
+The estimate assumes that no cache keeps data from one instruction to the next.
 """
 
 from collections.abc import Iterable

@@ -131,7 +131,7 @@ class Computation:
     module: "Module" = field(repr=False)
     instructions: dict[str, Instruction]  # keys are names
     root: Instruction = field(init=False)
-    caller: Instruction | None = None  # the fusion, call or conditional around it
+    caller: Instruction | None = None  # the instruction that calls it
 
     @functools.cached_property
     def order(self) -> list[Instruction]:
@@ -177,7 +177,7 @@ class Module:
 
     unread: lines that could not be read, loops without a known trip count, and
         collectives that no executed instruction contains.
-    executed, loops (by the body's name): filled in by `trip_counts.read_module`.
+    executed, loops (by the body's name): the results of `trip_counts.read_module`.
     """
 
     computations: dict[str, Computation] = field(default_factory=dict)

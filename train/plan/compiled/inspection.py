@@ -1,8 +1,4 @@
-"""Summarise a compiled step.
-
-The summary lists the arrays of the state that are updated in place, the kernels and the
-largest buffers.
-"""
+"""Summarise a compiled step: updates in place, kernels and the largest buffers."""
 
 import re
 from collections import Counter

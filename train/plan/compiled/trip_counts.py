@@ -63,9 +63,8 @@ def _counts_of_branches(
 ) -> list[int]:
     """Return the executions of each branch, of which the first is the false one.
 
-    XLA renames some conditionals. The part of the model is then the one that all
-    instructions in the branches share, if there is one. The branches of conditionals
-    outside the layers always count.
+    If XLA renamed a conditional, its part of the model is the one that all instructions
+    in the branches share. The branches of conditionals outside the layers always count.
     """
     branches, name = conditional.called, conditional.op_name
     names = [name, *(inner.op_name for branch in branches for inner in branch.order)]
@@ -84,7 +83,7 @@ def _read_loop(loop: Instruction) -> Loop:
         unread = loop.computation.module.unread
         unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
-    # If XLA dropped the name of a loop, the names in its body still begin with it.
+    # XLA may drop the name of a loop, but the names in its body still begin with it.
     inner_names = (inner.op_name for inner in loop.body.order)
     inner_name = next((name for name in inner_names if "/body/" in name), "")
     return Loop(loop.body, loop.op_name or inner_name.rpartition("/body/")[0], trips)

@@ -51,12 +51,11 @@ class TestData:
         assert payload([layer], leave="norm") == L * BF16 * MATRICES
         assert dict(layer.uses)["mlp.down"] == BF16 * DOWN
 
-    def test_the_rest_is_itemized(self, step):
-        others = (c for c in step.collectives if not c.scope.startswith("layers"))
-        rows = {row.serves: row.payload for row in sum_collectives(others, by_use=True)}
-        assert rows.pop("scalars") <= 64
-        assert rows.pop("norm") <= F32 * NORMS  # some are reduced with their layer
-        assert rows == {"embedding": BF16 * V * D, "head": BF16 * V * D}
+    def test_a_tied_table_is_reduced_once(self, stored_step):
+        """The look-up's gradient and the head's are added first."""
+        tied = stored_step("ddp_tied")
+        size = BF16 * (L * MATRICES + V * D) + F32 * NORMS
+        assert payload(tied.collectives) == size
 
 
 class TestFsdp:
@@ -76,6 +75,15 @@ class TestFsdp:
         scatters = of(step.collectives, "layers backward", "reduce-scatter")
         assert payload(scatters) == L * BF16 * MATRICES
         assert payload(scatters, "mlp.down") == L * BF16 * DOWN
+
+    def test_the_head_travels_once_however_many_tiles_the_loss_has(self, stored_step):
+        step = stored_step("fsdp_tiles")
+        head = [c for c in step.collectives if "head" in dict(c.uses)]
+        gather, scatter = sorted(head, key=lambda c: c.kind)
+        assert (gather.kind, gather.count) == ("all-gather", 1)
+        assert payload([gather], "head") == BF16 * V * D
+        assert (scatter.kind, scatter.count) == ("reduce-scatter", 1)
+        assert payload([scatter], "head") == BF16 * V * D
 
 
 def test_sparse_cores_gather_and_scatter_beside_products(stored_step):

@@ -58,22 +58,6 @@ def test_an_instruction_may_go_over_several_lines():
     assert shapes == [("f32", (2,), 0), ("pred", (3,), 0), ("u32", (), 2)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dims", "size"),
-    [
-        ("f32", (3, 5), 60),
-        ("bf16", (4,), 8),
-        ("pred", (7,), 7),
-        ("f8e4m3fn", (6,), 6),
-        ("s4", (5,), 3),
-        ("u32", (), 4),
-        ("token", (), 0),
-    ],
-)
-def test_bytes(dtype, dims, size):
-    assert HloArray(dtype, dims).num_bytes == size
-
-
 def test_what_cannot_be_read_is_listed():
     text = TEXT.replace("  %r = f32[] all-reduce(%call),", "  %r = what is this")
     (line,) = parse(text).unread

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from model.params import named
-from tests.train.compiled import B, L, T
+from tests.train.compiled import B, L, T, in_one
 from train.plan.compiled.inspection import InPlace, inspect
 
 HEADS = 4
@@ -13,11 +13,6 @@ HEADS = 4
 
 def names(step) -> list[str]:
     return [name for name, _ in named(step.program.state)]
-
-
-@pytest.fixture(scope="module")
-def found(compile_step):
-    return inspect(compile_step("mesh=fsdp", "model.compute_dtype=float32").text, [])
 
 
 @pytest.mark.parametrize("name", ["", "fsdp"])
@@ -38,8 +33,9 @@ def test_what_is_not_donated_is_named():
     assert inspect(given, ["a", "b"]).in_place == InPlace(["a", "b"], [])
 
 
-def test_the_largest_buffers_have_a_maker(found):
+def test_the_largest_buffers_have_a_maker(compile_step):
     """Attention's weights of all layers and half of the queries, which see all keys."""
+    found = inspect(compile_step("mesh=fsdp", "model.compute_dtype=float32").text, [])
     sizes = [buffer.bytes for buffer in found.buffers]
     assert sizes == sorted(sizes, reverse=True)
     scores = 4 * L * B // 8 * HEADS * T * T // 2
@@ -47,35 +43,18 @@ def test_the_largest_buffers_have_a_maker(found):
     assert first.made.startswith("layers forward attention (")
 
 
-def test_a_buffer_is_made_by_what_fills_it_and_a_result_is_none():
-    """A loop fills zeros by rows; what it adds up becomes the result."""
-    text = """HloModule filled
-
-%body (s: (s32[], f32[4,64], f32[32])) -> (s32[], f32[4,64], f32[32]) {
-  %s = (s32[], f32[4,64], f32[32]) parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %rows = f32[4,64] get-tuple-element(%s), index=1
-  %sum = f32[32] get-tuple-element(%s), index=2
-  %row = f32[1,64] slice(%rows), slice={[0:1], [0:64]}
-  %filled = f32[4,64] dynamic-update-slice(%rows, %row, %i, %i)
-  %added = f32[32] add(%sum, %sum)
-  ROOT %t = (s32[], f32[4,64], f32[32]) tuple(%i, %filled, %added)
-}
-
-ENTRY %main (x: f32[32]) -> f32[32] {
-  %x = f32[32] parameter(0)
-  %z = s32[] constant(0)
-  %zeros = f32[4,64] broadcast(%z), dimensions={}
-  %start = (s32[], f32[4,64], f32[32]) tuple(%z, %zeros, %x)
-  %loop = (s32[], f32[4,64], f32[32]) while(%start), body=%body, \
-backend_config={"known_trip_count":{"n":"4"}}
-  %last = f32[32] get-tuple-element(%loop), index=2
-  ROOT %r = (f32[32]) tuple(%last)
-}
-"""
-    buffers = inspect(text, []).buffers
-    expected = [("f32[4,64]", "(filled)"), ("f32[1,64]", "(row)")]
-    assert [(buffer.array, buffer.made) for buffer in buffers[:2]] == expected
+def test_initial_values_and_results_of_the_program_are_no_buffers():
+    text = in_one(
+        "  %x = f32[64] parameter(0)\n"
+        "  %zero = f32[] constant(0)\n"
+        "  %zeros = f32[64] broadcast(%zero), dimensions={}\n"
+        "  %start = f32[64] copy(%zeros)\n"
+        "  %sum = f32[64] add(%start, %x)\n"
+        "  %result = f32[64] negate(%sum)\n"
+        "  ROOT %r = (f32[64]) tuple(%result)"
+    )
+    (buffer,) = inspect(text, []).buffers
+    assert (buffer.array, buffer.made) == ("f32[64]", "(sum)")
 
 
 @pytest.mark.parametrize(("name", "forward"), [("ddp_full", 2), ("ddp_attention", 1)])
