@@ -35,16 +35,9 @@ def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     if others:
         in_place += f", but not, for example, {', '.join(others[:3])}"
     kernels = ", ".join(f"{name} {n} x" for name, n in inspection.kernels.items())
-    sizes = inspection.operand_bytes
-    dtypes = ", ".join(f"{d} {n / sum(sizes.values()):.1%}" for d, n in sizes.items())
     return [
         ("in place", in_place),
         ("kernels", kernels or "none; XLA generated all code itself"),
-        ("operands", f"of products: {dtypes or 'none'}"),
-        *[
-            ("copies", f"{copy.share:.1%} of all bytes: {copy.name} ({copy.what})")
-            for copy in inspection.copies
-        ],
     ]
 
 

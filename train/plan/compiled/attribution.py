@@ -1,15 +1,14 @@
 """Find the part of the model that an instruction of a compiled step belongs to.
 
-The compiler keeps names of the traced program, such as
-`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general`. This
-name contains a scope of the step, `layers`, and inside it a part of the model, `mlp.up`
-(model/scopes.py). An instruction without a name is attributed through its nearest
-neighbours.
+The compiler keeps names of the traced program. The name
+`jit(train_step)/transpose(jvp(layers))/while/body/part.mlp/part.up/dot_general` has the
+scope `layers` of the step and the part `mlp.up` of the model (model/scopes.py). An
+instruction without a name is attributed through its nearest neighbours.
 """
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.sections import ENCLOSING, scope_in_name
@@ -19,22 +18,22 @@ _PART = re.compile(r"[/(]part\.([\w.]+)")
 _SCALARS_BYTES = 64  # arrays up to this size count as scalars
 _MAX_VISITED = 40  # instructions in a search through neighbours
 _FUSIONS = ("fusion", "fusion-start")
+_BRANCHING = ("conditional", "while")
 _TUPLES = ("tuple", "all-reduce", "all-gather", "reduce-scatter", "opt-barrier")
 
 
 def scope_of(executed: Executed, instruction: Instruction) -> str:
     """Return the scope of an instruction: "layers forward", "loss backward", or "".
 
-    The names of the enclosing loops decide first. If they have no scope, the
-    instruction's own name decides, because XLA moves peeled trips and invariants out of
-    loops.
+    The names of the enclosing loops decide first. The instruction's own name decides
+    for peeled trips and invariants, which XLA moves out of loops.
     """
     own_name = _own_name(executed, instruction)
     loops = [loop.op_name for loop in reversed(executed.loops)]
     names = [*loops, *([own_name] if own_name else _user_names(executed))]
-    scopes = [scope_in_name(name) for name in names if not split_name(name)]
+    scopes = list(filter(None, map(scope_in_name, names)))
     scopes.sort(key=lambda scope: scope.startswith(ENCLOSING))
-    return next(filter(None, scopes), "")
+    return scopes[0] if scopes else ""
 
 
 def _own_name(executed: Executed, instruction: Instruction) -> str:
@@ -54,41 +53,23 @@ def part_in_name(name: str) -> str:
     return ".".join(_PART.findall(name))
 
 
-def place_in_step(executed: Executed) -> str:
-    """Return the scope and the part of an executed instruction, or of its producers."""
-    instruction = executed.instruction
-    names = (producer.op_name for producer in producers(instruction))
-    part = next(filter(None, map(part_in_name, names)), "")
-    scope = scope_of(executed, instruction)
-    return scope if part in scope else f"{scope} {part}".strip()
+def first_part(names: Iterable[str]) -> str:
+    """Return the part of the model in the first name that has one, or ""."""
+    return next(filter(None, map(part_in_name, names)), "")
 
 
 def operand_uses(executed: Executed, inner: Instruction) -> list[tuple[str, int]]:
     """Return the part of the model and the bytes of each operand of a collective."""
-    arrays = [operand for operand in inner.operands if operand.num_bytes]
-    collective_name = _own_name(executed, inner)
-    names = split_name(collective_name) or [collective_name]
-    if len(names) > len(arrays) == 1:  # GPU: several arrays were concatenated.
-        arrays = _concatenated_arrays(arrays[0])
-    # A collective of several arrays may have the name of only one of them.
-    exact_names = names if len(names) == len(arrays) else [""] * len(arrays)
+    operands = [operand for operand in inner.operands if operand.num_bytes]
     uses = []
-    for operand, exact_name in zip(arrays, exact_names, strict=True):
-        if operand.num_bytes <= _SCALARS_BYTES:
-            uses.append((SCALARS, operand.num_bytes))
-            continue
-        producer_names = (producer.op_name for producer in producers(operand))
-        options = (exact_name, *producer_names, collective_name, *_user_names(executed))
-        part = next(filter(None, map(part_in_name, options)), OTHER)
-        uses.append((part, operand.num_bytes))
+    for operand in operands:
+        names = [producer.op_name for producer in producers(operand)]
+        # A collective of several arrays may have the name of only one of them.
+        names.insert(len(names) if len(operands) > 1 else 0, _own_name(executed, inner))
+        part = first_part([*names, *_user_names(executed)]) or OTHER
+        is_scalar = operand.num_bytes <= _SCALARS_BYTES
+        uses.append((SCALARS if is_scalar else part, operand.num_bytes))
     return uses
-
-
-def _concatenated_arrays(array: Instruction) -> list[Instruction]:
-    root = array
-    while root.opcode == "fusion":
-        root = root.called[0].root
-    return root.operands if root.opcode == "concatenate" else [array]
 
 
 def split_name(name: str) -> list[str]:
@@ -99,43 +80,40 @@ def split_name(name: str) -> list[str]:
 
 def _user_names(executed: Executed) -> Iterator[str]:
     """Yield the names of the instructions that use a result, the nearest first."""
-    queue, visited = deque([executed.instruction]), {executed.instruction}
-    while queue and len(visited) < _MAX_VISITED:
-        for user in queue.popleft().users:
-            if user not in visited:
-                visited.add(user)
-                queue.append(user)
-                yield user.op_name
+    users = _nearest(executed.instruction, lambda instruction: instruction.users)
+    return (user.op_name for user in users)
 
 
 def producers(instruction: Instruction) -> Iterator[Instruction]:
     """Yield an instruction and those that produce its operands, the nearest first."""
+    return _nearest(instruction, _sources)
+
+
+def _nearest(
+    instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
+) -> Iterator[Instruction]:
     queue, visited = deque([instruction]), set[Instruction]()
     while queue and len(visited) < _MAX_VISITED:
         value = queue.popleft()
         if value not in visited:
             visited.add(value)
             yield value
-            queue += _sources(value)
+            queue += neighbours(value)
 
 
 def _sources(value: Instruction) -> list[Instruction]:
     """Return the values that a value is computed from, through fusions and loops."""
     operands, caller = value.operands, value.computation.caller
-    if value.opcode == "parameter" and caller and caller.opcode != "conditional":
+    if value.opcode == "parameter" and caller and caller.opcode not in _BRANCHING:
         return [caller.operands[int(value.arguments)]]
     if value.opcode in _FUSIONS:
         return [value.called[0].root]
     if value.opcode == "get-tuple-element":
         (source,) = operands
-        if source.opcode in _FUSIONS:
+        if source.opcode in (*_FUSIONS, "while"):
             source = source.called[0].root
-        elif source.opcode == "while":
-            source = source.body.root
         elif source.opcode == "parameter":  # The loop's previous trip produced it.
             source = source.computation.root
         is_tuple = source.opcode in _TUPLES and value.index < len(source.operands)
         return [source.operands[value.index] if is_tuple else source]
-    if value.opcode == "dynamic-update-slice":
-        operands = operands[1:2]
     return [operand for operand in operands if operand.num_bytes > _SCALARS_BYTES]

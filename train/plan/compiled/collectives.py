@@ -2,8 +2,7 @@
 
 Each execution of a collective counts once, in every form that XLA emits: one
 instruction, a start and a done, several fusions (TPU), or transfers by the hosts
-between TPU slices. Where XLA:TPU gathers in a ring between the parts of a product, each
-permute of the ring counts.
+between TPU slices.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ from jax.sharding import Mesh
 
 from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import operand_uses, scope_of
-from train.plan.compiled.flops import is_kernel, product_flops
+from train.plan.compiled.flops import multiplies
 from train.plan.compiled.hlo import Executed, Instruction, Module
 from train.plan.compiled.replica_groups import group_of, slices_group
 from train.plan.cost import CollectiveTotal, add_totals, sent_bytes
@@ -33,9 +32,7 @@ _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 class Collective:
     """A collective of a program; bytes are those of one execution.
 
-    name: the name of the instruction.
     kind: one of KINDS.
-    group: the devices of one group.
     count: executions in one run of the program.
     payload, sent: bytes as defined in train/plan/cost.py.
     scope: the scope in the step, for example "layers backward"; may be "".
@@ -103,10 +100,9 @@ def sum_collectives(
 def _concurrent_dims(executed: Executed, inner: Instruction) -> int | None:
     """Return how many dims of the torus XLA:TPU uses at once; None if not stated.
 
-    XLA annotates the collective, or the fusion around it, with the algorithm of a
-    gather (2DAllGather...) or a reduction (colors:2), or with the phases of each color
-    on a SparseCore. Each color is a ring that passes along one dim after the other. If
-    the rings have one direction, a dim needs two colors.
+    XLA annotates the collective, or the fusion around it, with the algorithm. A color
+    of a reduction is a ring that passes along one dim after the other. If the rings
+    have one direction, a dim needs two colors.
     """
     for instruction in (inner, executed.instruction):
         if gather := instruction.find(r'"emitter":"(\d)DAllGather'):
@@ -123,7 +119,7 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
     if kind == "send":  # The hosts transfer data between slices for a device.
         kind = inner.find(_TRANSFER_KIND).lower().replace("_", "-")
         kind = "collective-permute" if kind == "one-to-one" else kind
-        group = slices_group(inner, mesh)
+        group = slices_group(mesh)
     else:
         if inner.computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
@@ -145,25 +141,16 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
         scope=scope_of(executed, inner),
         uses=tuple((use, factor * size) for use, size in uses),
         is_async=end > start,
-        is_overlapped=any(map(_has_products, order[start + 1 : end])),
+        is_overlapped=any(map(multiplies, order[start + 1 : end])),
         waiter=order[end].name if start < end < len(order) else "",
     )
 
 
-def _has_products(instruction: Instruction) -> bool:
-    """Return whether an instruction multiplies, also inside loops and branches."""
-    if product_flops(instruction) or is_kernel(instruction):
-        return True
-    bodies = [instruction.body] if instruction.opcode == "while" else instruction.called
-    return any(_has_products(inner) for body in bodies for inner in body.order)
-
-
 def _is_continuation(inner: Instruction) -> bool:
     """Return whether an earlier fusion has started this collective (TPU)."""
-    if not inner.find(_CHAIN):
-        return False
     order = inner.computation.order
-    return not any("AsyncCollectiveStart" in i.attributes for i in order)
+    has_start = any("AsyncCollectiveStart" in i.attributes for i in order)
+    return bool(inner.find(_CHAIN)) and not has_start
 
 
 def _find_end(executed: Executed, inner: Instruction) -> int:
@@ -181,8 +168,8 @@ def _find_end(executed: Executed, inner: Instruction) -> int:
                 return end
         return len(order)  # No instruction of the computation waits.
     begun = {start}
-    if rendezvous := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
-        begun = {i for i in order if i.find(_RENDEZVOUS) == rendezvous} - begun
+    if pair := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
+        begun = {i for i in order if i.find(_RENDEZVOUS) == pair} - begun
     ends = (
         end
         for end, later in enumerate(order)

@@ -1,8 +1,7 @@
 """Count the FLOPs of the matrix products in a compiled program.
 
-Dots, convolutions and cuBLAS calls are counted, also inside fusions and loops. The text
-does not state the FLOPs of kernels, which are attention and products of rows grouped by
-expert: `read_step` takes these from the estimate.
+Dots, convolutions and cuBLAS calls are counted. The text does not state the FLOPs of
+kernels (attention, and products of rows grouped by expert): see `read_step`.
 """
 
 import math
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from train.plan.compiled.hlo import Executed, HloArray, Instruction
+from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.cost import Flops
 
 _CUBLAS = "__cublas$lt$matmul"
@@ -31,21 +30,20 @@ def count_flops(all_executed: Iterable[Executed]) -> Flops:
             flops = executed.count * product_flops(inner)
             products += flops
             eight_bits += flops if has_eight_bits(inner) else 0.0
-            if _may_multiply(inner) and not flops and not is_kernel(inner):
+            may_multiply = inner.target.startswith(_TARGETS)
+            if may_multiply and not flops and not is_kernel(inner):
                 unknown.add(inner.target)
     return Flops(products, unknown=tuple(sorted(unknown)), eight_bits=eight_bits)
 
 
 def sum_flops(instructions: Iterable[Instruction]) -> float:
     """Count the FLOPs of products, including loops and called computations."""
-    return sum(map(_instruction_flops, instructions))
-
-
-def _instruction_flops(instruction: Instruction) -> float:
-    if instruction.opcode == "while":
-        return instruction.loop.trips * sum_flops(instruction.body.order)
-    called = (sum_flops(computation.order) for computation in instruction.called)
-    return product_flops(instruction) + sum(called)
+    total = 0.0
+    for instruction in instructions:
+        trips = instruction.loop.trips if instruction.opcode == "while" else 1
+        nested = sum(sum_flops(called.order) for called in instruction.called)
+        total += product_flops(instruction) + trips * nested
+    return total
 
 
 def product_flops(instruction: Instruction) -> float:
@@ -64,33 +62,32 @@ def product_flops(instruction: Instruction) -> float:
 
 
 def _convolution_flops(instruction: Instruction) -> float:
-    """Count a convolution's FLOPs, except products with padding or dilation zeros.
+    """Count the FLOPs of a product that XLA:TPU writes as a convolution.
 
-    Source: HloCostAnalysis::HandleConvolution in openxla/xla.
+    Products with the zeros of padding and dilation do not count.
     """
-    lhs, rhs = (operand.arrays[0].dims for operand in instruction.operands[:2])
+    lhs, rhs, output = (
+        value.arrays[0].dims for value in (*instruction.operands[:2], instruction)
+    )
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())
-    rank = len(labels[0]) - 2
 
-    def field(key: str, dim: int, default: int = 1) -> int:
-        values = fields[key].split("x") if key in fields else [str(default)] * rank
-        return int(values[dim].split("_")[0])
+    def field(key: str, dim: int, default: str = "1") -> int:
+        value = fields[key].split("x")[dim] if key in fields else default
+        return int(value.split("_")[0])
 
-    pairs = 1
-    for dim in range(rank):
-        lhs_dilate, padding = field("lhs_dilate", dim), field("pad", dim, default=0)
-        num_outputs = instruction.arrays[0].dims[labels[2].index(str(dim))]
-        starts = np.arange(num_outputs) * field("stride", dim) - padding
-        window_offsets = np.arange(field("size", dim)) * field("rhs_dilate", dim)
+    pairs = 1  # The pairs are inputs and elements of the window that meet.
+    for dim in range(len(labels[0]) - 2):
+        starts = np.arange(output[labels[2].index(str(dim))]) * field("stride", dim)
+        window_offsets = np.arange(field("size", dim)) - field("pad", dim, "0")
         positions = starts[:, None] + window_offsets
-        end = (lhs[labels[0].index(str(dim))] - 1) * lhs_dilate + 1
-        is_input = (positions >= 0) & (positions < end) & (positions % lhs_dilate == 0)
+        dilation = field("lhs_dilate", dim)
+        end = (lhs[labels[0].index(str(dim))] - 1) * dilation + 1
+        is_input = (positions >= 0) & (positions < end) & (positions % dilation == 0)
         pairs *= int(np.sum(is_input))
-    groups = int(instruction.find(r" batch_group_count=(\d+)") or 1)
     features = rhs[labels[1].index("i")] * rhs[labels[1].index("o")]
-    return 2.0 * pairs * features * lhs[labels[0].index("b")] / groups
+    return 2.0 * pairs * features * lhs[labels[0].index("b")]
 
 
 def is_attention(instruction: Instruction) -> bool:
@@ -102,7 +99,8 @@ def is_attention(instruction: Instruction) -> bool:
 
 def is_grouped(instruction: Instruction) -> bool:
     """Return whether an instruction is a grouped kernel (model/experts/grouped.py)."""
-    return _may_multiply(instruction) and "(grouped_" in instruction.op_name
+    is_call = instruction.target.startswith(_TARGETS)
+    return is_call and "(grouped_" in instruction.op_name
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -110,29 +108,18 @@ def is_kernel(instruction: Instruction) -> bool:
     return is_attention(instruction) or is_grouped(instruction)
 
 
-def _may_multiply(instruction: Instruction) -> bool:
-    return instruction.target.startswith(_TARGETS)
-
-
 def multiplies(instruction: Instruction) -> bool:
-    """Return whether an instruction, or one fused into it, multiplies matrices."""
-    return any(product_flops(i) or is_kernel(i) for i in instruction.with_nested)
+    """Return whether an instruction, or one inside it, multiplies matrices."""
+    inside = (instruction, *instruction.nested)
+    return any(product_flops(inner) or is_kernel(inner) for inner in inside)
 
 
 def has_eight_bits(instruction: Instruction) -> bool:
-    """Return whether all operands of a product have eight bits."""
-    arrays = multiplied_arrays(instruction)
-    return all(array.dtype.startswith(("f8", "s8")) for array in arrays)
+    """Return whether both operands of a product or a grouped kernel have eight bits.
 
-
-def multiplied_arrays(instruction: Instruction) -> list[HloArray]:
-    """Return the arrays that a product or kernel multiplies, otherwise [].
-
-    Omits the scales and addends of a cuBLAS call, and the integer operands of a kernel,
-    such as masks and the number of rows of each expert.
+    A kernel's integer operands, such as the number of rows of each expert, come first.
     """
-    arrays = [array for operand in instruction.operands for array in operand.arrays[:1]]
-    if is_kernel(instruction):
-        floats = [array for array in arrays if array.dtype.startswith(("f", "bf"))]
-        return floats if is_attention(instruction) else floats[:2]
-    return arrays[:2] if product_flops(instruction) else []
+    dtypes = [operand.arrays[0].dtype for operand in instruction.operands]
+    if is_grouped(instruction):
+        dtypes = [dtype for dtype in dtypes if dtype.startswith(("f", "bf"))]
+    return all(dtype.startswith(("f8", "s8")) for dtype in dtypes[:2])

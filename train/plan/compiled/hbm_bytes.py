@@ -1,7 +1,6 @@
 """Estimate the main-memory traffic of a compiled program.
 
-The estimate is an upper bound: no cache is assumed to keep data from one instruction to
-the next.
+The estimate assumes that no cache keeps data from one instruction to the next.
 """
 
 from collections.abc import Iterable
@@ -25,14 +24,12 @@ NO_TRAFFIC_TARGETS = ("AllocateBuffer", "ConcatBitcast")
 
 def count_memory_traffic(all_executed: Iterable[Executed]) -> HbmBytes:
     """Return the memory traffic of products and of all other instructions."""
-    products = others = 0
+    total = HbmBytes()
     for executed in all_executed:
         num_bytes = executed.count * memory_traffic(executed.instruction)
-        if num_bytes and multiplies(executed.instruction):
-            products += num_bytes
-        else:
-            others += num_bytes
-    return HbmBytes(products, others)
+        in_products = num_bytes if multiplies(executed.instruction) else 0
+        total += HbmBytes(products=in_products, others=num_bytes - in_products)
+    return total
 
 
 def memory_traffic(instruction: Instruction) -> int:
@@ -42,9 +39,8 @@ def memory_traffic(instruction: Instruction) -> int:
     inside a fusion. Arrays in a TPU core's own memory cost nothing.
     """
     opcode, operands = instruction.opcode, instruction.operands
-    if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
-        return 0
-    if instruction.target in NO_TRAFFIC_TARGETS:
+    is_free = opcode in _NO_TRAFFIC or instruction.target in NO_TRAFFIC_TARGETS
+    if is_free or opcode.endswith("-done"):
         return 0
     if opcode in ("fusion", "fusion-start"):
         body = instruction.called[0]
@@ -83,10 +79,11 @@ def _bytes_read_of(value: Instruction) -> int:
     for user in dict.fromkeys(value.users):
         if user is value.computation.root and user.opcode == "tuple":
             continue  # the list of the fusion's results
+        opcodes = {inner.opcode for inner in user.nested} or {user.opcode}
         is_first_operand = user.operands[0] is value
         if user.opcode in ("dynamic-slice", "slice", "gather") and is_first_operand:
             total += user.num_bytes
-        elif user.opcodes <= _VIEWS:
+        elif opcodes <= _VIEWS:
             total += _bytes_read_of(user)
         elif user.opcode == "fusion":  # TPU: fused into a product as its operand
             total += sum(

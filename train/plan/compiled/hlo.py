@@ -1,13 +1,13 @@
 """Parse the text of an optimized HLO module, as `compiled.as_text()` returns it.
 
-The result has the computations, their instructions in scheduled order, the arrays and
-the calls. Lines that cannot be read are listed in `Module.unread`. The text describes
-the program of one TPU, GPU or CPU device.
+The text describes the program of one TPU, GPU or CPU device. Lines that cannot be read
+are listed in `Module.unread`.
 """
 
 import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,12 +15,12 @@ _COMPUTATION = re.compile(
     r"^(ENTRY )?%(\S+) \([^\n]*\{\n(.*?)\n\}(?:, execution_thread=[^\n]*)?$",
     re.MULTILINE | re.DOTALL,
 )
-_INSTRUCTION = re.compile(r"  (?:ROOT )?%(\S+) = ")
-_STRING_OR_PARENTHESIS = re.compile(r'"(?:[^"\\]|\\.)*"|[()]')
-_OPCODE = re.compile(r" ([\w-]+)\(")
+_INSTRUCTION = re.compile(
+    r"  (?:ROOT )?%(\S+) = (.*?) ([\w-]+)\(([^)]*)\)(.*)", re.DOTALL
+)
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
-_BODY = r" body=%([\w.-]+)"
-_CALLED = r" (?:to_apply=|called_computations=\{)%([\w.-]+)"
+_CALLED = r" (?:calls|body|branch_computations)=(%[\w.-]+|\{.*?\})"
+_APPLIED = r" (?:to_apply|called_computations)=(%[\w.-]+|\{.*?\})"
 _OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 
@@ -52,19 +52,15 @@ class Instruction:
     computation: "Computation" = field(repr=False)
 
     @functools.cached_property
-    def operand_names(self) -> list[str]:
-        """The operands' names."""
-        return re.findall(r"%([\w.-]+)", self.arguments)
-
-    @functools.cached_property
     def operands(self) -> "list[Instruction]":
         """The instructions that produce the operands."""
-        return [self.computation.instructions[name] for name in self.operand_names]
+        names = re.findall(r"%([\w.-]+)", self.arguments)
+        return [self.computation.instructions[name] for name in names]
 
     @property
     def users(self) -> "list[Instruction]":
         """The instructions that use the result."""
-        return self.computation.users.get(self.name, [])
+        return self.computation.users.get(self, [])
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -95,7 +91,7 @@ class Instruction:
     @property
     def body(self) -> "Computation":
         """The body of a `while`."""
-        return self.computation.module.computations[self.find(_BODY)]
+        return self.called[0]
 
     @property
     def loop(self) -> "Loop":
@@ -104,38 +100,27 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations of a fusion or call, or the branches of a conditional.
+        """The computations of a fusion, call or loop, or the branches of a conditional.
 
         A conditional's branch for false is the first one.
         """
-        names = re.findall(r" calls=%([\w.-]+)", self.attributes)
-        if self.opcode in ("call", "call-start"):
-            names += re.findall(_CALLED, self.attributes)
-        elif self.opcode == "conditional":
-            branches = self.find(r" branch_computations=\{(.*?)\}")
-            names = re.findall(r"%([\w.-]+)", branches)
-            if not branches:  # The predicate is a boolean: true is written first.
-                names = re.findall(r" \w+_computation=%([\w.-]+)", self.attributes)
-                names.reverse()
+        is_call = self.opcode in ("call", "call-start")
+        names = re.findall(r"%([\w.-]+)", self.find(_APPLIED if is_call else _CALLED))
         return [self.computation.module.computations[name] for name in names]
 
     @property
     def nested(self) -> "Iterator[Instruction]":
-        """All instructions inside a fusion or an asynchronous wrapper, depth first."""
+        """All instructions inside a fusion, call, loop or conditional, depth first."""
         for computation in self.called:
             for instruction in computation.order:
                 yield instruction
                 yield from instruction.nested
 
     @property
-    def opcodes(self) -> set[str]:
-        """The opcodes inside a fusion, or of any other instruction its own."""
-        return {inner.opcode for inner in self.nested} or {self.opcode}
-
-    @property
     def with_nested(self) -> "list[Instruction]":
-        """The instruction, and all nested ones unless it is a call or conditional."""
-        return [self, *(() if self.opcode in ("call", "conditional") else self.nested)]
+        """The instruction, and those that are fused into it or wrapped by it."""
+        is_control_flow = self.opcode in ("call", "conditional", "while")
+        return [self, *(() if is_control_flow else self.nested)]
 
 
 @dataclass(eq=False)
@@ -146,7 +131,7 @@ class Computation:
     module: "Module" = field(repr=False)
     instructions: dict[str, Instruction]  # keys are names
     root: Instruction = field(init=False)
-    caller: Instruction | None = None  # the fusion, call or conditional around it
+    caller: Instruction | None = None  # the instruction that calls it
 
     @functools.cached_property
     def order(self) -> list[Instruction]:
@@ -159,12 +144,12 @@ class Computation:
         return next(i for i in parameters if int(i.arguments) == number)
 
     @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use each result, by its name."""
-        users = dict[str, list[Instruction]]()
+    def users(self) -> dict[Instruction, list[Instruction]]:
+        """The instructions that use each result."""
+        users = defaultdict[Instruction, list[Instruction]](list)
         for instruction in self.order:
-            for operand in instruction.operand_names:
-                users.setdefault(operand, []).append(instruction)
+            for operand in instruction.operands:
+                users[operand].append(instruction)
         return users
 
 
@@ -173,9 +158,8 @@ class Loop:
     """A `while` loop."""
 
     body: Computation
-    op_name: str  # the op_name of the `while`, or the most frequent prefix in the body
+    op_name: str
     trips: int
-    instruction: Instruction
 
 
 @dataclass(frozen=True)
@@ -193,7 +177,7 @@ class Module:
 
     unread: lines that could not be read, loops without a known trip count, and
         collectives that no executed instruction contains.
-    executed, loops (by the body's name): filled in by `trip_counts.read_module`.
+    executed, loops (by the body's name): the results of `trip_counts.read_module`.
     """
 
     computations: dict[str, Computation] = field(default_factory=dict)
@@ -235,19 +219,13 @@ def _parse_line(line: str, computation: Computation) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
-    start, end = match.end(), line.find(" ", match.end())
-    if line[start] == "(":  # The instruction returns a tuple.
-        end = _closing_index(line, start) + 1
-    opcode = _OPCODE.match(line, end)
-    if opcode is None:
-        return None
-    close = _closing_index(line, opcode.end() - 1)
+    name, arrays, opcode, arguments, attributes = match.groups()
     instruction = Instruction(
-        name=match[1],
-        opcode=opcode[1],
-        arrays=tuple(map(_parse_array, _ARRAY.finditer(line, start, end))),
-        arguments=line[opcode.end() : close],
-        attributes=line[close + 1 :],
+        name=name,
+        opcode=opcode,
+        arrays=tuple(map(_parse_array, _ARRAY.finditer(arrays))),
+        arguments=arguments,
+        attributes=attributes,
         computation=computation,
     )
     is_update = instruction.opcode == "custom-call-update"
@@ -255,11 +233,10 @@ def _parse_line(line: str, computation: Computation) -> Instruction | None:
 
 
 def _as_call_start(update: Instruction) -> Instruction:
-    """Return the `call-start` that says the same as a `custom-call-update` (TPU).
+    """Return the `call-start` that is equivalent to a `custom-call-update` (TPU).
 
-    XLA writes a call of the SparseCores in one of two forms. In the longer form,
-    `custom-call-start()` names the computation, and `custom-call-update(%start, %x)`
-    passes the operands later, when the work begins.
+    `custom-call-start()` names a computation of the SparseCores. The later
+    `custom-call-update(%start, %x)` passes the operands and starts the work.
     """
     start_name, _, operands = update.arguments.partition(", ")
     start = update.computation.instructions[start_name.removeprefix("%")]
@@ -267,16 +244,6 @@ def _as_call_start(update: Instruction) -> Instruction:
     return replace(
         update, opcode="call-start", arguments=operands, attributes=attributes
     )
-
-
-def _closing_index(text: str, start: int) -> int:
-    """Return the index at which the parenthesis at `start` is closed."""
-    depth = 0
-    for match in _STRING_OR_PARENTHESIS.finditer(text, start):
-        depth += {"(": 1, ")": -1}.get(match[0], 0)
-        if depth == 0:
-            return match.start()
-    return len(text)
 
 
 def _parse_array(match: re.Match[str]) -> HloArray:

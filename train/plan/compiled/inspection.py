@@ -1,8 +1,4 @@
-"""Summarise a compiled step.
-
-The summary lists the arrays of the state that are updated in place, the kernels, the
-largest buffers, the expensive copies, and the dtypes of products.
-"""
+"""Summarise a compiled step: updates in place, kernels and the largest buffers."""
 
 import re
 from collections import Counter
@@ -10,22 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.config import ModelConfig
-from train.plan.compiled.attribution import place_in_step
-from train.plan.compiled.buffers import Buffer, largest_buffers
-from train.plan.compiled.flops import multiplied_arrays
-from train.plan.compiled.hbm_bytes import (
-    NO_TRAFFIC_TARGETS,
-    count_memory_traffic,
-    memory_traffic,
-)
+from train.plan.compiled.attribution import first_part, producers, scope_of
+from train.plan.compiled.hbm_bytes import NO_TRAFFIC_TARGETS
 from train.plan.compiled.hlo import Instruction, Module
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
 _MAX_BUFFERS = 10
-_MIN_COPY_SHARE = 0.01  # fraction of all main-memory traffic
-_MOVES = {"copy", "transpose"}
-_NO_TRAFFIC = {"parameter", "bitcast", "reshape", "tuple", "constant"}
+# Results that are views of other buffers, or the initial value of a buffer.
+_NO_BUFFERS = {
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+    *("while", "call", "conditional", "fusion", "constant", "broadcast"),
+}
 # Custom calls that are markers of XLA, not kernels.
 _MARKERS = (
     *(*NO_TRAFFIC_TARGETS, "AssumeGatherIndicesInBound", "Sharding"),
@@ -42,39 +34,21 @@ class InPlace:
 
 
 @dataclass(frozen=True)
-class CostlyCopy:
-    """A copy or transpose with much memory traffic.
+class Buffer:
+    """A result in main memory, its size without padding, and the instruction."""
 
-    name: the name of the instruction.
-    times: executions in one step.
-    bytes: the memory traffic in one step.
-    share: the fraction of all memory traffic.
-    what: the scope and the part of the model.
-    """
-
-    name: str
-    times: int
     bytes: int
-    share: float
-    what: str
+    array: str  # the dtype and dims
+    made: str  # the scope, the part of the model and the name of the instruction
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The summary of a compiled step for one device.
-
-    in_place: the arrays of the state that are, and are not, updated in place.
-    kernels: executions of each custom call, by name.
-    buffers: the largest buffers.
-    copies: the copies with more than one percent of all memory traffic.
-    operand_bytes: the bytes that products and attention kernels multiply, by dtype.
-    """
+    """The summary of a compiled step for one device."""
 
     in_place: InPlace
-    kernels: dict[str, int]
-    buffers: list[Buffer]
-    copies: list[CostlyCopy]
-    operand_bytes: dict[str, int]
+    kernels: dict[str, int]  # executions of each custom call, by name
+    buffers: list[Buffer]  # the largest ones besides the state
 
 
 def inspect(
@@ -85,33 +59,21 @@ def inspect(
     `state` names the arrays of the state, which are the program's first results.
     `model` has the same meaning as in `read_module`.
     """
-    module, kernels, operands = read_module(text, model), Counter(), Counter()
+    # XLA updates an array in place if the program's first line pairs the result with a
+    # donated argument.
+    aliased = {int(number or 0) for number in _ALIAS.findall(text.partition("\n")[0])}
+    module, kernels = read_module(text, model), Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
                 kernels[_kernel_name(inner)] += executed.count
-            for array in multiplied_arrays(inner):
-                operands[array.dtype] += executed.count * array.num_bytes
     return Inspection(
-        in_place=updated_in_place(text, state),
+        in_place=InPlace(
+            updated=[name for i, name in enumerate(state) if i in aliased],
+            others=[name for i, name in enumerate(state) if i not in aliased],
+        ),
         kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
-        buffers=largest_buffers(module, _MAX_BUFFERS),
-        copies=_costly_copies(module),
-        operand_bytes=dict(operands.most_common()),
-    )
-
-
-def updated_in_place(text: str, names: Sequence[str]) -> InPlace:
-    """Split the names of a program's first results by whether they alias arguments.
-
-    XLA reuses the memory of a donated argument for a result of the same shape, dtype
-    and layout; the first line of the program lists the pairs.
-    """
-    header = text[: text.find("\n")]
-    aliased = {int(number or 0) for number in _ALIAS.findall(header)}
-    return InPlace(
-        updated=[name for i, name in enumerate(names) if i in aliased],
-        others=[name for i, name in enumerate(names) if i not in aliased],
+        buffers=_largest_buffers(module),
     )
 
 
@@ -122,24 +84,30 @@ def _kernel_name(call: Instruction) -> str:
     return call.target
 
 
-def _costly_copies(module: Module) -> list[CostlyCopy]:
-    total, copies = count_memory_traffic(module.executed).total, list[CostlyCopy]()
+def _largest_buffers(module: Module) -> list[Buffer]:
+    """Return the largest buffers, except those that become the program's results.
+
+    Several updates of one buffer in place are listed separately, as are buffers that
+    use the same memory at different times.
+    """
+    results = {
+        value.operands[0] if value.opcode == "get-tuple-element" else value
+        for value in module.entry.root.operands
+    }
+    buffers = list[Buffer]()
     for executed in module.executed:
         instruction = executed.instruction
-        traffic = executed.count * memory_traffic(instruction)
-        if traffic > _MIN_COPY_SHARE * total and _only_moves(instruction):
-            copy = CostlyCopy(
-                name=instruction.name,
-                times=executed.count,
-                bytes=traffic,
-                share=traffic / total,
-                what=place_in_step(executed),
-            )
-            copies.append(copy)
-    return sorted(copies, key=lambda copy: -copy.bytes)
-
-
-def _only_moves(instruction: Instruction) -> bool:
-    """Return whether an instruction or fusion only copies and transposes."""
-    opcodes = instruction.opcodes - _NO_TRAFFIC
-    return bool(opcodes) and opcodes <= _MOVES
+        is_copy = instruction.opcode == "copy"
+        source = instruction.operands[0] if is_copy else instruction
+        opcodes = {inner.opcode for inner in source.with_nested}
+        is_view = opcodes <= _NO_BUFFERS or instruction.opcode.endswith("-start")
+        if is_view or instruction in results or instruction.target == "AllocateBuffer":
+            continue
+        part = first_part(value.op_name for value in producers(instruction))
+        place = f"{scope_of(executed, instruction)} {part}".strip()
+        for array in instruction.arrays:
+            if array.space == 0:
+                dims = ",".join(map(str, array.dims))
+                made = f"{place} ({instruction.name})".strip()
+                buffers.append(Buffer(array.num_bytes, f"{array.dtype}[{dims}]", made))
+    return sorted(buffers, key=lambda buffer: -buffer.bytes)[:_MAX_BUFFERS]

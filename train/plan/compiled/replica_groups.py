@@ -14,56 +14,39 @@ from jax.sharding import Mesh
 from train.hardware.interconnect import Group, group_at
 from train.plan.compiled.hlo import Instruction
 
+_GROUPS = r" (?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=[^(]|$)"
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 
 
 def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> Group:
     """Return the group of devices that a collective joins.
 
-    `dims` are the dims of a TPU's torus used at once; None means all of them.
+    A permute joins pairs of devices. `dims` are the dims of a TPU's torus used at once;
+    None means all of them.
 
     Raises:
         ValueError: if the notation of the groups is unknown.
     """
-    pairs = instruction.find(r" source_target_pairs=\{(.*?\})\}")
-    if pairs:
-        ids = np.array(re.findall(r"\{(\d+),(\d+)\}", pairs), int)
-    else:
-        ids = replica_groups(instruction.attributes, mesh.devices.size)
-    group = group_at(_mesh_positions(ids, mesh), mesh, dims)
-    if not pairs:
-        return group
-    size = int(np.prod([mesh.shape[axis] for axis in group.axes], dtype=int))
-    return replace(group, size=size)
+    ids = replica_groups(instruction.attributes, mesh.devices.size)
+    return group_at(_mesh_positions(ids, mesh), mesh, dims)
 
 
-def slices_group(send: Instruction, mesh: Mesh) -> Group:
-    """Return the group of slices between which the hosts transfer data."""
-    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
-    axes = tuple(
-        name
-        for axis, name in enumerate(mesh.axis_names)
-        if np.any(slices != np.take(slices, [0], axis))
-    )
-    target = send.find(r'_xla_megascale_target="\{([\d,:]+)\}')
-    if not target:  # The target lists pairs: each slice sends to one other slice.
-        return Group(axes, len(np.unique(slices)), "DCN")
-    members = set[int]()
-    for interval in target.split(","):
-        first, _, last = interval.partition(":")
-        members |= {*range(int(first) - 1, int(last or first))}  # XLA counts from 1.
-    return Group(axes, len(members), "DCN")
+def slices_group(mesh: Mesh) -> Group:
+    """Return the group of all slices, between which the hosts transfer data."""
+    slices = [device.slice_index for device in mesh.devices.flat]
+    _, first_devices = np.unique(slices, return_index=True)
+    return replace(group_at(first_devices[None], mesh), links=0)
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Return the device numbers as an array [groups, size].
+    """Return the device numbers of the groups or pairs as an array [groups, size].
 
     Raises:
         ValueError: if the notation of the groups is unknown.
     """
-    match = re.search(r" replica_groups=(.*?)(?:, \w+=[^(]|$)", attributes)
+    match = re.search(_GROUPS, attributes)
     text = match[1] if match else "{}"
-    if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{(.*?)\}", text):
+    if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{([\w',]*)\}", text):
         return _read_named_groups(named_groups[1], named_groups[2])
     if text.startswith("{{"):
         groups = re.findall(r"\{([\d,]+)\}", text)
@@ -88,28 +71,21 @@ def _read_iota(text: str) -> np.ndarray:
 
 
 def _read_named_groups(mesh: str, axes: str) -> np.ndarray:
-    """Read `['a'=2,'b'=4] {'b'}`, optionally with ids and axis parts `'b':(1)2`.
+    """Read `['a'=2,'b'=4] {'b'}`, optionally with the numbers of the devices.
 
-    Source: Mesh::ToString and AxisRef::ToString in openxla/xla, xla/hlo/ir.
+    Source: Mesh::ToString in openxla/xla, xla/hlo/ir.
     """
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    ids = np.arange(np.prod([*sizes.values()]))
+    ids = np.arange(math.prod(sizes.values()))
     if device_ids := re.search(r"device_ids=\((\[.*)\)", mesh):
         ids = _read_iota(device_ids[1])  # Its shape may differ from the mesh's.
     elif device_ids := re.search(r"device_ids=\((.*)\)", mesh):
         ids = np.array(re.findall(r"\d+", device_ids[1]), int)
-    # Each axis becomes three dims, of which the middle one is the part in a group.
-    parts = {
-        name: (int(outer or 1), int(size or sizes[name]))
-        for name, outer, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
-    }
-    shape = list[int]()
-    for name, size in sizes.items():
-        outer, part = parts.get(name, (size, 1))
-        shape += [outer, part, size // outer // part]
-    group_dims = [3 * list(sizes).index(name) + 1 for name in parts]
-    ids = np.moveaxis(ids.reshape(shape), group_dims, range(-len(group_dims), 0))
-    return ids.reshape(-1, math.prod(part for _, part in parts.values()))
+    group_axes = re.findall(r"'(\w+)'", axes)
+    group_dims = [list(sizes).index(axis) for axis in group_axes]
+    ids = ids.reshape([*sizes.values()])
+    ids = np.moveaxis(ids, group_dims, range(-len(group_dims), 0))
+    return ids.reshape(-1, math.prod(sizes[axis] for axis in group_axes))
 
 
 def _mesh_positions(ids: np.ndarray, mesh: Mesh) -> np.ndarray:

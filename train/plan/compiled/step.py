@@ -13,7 +13,7 @@ from train.plan.compiled.flops import (
     is_grouped,
 )
 from train.plan.compiled.hbm_bytes import count_memory_traffic
-from train.plan.compiled.hlo import Executed, Instruction
+from train.plan.compiled.hlo import Executed
 from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import Flops, SectionCost, StepCost
 from train.plan.sections import SECTIONS, section_of
@@ -37,14 +37,11 @@ def read_step(
     for executed in module.executed:
         scope = scope_of(executed, executed.instruction)
         by_section[section_of(scope)].append(executed)
-    has_attention = any(map(is_attention, _with_nested(module.executed)))
     outside_layers = (c for c in collectives if not c.scope.startswith("layers"))
     sections = list[SectionCost]()
     for name in SECTIONS:
         estimated = estimated_flops.get(name, Flops())
         flops = _add_kernels(by_section[name], estimated)
-        if not has_attention:
-            flops = replace(flops, attention=0.0, whole_attention=0.0)
         traffic = count_memory_traffic(by_section[name])
         sent = sum_collectives(c for c in collectives if section_of(c.scope) == name)
         sections.append(SectionCost(name, flops, traffic, sent))
@@ -56,28 +53,25 @@ def read_step(
     )
 
 
-def _with_nested(all_executed: Sequence[Executed]) -> list[Instruction]:
-    nested = (executed.instruction.with_nested for executed in all_executed)
-    return [instruction for instructions in nested for instruction in instructions]
-
-
 def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
     """Count the FLOPs of products, and add those of attention and grouped kernels.
 
     The idle rows and columns of matrix units are the same fraction of all products as
     in the estimate.
     """
-    products = count_flops(all_executed)
-    grouped_kernels = list(filter(is_grouped, _with_nested(all_executed)))
+    nested = (executed.instruction.with_nested for executed in all_executed)
+    instructions = [inner for inners in nested for inner in inners]
+    has_attention = any(map(is_attention, instructions))
+    grouped_kernels = list(filter(is_grouped, instructions))
     grouped = estimated.grouped if grouped_kernels else 0.0
     in_eight_bits = grouped if all(map(has_eight_bits, grouped_kernels)) else 0.0
     kernels = Flops(
         products=grouped,
-        attention=estimated.attention,
-        whole_attention=estimated.whole_attention,
+        attention=estimated.attention if has_attention else 0.0,
+        whole_attention=estimated.whole_attention if has_attention else 0.0,
         eight_bits=in_eight_bits,
         grouped=grouped,
     )
-    total = products + kernels
+    total = count_flops(all_executed) + kernels
     scale = total.products / estimated.products if estimated.products else 0.0
     return replace(total, padded=scale * estimated.padded)

@@ -2,16 +2,12 @@
 
 The text for CPU and GPU contains trip counts. For TPU, this module derives them from a
 counter that starts at a constant, grows by a constant, and is compared with a constant.
-Any other loop counts once and is listed in `Module.unread`.
-
-The model's config says how often the branches of a conditional are taken. XLA:GPU peels
-the first iteration off a loop, which counts as one execution.
+Any other loop counts once and is listed in `Module.unread`. The model's config says how
+often the branches of a conditional are taken.
 """
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
 
 from model.config import ModelConfig
 from train.plan.branches import branch_counts
@@ -37,21 +33,14 @@ def read_module(text: str, model: ModelConfig | None = None) -> Module:
     """
     module = parse(text)
     _list_executed(module.entry, 1, (), model)
-    module.unread += _collectives_not_executed(module)
-    # Instructions of a branch that is never taken are listed until here.
+    nested = (executed.instruction.with_nested for executed in module.executed)
+    read = {inner.computation for instructions in nested for inner in instructions}
+    for computation in module.computations.values():
+        for instruction in computation.order if computation not in read else ():
+            if instruction.opcode.removesuffix("-start") in KINDS:
+                module.unread.append(f"{instruction.name}: in no executed instruction")
     module.executed = [executed for executed in module.executed if executed.count]
     return module
-
-
-def _collectives_not_executed(module: Module) -> Iterator[str]:
-    """Describe collectives in computations that no executed instruction contains."""
-    contained = (executed.instruction.with_nested for executed in module.executed)
-    computations = {inner.computation for nested in contained for inner in nested}
-    for computation in module.computations.values():
-        for instruction in computation.order:
-            is_collective = instruction.opcode.removesuffix("-start") in KINDS
-            if is_collective and computation not in computations:
-                yield f"{instruction.name}: no executed instruction contains it"
 
 
 def _list_executed(
@@ -81,19 +70,17 @@ def _counts_of_branches(
 ) -> list[int]:
     """Return the executions of each branch, of which the first is the false one.
 
-    XLA renames some conditionals. The part of the model is then the one that all
-    instructions in the branches share, if there is one. The branches of conditionals
-    outside the layers always count.
+    If XLA renamed a conditional, its part of the model is the one that all instructions
+    in the branches share. The branches of conditionals outside the layers always count.
     """
-    branches = conditional.called
-    names = [i.op_name for branch in branches for i in branch.order]
-    scopes = map(scope_in_name, (conditional.op_name, *names))
-    if len(branches) != 2 or not any(scope.startswith("layers") for scope in scopes):
+    branches, name = conditional.called, conditional.op_name
+    names = [name, *(inner.op_name for branch in branches for inner in branch.order)]
+    is_in_layers = any(scope_in_name(name).startswith("layers") for name in names)
+    if len(branches) != 2 or not is_in_layers:
         return [count] * len(branches)
-    inner_parts = {outermost_part(name) for name in names} - {""}
-    shared_part = inner_parts.pop() if len(inner_parts) == 1 else ""
-    part = outermost_part(conditional.op_name) or shared_part
-    return [*branch_counts(model, part, count)]
+    parts = {outermost_part(name) for name in names} - {""}
+    shared_part = parts.pop() if len(parts) == 1 else ""
+    return [*branch_counts(model, outermost_part(name) or shared_part, count)]
 
 
 def _read_loop(loop: Instruction) -> Loop:
@@ -103,13 +90,10 @@ def _read_loop(loop: Instruction) -> Loop:
         unread = loop.computation.module.unread
         unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
-    prefixes = Counter(
-        inner.op_name.rpartition("/body/")[0]
-        for inner in loop.body.order
-        if "/body/" in inner.op_name
-    )
-    most_frequent = prefixes.most_common(1)[0][0] if prefixes else ""
-    return Loop(loop.body, loop.op_name or most_frequent, trips, loop)
+    # XLA may drop the name of a loop, but the names in its body still begin with it.
+    inner_names = (inner.op_name for inner in loop.body.order)
+    inner_name = next((name for name in inner_names if "/body/" in name), "")
+    return Loop(loop.body, loop.op_name or inner_name.rpartition("/body/")[0], trips)
 
 
 def _count_trips(loop: Instruction) -> int | None:

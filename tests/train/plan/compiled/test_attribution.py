@@ -3,7 +3,6 @@
 import pytest
 
 from train.plan.compiled.attribution import operand_uses, part_in_name, scope_of
-from train.plan.compiled.flops import product_flops
 from train.plan.compiled.trip_counts import read_module
 
 LAYERS = "jit(step)/jvp(layers)/while/body"
@@ -72,17 +71,3 @@ def test_what_has_no_name_is_for_what_its_neighbours_are_for():
     assert uses("all-gather", user=up) == [("mlp.up", 4 * 64)]
     assert uses("all-gather", gather=down, user=up) == [("mlp.down", 4 * 64)]
     assert uses("all-reduce", product=down) == [("mlp.down", 4 * 64), ("scalars", 4)]
-
-
-@pytest.mark.parametrize("name", ["fsdp", "gpt2_full"])
-def test_every_product_of_a_step_stands_in_a_part(stored_step, name):
-    module = stored_step(name).module
-    names = {
-        part_in_name(inner.op_name)
-        for executed in module.executed
-        for inner in executed.instruction.with_nested
-        if product_flops(inner)
-    }
-    layer = {"attention.query", "attention.key", "attention.output"}
-    assert {*layer, "mlp.up", "mlp.down", "head"} <= names
-    assert "" not in names

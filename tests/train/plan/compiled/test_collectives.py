@@ -51,13 +51,6 @@ class TestData:
         assert payload([layer], leave="norm") == L * BF16 * MATRICES
         assert dict(layer.uses)["mlp.down"] == BF16 * DOWN
 
-    def test_the_rest_is_itemized(self, step):
-        others = (c for c in step.collectives if not c.scope.startswith("layers"))
-        rows = {row.serves: row.payload for row in sum_collectives(others, by_use=True)}
-        assert rows.pop("scalars") <= 64
-        assert rows.pop("norm") <= F32 * NORMS  # some are reduced with their layer
-        assert rows == {"embedding": BF16 * V * D, "head": BF16 * V * D}
-
     def test_a_tied_table_is_reduced_once(self, stored_step):
         """The look-up's gradient and the head's are added first."""
         tied = stored_step("ddp_tied")
@@ -91,17 +84,6 @@ class TestFsdp:
         assert payload([gather], "head") == BF16 * V * D
         assert (scatter.kind, scatter.count) == ("reduce-scatter", 1)
         assert payload([scatter], "head") == BF16 * V * D
-
-    def test_norms_are_all_that_is_reduced_whole(self, step):
-        """XLA gathers a small vector by an all-reduce with zeros: twice the bytes."""
-        whole = [c for c in step.collectives if c.kind == "all-reduce"]
-        whole = [c for c in whole if not {"head", "embedding"} & {*dict(c.uses)}]
-        assert payload(whole) == F32 * NORMS  # their gradients
-
-    def test_gathers_run_behind_products(self, step):
-        gathers = [c for c in step.collectives if c.kind == "all-gather"]
-        (row,) = sum_collectives(c for c in gathers if c.is_async)
-        assert row.overlapped > 0.5
 
 
 def test_sparse_cores_gather_and_scatter_beside_products(stored_step):
@@ -174,17 +156,6 @@ class TestTensor:
         # Activations' gradient; and sums and maxima, one of each a position.
         assert payload(reduced, "head") <= B * T // 4 * (BF16 * D + 3 * F32)
 
-    def test_both_axes_at_once(self, stored_step):
-        step = stored_step("tensor")
-        kinds = {(row.axes, row.kind) for row in sum_collectives(step.collectives)}
-        layers = [c for c in step.collectives if c.scope == "layers forward"]
-        reduces = [c for c in large(layers) if c.group.axes == ("tensor",)]
-        quarter = BF16 * B * T * D // 4  # of the rows
-        assert payload(reduces) == 2 * L * quarter
-        gathers = [c for c in layers if c.group.axes == ("fsdp",)]
-        assert payload(gathers, leave="norm") == L * BF16 * MATRICES // 2
-        assert (("fsdp",), "reduce-scatter") in kinds
-
 
 class TestSlices:
     def test_gradient_shards_cross_between_slices(self, stored_step):
@@ -210,15 +181,3 @@ def test_a_cpu_program_gathers_and_scatters_each_layer(compile_step):
     assert payload(scatters) == L * F32 * MATRICES
     assert {c.group.network for c in step.collectives} == {"memory"}
     assert not any(c.is_async for c in step.collectives)
-
-
-def test_microbatches_gather_again(compile_step):
-    once = compile_step("mesh=fsdp", "model.compute_dtype=float32")
-    twice = compile_step(
-        "mesh=fsdp", "model.compute_dtype=float32", "train.accumulation_steps=2"
-    )
-    one, two = (
-        payload(large(of(step.collectives, "layers forward", "all-gather")))
-        for step in (once, twice)
-    )
-    assert two == 2 * one

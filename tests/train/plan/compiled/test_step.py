@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.compiled import B, D, T, V, in_one
+from tests.train.compiled import in_one
 from train.plan.compiled.collectives import sum_collectives
 from train.plan.compiled.flops import count_flops
 from train.plan.compiled.hbm_bytes import count_memory_traffic
@@ -10,7 +10,8 @@ from train.plan.compiled.step import read_step
 from train.plan.cost import Flops
 
 FORWARD = "layers forward"
-SPLASH = 'custom_call_target="tpu_custom_call", metadata={op_name="splash_mha_fwd"}'
+SPLASH = 'custom_call_target="tpu_custom_call", metadata={op_name="'
+SPLASH += 'jvp(layers)/splash_mha_fwd"}'
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tiles", "tensor", "slices"])
@@ -26,18 +27,6 @@ def test_sections_add_up_to_the_whole_program(stored_step, name):
         assert found.sent == pytest.approx(total.sent, rel=1e-12)
         assert found.overlapped == pytest.approx(total.overlapped, rel=1e-12)
     assert not sent
-
-
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_tiles"])
-def test_the_loss_has_the_products_of_the_head_in_one_tile_or_several(
-    stored_step, name
-):
-    step = stored_step(name)
-    sections = {s.name: s for s in read_step(step.program, step.text, {}).sections}
-    head = 3 * 2 * B * T * D * V / step.program.mesh.size
-    assert sections["loss"].flops.products == head
-    assert sections["embedding and update"].flops.total == 0
-    assert sections["embedding and update"].hbm_bytes.others > 0
 
 
 @pytest.mark.parametrize(("dtype", "eight_bits"), [("bf16", 20), ("f8e4m3fn", 320)])
