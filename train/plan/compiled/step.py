@@ -56,8 +56,7 @@ def read_step(
 def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
     """Count the FLOPs of products, and add those of attention and grouped kernels.
 
-    The idle rows and columns of matrix units are the same fraction of all products as
-    in the estimate.
+    The idle rows and columns of matrix units are the same fraction as in the estimate.
     """
     nested = (executed.instruction.with_nested for executed in all_executed)
     instructions = [inner for inners in nested for inner in inners]
@@ -73,5 +72,5 @@ def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
         grouped=grouped,
     )
     total = count_flops(all_executed) + kernels
-    scale = total.products / estimated.products if estimated.products else 0.0
-    return replace(total, padded=scale * estimated.padded)
+    padding = estimated.padded / estimated.total if estimated.total else 1.0
+    return replace(total, padded=padding * total.total)

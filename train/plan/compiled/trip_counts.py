@@ -8,6 +8,7 @@ often the branches of a conditional are taken.
 
 import math
 import re
+from statistics import mode
 
 from model.config import ModelConfig
 from train.plan.branches import branch_counts
@@ -91,9 +92,10 @@ def _read_loop(loop: Instruction) -> Loop:
         unread.append(f"trip count of {loop.name}: counted as 1")
         trips = 1
     # XLA may drop the name of a loop, but the names in its body still begin with it.
-    inner_names = (inner.op_name for inner in loop.body.order)
-    inner_name = next((name for name in inner_names if "/body/" in name), "")
-    return Loop(loop.body, loop.op_name or inner_name.rpartition("/body/")[0], trips)
+    # Other names come from invariants that XLA moved into the loop.
+    names = [i.op_name for i in loop.body.order if "/body/" in i.op_name]
+    prefix = mode(name.rpartition("/body/")[0] for name in names) if names else ""
+    return Loop(loop.body, loop.op_name or prefix, trips)
 
 
 def _count_trips(loop: Instruction) -> int | None:
