@@ -17,7 +17,7 @@ _64B = (*_32B, "model.num_layers=64")
 _128B = (
     *(*_MAXTEXT, "model.num_heads=128", "model.num_kv_heads=128"),
     *("model.mlp_dim=57344", "model.embed_dim=8192", "model.num_layers=64"),
-    *("mesh=fsdp_tensor", "mesh.tensor=16"),
+    *("mesh=fsdp_tensor", "mesh.tensor=16", "mesh.activations.embed=tensor"),
 )
 _22B = (
     *_MAXTEXT,
