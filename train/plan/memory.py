@@ -160,14 +160,16 @@ def _compiled_parts(
     """Return the memory of one device and of its host that the compiler reports.
 
     XLA:TPU counts the carry of a loop twice in `temp_size_in_bytes`
-    (docs/log/compiled.md). So on TPUs the temporaries are derived from the peak.
+    (docs/log/compiled.md). So on TPUs the temporaries are derived from the peak, unless
+    there are temporaries in host memory, which the peak includes.
     """
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     # The new state reuses the memory of the old one (`alias`).
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporaries = stats.temp_size_in_bytes
-    if platform == "tpu" and stats.peak_memory_in_bytes:
+    has_peak = platform == "tpu" and stats.peak_memory_in_bytes
+    if has_peak and not stats.host_temp_size_in_bytes:
         # XLA's peak includes arguments in host memory.
         peak = stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
         temporaries = peak - arguments - outputs

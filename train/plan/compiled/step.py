@@ -72,5 +72,5 @@ def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
         grouped=grouped,
     )
     total = count_flops(all_executed) + kernels
-    padding = estimated.padded / estimated.total if estimated.total else 1.0
+    padding = estimated.padded / estimated.total if estimated.total else 0.0
     return replace(total, padded=padding * total.total)
