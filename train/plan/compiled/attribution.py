@@ -31,9 +31,8 @@ def scope_of(executed: Executed, instruction: Instruction) -> str:
     own_name = _own_name(executed, instruction)
     loops = [loop.op_name for loop in reversed(executed.loops)]
     names = [*loops, *([own_name] if own_name else _user_names(executed))]
-    scopes = list(filter(None, map(scope_in_name, names)))
-    scopes.sort(key=lambda scope: scope.startswith(ENCLOSING))
-    return scopes[0] if scopes else ""
+    scopes = filter(None, map(scope_in_name, names))
+    return min(scopes, key=lambda scope: scope.startswith(ENCLOSING), default="")
 
 
 def _own_name(executed: Executed, instruction: Instruction) -> str:

@@ -32,18 +32,16 @@ _HOST_TRANSFER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 class Collective:
     """A collective of a program; bytes are those of one execution.
 
-    kind: one of KINDS.
     count: executions in one run of the program.
     payload, sent: bytes as defined in train/plan/cost.py.
     scope: the scope in the step, for example "layers backward"; may be "".
     uses: the parts of the model that use the result, with their bytes of `payload`.
-    is_async: whether the collective can run concurrently with other instructions.
     is_overlapped: whether a product or kernel is scheduled between start and end.
     waiter: the instruction that waits for the end of an asynchronous collective.
     """
 
     name: str
-    kind: str
+    kind: str  # one of KINDS
     group: Group
     count: int
     payload: int
@@ -57,11 +55,7 @@ class Collective:
 
 def list_collectives(module: Module, mesh: Mesh) -> list[Collective]:
     """Return the collectives in scheduled order."""
-    return [
-        collective
-        for executed in module.executed
-        for collective in started_collectives(executed, mesh)
-    ]
+    return [c for e in module.executed for c in started_collectives(e, mesh)]
 
 
 def started_collectives(executed: Executed, mesh: Mesh) -> Iterator[Collective]:
@@ -170,9 +164,7 @@ def _find_end(executed: Executed, inner: Instruction) -> int:
     begun = {start}
     if pair := start.find(_RENDEZVOUS):  # The end waits for the recv of a pair.
         begun = {i for i in order if i.find(_RENDEZVOUS) == pair} - begun
-    ends = (
-        end
-        for end, later in enumerate(order)
-        if later.opcode.endswith("-done") and begun & {*later.operands}
-    )
-    return next(ends, position)
+    for end, later in enumerate(order):
+        if later.opcode.endswith("-done") and begun & {*later.operands}:
+            return end
+    return position

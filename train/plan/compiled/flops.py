@@ -23,8 +23,7 @@ def count_flops(all_executed: Iterable[Executed]) -> Flops:
 
     `unknown` lists custom calls that may multiply, except kernels.
     """
-    products = eight_bits = 0.0
-    unknown = set[str]()
+    products, eight_bits, unknown = 0.0, 0.0, set[str]()
     for executed in all_executed:
         for inner in executed.instruction.with_nested:
             flops = executed.count * product_flops(inner)
@@ -66,9 +65,8 @@ def _convolution_flops(instruction: Instruction) -> float:
 
     Products with the zeros of padding and dilation do not count.
     """
-    lhs, rhs, output = (
-        value.arrays[0].dims for value in (*instruction.operands[:2], instruction)
-    )
+    values = (*instruction.operands[:2], instruction)
+    lhs, rhs, output = (value.arrays[0].dims for value in values)
     labels = re.split("_|->", instruction.find(r" dim_labels=([\w>-]+)"))
     window = instruction.find(r" window=\{([^}]*)\}")
     fields = dict(item.split("=") for item in window.split())

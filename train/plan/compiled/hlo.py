@@ -100,10 +100,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> "list[Computation]":
-        """The computations of a fusion, call or loop, or the branches of a conditional.
-
-        A conditional's branch for false is the first one.
-        """
+        """The computations of a fusion, call or loop, or a conditional's branches."""
         is_call = self.opcode in ("call", "call-start")
         names = re.findall(r"%([\w.-]+)", self.find(_APPLIED if is_call else _CALLED))
         return [self.computation.module.computations[name] for name in names]
@@ -188,11 +185,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Return a parsed module; `trip_counts.read_module` adds `executed` and `loops`.
-
-    Raises:
-        ValueError: if the text is not an HLO module.
-    """
+    """Return a parsed module; `trip_counts.read_module` adds `executed` and `loops`."""
     module = Module()
     for is_entry, name, body in _COMPUTATION.findall(text):
         computation = module.computations[name] = Computation(name, module, {})
@@ -219,15 +212,9 @@ def _parse_line(line: str, computation: Computation) -> Instruction | None:
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
-    name, arrays, opcode, arguments, attributes = match.groups()
-    instruction = Instruction(
-        name=name,
-        opcode=opcode,
-        arrays=tuple(map(_parse_array, _ARRAY.finditer(arrays))),
-        arguments=arguments,
-        attributes=attributes,
-        computation=computation,
-    )
+    name, result, opcode, arguments, attributes = match.groups()
+    arrays = tuple(map(_parse_array, _ARRAY.finditer(result)))
+    instruction = Instruction(name, opcode, arrays, arguments, attributes, computation)
     is_update = instruction.opcode == "custom-call-update"
     return _as_call_start(instruction) if is_update else instruction
 
@@ -238,12 +225,10 @@ def _as_call_start(update: Instruction) -> Instruction:
     `custom-call-start()` names a computation of the SparseCores. The later
     `custom-call-update(%start, %x)` passes the operands and starts the work.
     """
-    start_name, _, operands = update.arguments.partition(", ")
+    start_name, _, passed = update.arguments.partition(", ")
     start = update.computation.instructions[start_name.removeprefix("%")]
     attributes = start.attributes + update.attributes
-    return replace(
-        update, opcode="call-start", arguments=operands, attributes=attributes
-    )
+    return replace(update, opcode="call-start", arguments=passed, attributes=attributes)
 
 
 def _parse_array(match: re.Match[str]) -> HloArray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from model.config import ModelConfig
 from train.plan.compiled.attribution import first_part, producers, scope_of
 from train.plan.compiled.hbm_bytes import NO_TRAFFIC_TARGETS
-from train.plan.compiled.hlo import Instruction, Module
+from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
 
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}, \w+-alias\)")
@@ -57,16 +57,16 @@ def inspect(
     """Summarise a compiled step, given its `compiled.as_text()`.
 
     `state` names the arrays of the state, which are the program's first results.
-    `model` has the same meaning as in `read_module`.
     """
-    # XLA updates an array in place if the program's first line pairs the result with a
-    # donated argument.
+    # The program's first line lists the results that are updated in place.
     aliased = {int(number or 0) for number in _ALIAS.findall(text.partition("\n")[0])}
     module, kernels = read_module(text, model), Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":
-                kernels[_kernel_name(inner)] += executed.count
+                is_pallas = inner.target == "tpu_custom_call"  # on TPU
+                pallas_name = re.sub(r"(\.\d+|\.clone)+$", "", inner.name)
+                kernels[pallas_name if is_pallas else inner.target] += executed.count
     return Inspection(
         in_place=InPlace(
             updated=[name for i, name in enumerate(state) if i in aliased],
@@ -75,13 +75,6 @@ def inspect(
         kernels={name: n for name, n in kernels.most_common() if name not in _MARKERS},
         buffers=_largest_buffers(module),
     )
-
-
-def _kernel_name(call: Instruction) -> str:
-    """Return the target of a custom call, or the name of a Pallas call on TPU."""
-    if call.target == "tpu_custom_call":
-        return re.sub(r"(\.\d+|\.clone)+$", "", call.name)
-    return call.target
 
 
 def _largest_buffers(module: Module) -> list[Buffer]:

@@ -28,7 +28,10 @@ def group_of(instruction: Instruction, mesh: Mesh, dims: int | None = None) -> G
         ValueError: if the notation of the groups is unknown.
     """
     ids = replica_groups(instruction.attributes, mesh.devices.size)
-    return group_at(_mesh_positions(ids, mesh), mesh, dims)
+    if mesh.devices.flat[0].platform == "tpu":
+        slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+        ids = np.flatnonzero(np.equal(slices, slices[0]))[ids]
+    return group_at(ids, mesh, dims)
 
 
 def slices_group(mesh: Mesh) -> Group:
@@ -39,11 +42,7 @@ def slices_group(mesh: Mesh) -> Group:
 
 
 def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """Return the device numbers of the groups or pairs as an array [groups, size].
-
-    Raises:
-        ValueError: if the notation of the groups is unknown.
-    """
+    """Return the device numbers of the groups or pairs as an array [groups, size]."""
     match = re.search(_GROUPS, attributes)
     text = match[1] if match else "{}"
     if named_groups := re.fullmatch(r"mesh(\[.*?\].*?) \{([\w',]*)\}", text):
@@ -86,11 +85,3 @@ def _read_named_groups(mesh: str, axes: str) -> np.ndarray:
     ids = ids.reshape([*sizes.values()])
     ids = np.moveaxis(ids, group_dims, range(-len(group_dims), 0))
     return ids.reshape(-1, math.prod(sizes[axis] for axis in group_axes))
-
-
-def _mesh_positions(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Convert a program's device numbers to positions in `mesh.devices.flat`."""
-    slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-    if mesh.devices.flat[0].platform != "tpu":
-        return ids
-    return np.flatnonzero(np.equal(slices, slices[0]))[ids]

@@ -58,17 +58,15 @@ def _add_kernels(all_executed: Sequence[Executed], estimated: Flops) -> Flops:
 
     The idle rows and columns of matrix units are the same fraction as in the estimate.
     """
-    nested = (executed.instruction.with_nested for executed in all_executed)
-    instructions = [inner for inners in nested for inner in inners]
+    instructions = [i for e in all_executed for i in e.instruction.with_nested]
     has_attention = any(map(is_attention, instructions))
     grouped_kernels = list(filter(is_grouped, instructions))
     grouped = estimated.grouped if grouped_kernels else 0.0
-    in_eight_bits = grouped if all(map(has_eight_bits, grouped_kernels)) else 0.0
     kernels = Flops(
         products=grouped,
         attention=estimated.attention if has_attention else 0.0,
         whole_attention=estimated.whole_attention if has_attention else 0.0,
-        eight_bits=in_eight_bits,
+        eight_bits=grouped if all(map(has_eight_bits, grouped_kernels)) else 0.0,
         grouped=grouped,
     )
     total = count_flops(all_executed) + kernels

@@ -34,8 +34,7 @@ def read_module(text: str, model: ModelConfig | None = None) -> Module:
     """
     module = parse(text)
     _list_executed(module.entry, 1, (), model)
-    nested = (executed.instruction.with_nested for executed in module.executed)
-    read = {inner.computation for instructions in nested for inner in instructions}
+    read = {i.computation for e in module.executed for i in e.instruction.with_nested}
     for computation in module.computations.values():
         for instruction in computation.order if computation not in read else ():
             if instruction.opcode.removesuffix("-start") in KINDS:

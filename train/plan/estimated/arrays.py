@@ -70,7 +70,6 @@ class LocalArray:
 
     from_batch: whether the array depends on the batch, not on parameters alone.
     sums: the partial sums that the array contains; some may be reduced already.
-    on_host: whether the array is in host memory.
     value: the elements of a constant of eight-bit integers, such as the blocks of
         scores that an attention kernel does not skip; None for other arrays.
     origin: the array of which this is a converted, reshaped or gathered copy.
@@ -117,8 +116,7 @@ class Work(NamedTuple):
 
 def product_work(rows: int, columns: int, depth: int, batch: int = 1) -> Work:
     """Return the work of `batch` products [rows, depth] x [depth, columns]."""
-    flops = 2.0 * batch * rows * columns * depth
-    return Work(flops, dims=(rows, columns, depth))
+    return Work(2.0 * batch * rows * columns * depth, dims=(rows, columns, depth))
 
 
 @dataclass(eq=False)

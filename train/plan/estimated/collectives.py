@@ -53,10 +53,9 @@ class Exchange(NamedTuple):
 
 
 class CollectiveRecorder:
-    """Records the collectives of a device."""
+    """Records the collectives of a device of a mesh with axes of the given sizes."""
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
-        """Start without collectives, on a mesh with axes of the given sizes."""
         self.sizes, self._platform = sizes, platform
         self.exchanges: list[Exchange] = []
         self.position = Position(1, "")  # the walk sets it before each equation

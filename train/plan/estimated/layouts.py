@@ -33,8 +33,7 @@ def lay_out_results(
     removed = ()
     match equation.primitive.name:
         case name if name in COLLECTIVES:
-            dims_of_results = recorder.exchange(name, params, operands)
-            return [(dims, ()) for dims in dims_of_results]
+            return [(dims, ()) for dims in recorder.exchange(name, params, operands)]
         case "transpose":
             return [(tuple(first_dims[i] for i in params["permutation"]), ())]
         case "reshape":
@@ -55,8 +54,7 @@ def lay_out_results(
         case "scatter-add" if operands[1] in recorder.table_dims:
             return [(recorder.table_dims[operands[1]], operands[1].axes)]
         case "pad" | "slice":
-            dims = map(_resize, first_dims, in_shapes[0], out_shapes[0])
-            return [(tuple(dims), ())]
+            return [(tuple(map(_resize, first_dims, in_shapes[0], out_shapes[0])), ())]
         case "squeeze":
             removed = params["dimensions"]
         case name if name.startswith("reduce_") and "axes" in params:

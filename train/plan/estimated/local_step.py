@@ -81,13 +81,9 @@ class LocalStep:
         flops, grouped = op.position.count * work.flops, 0.0
         if op.name == "ragged_dot_general":
             flops = grouped = flops * self._used_fraction(op)
-        has_eight_bits = all(array.itemsize == 1 for array in op.operands[:2])
-        return Flops(
-            flops,
-            eight_bits=flops if has_eight_bits else 0.0,
-            grouped=grouped,
-            padded=flops * self._padding(work.dims),
-        )
+        eight_bits = flops if all(a.itemsize == 1 for a in op.operands[:2]) else 0.0
+        padded = flops * self._padding(work.dims)
+        return Flops(flops, eight_bits=eight_bits, grouped=grouped, padded=padded)
 
     def _attention_flops(self, op: Operation, work: Work) -> Flops:
         flops, computed = op.position.count * work.flops, work.computed
@@ -96,12 +92,9 @@ class LocalStep:
                 flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
-        padding = self._padding([self.program.config.model.head_size])
-        return Flops(
-            attention=flops * computed,
-            whole_attention=flops,
-            padded=flops * computed * padding,
-        )
+        useful = flops * computed
+        padded = useful * self._padding([self.program.config.model.head_size])
+        return Flops(attention=useful, whole_attention=flops, padded=padded)
 
     def _used_fraction(self, grouped: Operation) -> float:
         """Return the fraction of rows that a grouped product uses if loads are equal.

@@ -4,8 +4,7 @@ Of the memory, a lower bound is known: the arrays that must exist together while
 loss is computed, in the backward pass of the layers, or before the update. What a
 compiler adds (a layer's other activations, buffers, copies, padding) is not counted.
 
-This takes milliseconds for each candidate of a search. `read_step` and `device_memory`
-give the compiler's figures. `benchmarks/estimates.py` compares them with estimates.
+`benchmarks/estimates.py` compares estimates with the compiler's figures.
 """
 
 import dataclasses
@@ -39,10 +38,7 @@ _LANES = 128  # A TPU pads the last dim of an array to a multiple of its lanes.
 
 
 def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
-    """Return the estimated FLOPs, bytes and collectives of one device in a step.
-
-    `step` is the program's `local_step`, if the caller has it already.
-    """
+    """Return the estimated FLOPs, bytes and collectives of one device in a step."""
     step = step or local_step(program)
     outside_layers = [e for e in step.exchanges if not e.position.in_layers]
     moments = sum(map(bytes_per_device, program.host_state.values()))
@@ -91,10 +87,9 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
             operands, results = {*op.operands}, {*op.results}
             passed = {a for a in operands | results if a.from_batch}
             passed |= operands if op.position.in_layers else set()
-            products, others = (
-                op.position.count * sum(array.bytes for array in arrays)
-                for arrays in (operands | results, passed)
-            )
+            count = op.position.count
+            products = count * sum(array.bytes for array in operands | results)
+            others = count * sum(array.bytes for array in passed)
             by_section[op.position.section] += HbmBytes(products, others)
     state_bytes = sum(map(bytes_per_device, jax.tree.leaves(step.program.state)))
     # The update reads the gradients, and reads and writes the state. With microbatches,

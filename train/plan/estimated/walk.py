@@ -194,19 +194,15 @@ class Walk:
         from_batch = any(array.from_batch for array in operands)
         is_copy = name in (_SHAPES if from_batch else _COPIES)
         sums = [p for a in operands for p in a.sums if is_linear and not p.is_reduced]
+        value = operands[0].value if is_copy else None
         results = []
         for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
-            array = LocalArray(
-                dims,
-                var.aval.dtype.itemsize,
-                from_batch=from_batch,
-                on_host=var.aval.memory_space is jax.memory.Space.Host,
-                value=operands[0].value if is_copy else None,
-            )
+            itemsize = var.aval.dtype.itemsize
+            on_host = var.aval.memory_space is jax.memory.Space.Host
+            array = LocalArray(dims, itemsize, from_batch, tuple(sums), on_host, value)
             # A rounded activation is another array, but a rounded parameter is a copy.
             if is_copy and (array.bytes == operands[0].bytes or not from_batch):
                 array.origin = operands[0].origin
-            array.sums = tuple(sums)
             if sum_axes and from_batch:
                 is_dot = name == "dot_general"
                 array.sums += (PartialSum(sum_axes, array.bytes, position, is_dot),)
