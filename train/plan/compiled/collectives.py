@@ -6,7 +6,7 @@ between TPU slices.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
@@ -118,6 +118,8 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
         if inner.computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # a fusion of an all-reduce and a slice
         group = group_of(inner, mesh, _concurrent_dims(executed, inner))
+        if "windowed_dot_general" in inner.computation.name and group.links:
+            group = replace(group, links=2)  # Halves travel in either direction.
     factor = group.size if kind == "all-gather" else 1
     uses = operand_uses(executed, inner)
     payload = factor * sum(size for _, size in uses)
