@@ -17,7 +17,6 @@ from train.cli.command import run_command
 from train.cli.rules import config_mistakes
 from train.config import Platform
 from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
-from train.hardware.chips import chip_of
 from train.hardware.targets import CPU, Target, parse_target
 from train.plan.config import PlanConfig
 
@@ -35,7 +34,7 @@ def main(config: PlanConfig) -> int:
     from data.encoding import padded_vocab_size
     from data.sources import encoding_of
     from train.hardware.devices import fake_devices, missing_compiler, prepare
-    from train.plan.budget import memory_budget, memory_limit
+    from train.plan.budget import budget_of
     from train.plan.search.search import choose
     from train.program import make_program, settle
     from train.runtime import set_up
@@ -52,8 +51,7 @@ def main(config: PlanConfig) -> int:
     can_compile = not problem and (has_target or config.show)
     compiles = config.search_compiles if can_compile else 0
     devices = fake_devices(target) if target else jax.devices()
-    limit, chip = memory_limit(devices[0]), chip_of(devices[0].device_kind)
-    budget = memory_budget(chip, config.margin, len(devices), limit)
+    budget = budget_of(devices, config.margin)
     encoding = encoding_of(config.data)
     vocab_size, num_tokens = padded_vocab_size(encoding), encoding.n_vocab
     check_vocab = partial(settle, config, vocab_size, num_tokens)

@@ -45,12 +45,8 @@ def _position(device: Device) -> _Position:
 def layout_data(program: Program) -> dict[str, Any]:
     """Return the data with which the page's script draws the shardings of arrays.
 
-    Returns:
-        axes: the size of each mesh axis, the slowest network first.
-        columns: the number of columns of a panel.
-        panels: title, places (indices in `mesh.devices.flat`) and hosts of the devices
-            of each panel that is drawn.
-        arrays: name, dtype, shape, spec, and the bytes on a device.
+    Mesh axes are in order of their networks, the slowest first. The places of a panel's
+    devices are indices in `mesh.devices.flat`.
     """
     mesh = program.mesh
     devices = sorted(enumerate(mesh.devices.flat), key=lambda item: _position(item[1]))
@@ -105,13 +101,9 @@ def print_slices(array: dict[str, Any]) -> None:
 def array_slices(program: Program, name: str) -> dict[str, Any]:
     """Return which device holds which slice of a parameter, as plain values.
 
-    Returns:
-        name, shape, dtype, spec and bytes of the parameter, and `held`, which lists for
-        each device its name, its position along the mesh axes with several devices, and
-        the start and stop in each dim.
-
-    Raises:
-        ConfigError: if no parameter has this name. The error lists all names.
+    `held` lists for each device its name, its position along the mesh axes with several
+    devices, and the start and stop in each dim. Raises ConfigError, with the names of
+    all parameters, if there is none of this name.
     """
     arrays, mesh = dict(named(program.state.params)), program.mesh
     if name not in arrays:

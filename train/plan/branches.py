@@ -16,12 +16,9 @@ def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int
 
     A conditional that is none of these three is assumed to take its true branch.
 
-    Args:
-        model: the model's config; None if the program contains no model.
-        part: the outermost part of the model around the conditional (`part_scope`):
-            attention, mlp, or "" around whole layers.
-        count: the executions of the conditional. They are divided as all layers of the
-            model are, also if the conditional is in a loop over some of them.
+    `part` is the outermost part of the model around the conditional, or "" around whole
+    layers. The `count` executions of the conditional are divided as all layers of the
+    model are, also in a loop over some of them. `model` may be None.
     """
     flags: Sequence[bool] = ()
     if model and part == "attention":

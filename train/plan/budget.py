@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -44,7 +45,7 @@ def memory_budget(
     """Return the memory budget of a device, of which the fraction `margin` stays free.
 
     If `chip` is None, `num_devices` devices share the host's memory. `limit` is a real
-    device's `memory_limit`.
+    device's limit.
     """
     note = ""
     if chip is None or chip.hbm_bytes is None:
@@ -68,16 +69,7 @@ def memory_budget(
 
 def budget_of(devices: Sequence[Device], margin: float = MARGIN) -> MemoryBudget:
     """Return the memory budget of each of the devices, which may not be present."""
-    chip, limit = chip_of(devices[0].device_kind), memory_limit(devices[0])
+    chip, limit = chip_of(devices[0].device_kind), None
+    with suppress(AttributeError, jax.errors.JaxRuntimeError):  # not of this process
+        limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     return memory_budget(chip, margin, num_devices=len(devices), limit=limit)
-
-
-def memory_limit(device: Device) -> int | None:
-    """Return the bytes that a device's allocator gives programs, or None if unknown.
-
-    It is unknown for a CPU and for a device that this process cannot address.
-    """
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (AttributeError, jax.errors.JaxRuntimeError):  # a fake or remote device
-        return None

@@ -4,14 +4,11 @@ A layer is one trip of the loop over layers in a compiled step. Instructions run
 order in which XLA scheduled them. The device's computation is one lane, and each
 network along a set of mesh axes is another. A lane runs one thing at a time.
 
-- An instruction takes as long as its FLOPs or its main-memory traffic, whichever is
-  longer. All kernels of a kind take the same time in a pass.
-- A collective takes as long as a device needs to send its bytes. It starts when its
-  lane is free. The instruction that needs its result waits for its end.
-- An instruction in a loop inside the layer runs all its trips at once.
-
-Asynchronous copies between memories take no time. So the simulated times are the
-shortest that the schedule allows.
+An instruction takes as long as its FLOPs or its main-memory traffic, whichever is
+longer. A collective takes as long as a device needs to send its bytes, and starts when
+its lane is free. The instruction that needs its result waits for its end. Asynchronous
+copies between memories take no time, and inner loops run all their trips at once. So
+the simulated times are the shortest that the schedule allows.
 """
 
 from collections import Counter, defaultdict

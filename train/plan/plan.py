@@ -26,11 +26,7 @@ from train.plan.estimated.step import (
 )
 from train.plan.fit import make_fit
 from train.plan.memory import DeviceMemory, device_memory
-from train.plan.recomputing import (
-    RematPolicy,
-    format_policy,
-    policies_keeping_more,
-)
+from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
 from train.plan.small_copy import extrapolate_memory, make_copy
@@ -92,18 +88,17 @@ class Plan:
 
     def _choose_policy(self, advice: Advice) -> Advice:
         """Return advice with the fastest policy that recomputes less, by estimates."""
-        train, step_times = self.program.config.train, dict[RematPolicy, float]()
-        more = policies_keeping_more(train)
-        for policy in (train.remat, *more):
+        train, step_times = self.program.config.train, dict[str, float]()
+        for policy in (train.remat, *policies_keeping_more(train)):
             changed = self.program.with_train_config(replace(train, remat=policy))
             plan = estimate(changed, self.budget)
             if plan.prediction and (plan.fits or policy == train.remat):
-                step_times[policy] = plan.prediction.middle.step_s
+                step_times[format_policy(policy)] = plan.prediction.middle.step_s
         best = min(step_times, key=step_times.__getitem__)
-        if best == train.remat:
+        if best == format_policy(train.remat):
             change = "recomputing less does not fit, or is estimated to be no faster"
             return replace(advice, change=change, override="search=true")
-        return replace(advice, override=f"train.remat={format_policy(best)}")
+        return replace(advice, override=f"train.remat={best}")
 
     @cached_property
     def scaling(self) -> list[ScalingPoint]:

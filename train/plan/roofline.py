@@ -33,8 +33,7 @@ from train.plan.cost import StepCost
 from train.plan.rates import BusyTimes, busy_times_of, host_link
 
 PRODUCTS, MEMORY = "matrix products", "main memory"
-# The distance from the middle to either end of a GPU's range (docs/results.md).
-GPU_SPREAD = 0.2
+GPU_SPREAD = 0.2  # from the middle to either end of a GPU's range (docs/results.md)
 
 
 @dataclass(frozen=True)
