@@ -121,7 +121,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
-        worst_error=0.10,
+        worst_error=0.14,
     ),
     "v5p": Chip(
         "TPU v5",  # some versions of JAX say "TPU v5p"
