@@ -52,6 +52,16 @@ def test_a_loop_that_depends_on_data_counts_once_and_is_listed():
     assert trips("negate(%x)", 12, 1) == (1, unread)
 
 
+def test_a_loop_without_a_name_has_the_most_frequent_one_of_its_body():
+    """XLA moves invariants of other loops into it."""
+    text = BODY.format(begin="constant(0)", end=12, by=1)
+    inner = {"constant(1)": "loss", "add(%by, %i)": "layers", "(%next, %x)": "layers"}
+    for instruction, scope in inner.items():
+        metadata = f'metadata={{op_name="jit(step)/{scope}/while/body/x"}}'
+        text = text.replace(instruction, f"{instruction}, {metadata}")
+    assert read_module(text).loops["step"].op_name == "jit(step)/layers/while"
+
+
 BRANCHES = """HloModule branches
 
 %no (p: f32[4]) -> f32[8] {{
