@@ -34,7 +34,7 @@ class PlanConfig(Config):
     ] = False
     search_compiles: Annotated[
         Number, Doc("The least number of candidates that a search compiles.")
-    ] = 4
+    ] = 3
     search_minutes: Annotated[
         float, Gt(0), Doc("The search compiles no more candidates after these minutes.")
     ] = 15.0
