@@ -30,7 +30,9 @@ DUMP = signal.SIGVTALRM  # asks for the stacks; nothing else uses this signal
 
 _TICK_S = 0.25
 _PATIENCE_S = 30.0  # the longest wait for storage or for the reader of stderr
-_OTHERS_S = 2.0  # how long to wait for the reports of other stalled processes
+# How long to wait for the reports of other stalled processes. The end of a trainer ends
+# its peers too, so this is also their time to write their stacks.
+_OTHERS_S = 6.0
 _ABORT_S = 5.0  # how long the trainer may take to end after a signal
 _MAX_NAMED = 8  # processes in a message
 
