@@ -112,10 +112,10 @@ def report(trainer: WatchedTrainer, stall: Stall, began: float) -> str:
     own_report = f"{trainer.folder}/process{stall.process}.json"
     storage.pipe_file(own_report, json.dumps(stall._asdict()).encode())
     age = time.monotonic() - began
+    if trainer.processes == 1:
+        return f". Stacks: {_keep_stacks(trainer)}"
     time.sleep(_OTHERS_S)
     stacks = _keep_stacks(trainer)
-    if trainer.processes == 1:
-        return f". Stacks: {stacks}"
     # Reports from before this watchdog began belong to earlier starts. The storage
     # dates all reports, because the clocks of hosts may disagree.
     since = storage.modified(own_report).timestamp() - age
