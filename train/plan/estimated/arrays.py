@@ -30,7 +30,7 @@ class Dim(NamedTuple):
         return self._replace(size=-(-size // num_shards(sizes, axes)), axes=axes)
 
 
-class Position(NamedTuple):
+class StepPosition(NamedTuple):
     """How often an operation runs in a step, and the names of all scopes around it."""
 
     count: int
@@ -59,7 +59,7 @@ class PartialSum:
 
     axes: Axes
     bytes: int
-    position: Position
+    position: StepPosition
     is_product: bool
     is_reduced: bool = False
 
@@ -130,7 +130,7 @@ class Operation:
     name: str
     operands: list[LocalArray]
     results: list[LocalArray]
-    position: Position
+    position: StepPosition
     work: Work | None = None
     trips: int = 1
     body: list["Operation"] = field(default_factory=list)

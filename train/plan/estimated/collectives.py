@@ -22,7 +22,7 @@ from train.hardware.chips import chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
 from train.mesh_sizes import num_shards
 from train.plan.cost import CollectiveTotal, sent_bytes
-from train.plan.estimated.arrays import Axes, Dim, LocalArray, Position
+from train.plan.estimated.arrays import Axes, Dim, LocalArray, StepPosition
 from train.plan.sections import outermost_part
 
 COLLECTIVES = {  # the kinds of collectives, by primitive
@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
     axes: Axes
     kind: str
     payload: float
-    position: Position
+    position: StepPosition
     members: tuple[int, ...] = ()
 
 
@@ -58,7 +58,7 @@ class CollectiveRecorder:
     def __init__(self, sizes: Mapping[str, int], platform: str):
         self.sizes, self._platform = sizes, platform
         self.exchanges: list[Exchange] = []
-        self.position = Position(1, "")  # the walk sets it before each equation
+        self.position = StepPosition(1, "")  # the walk sets it before each equation
         # The dims of each table from which ids select rows; gradients have them too.
         self.table_dims: dict[LocalArray, tuple[Dim, ...]] = {}
 

@@ -22,7 +22,7 @@ from train.plan.estimated.arrays import (
     LocalArray,
     Operation,
     PartialSum,
-    Position,
+    StepPosition,
 )
 from train.plan.estimated.collectives import CollectiveRecorder
 from train.plan.estimated.layouts import (
@@ -91,7 +91,7 @@ class Walk:
         name, params = equation.primitive.name, equation.params
         runs_once = "copies" in self._scope  # once in each step (train/rows.py)
         count = self._count // self._microbatches if runs_once else self._count
-        self.recorder.position = Position(count, self._scope)
+        self.recorder.position = StepPosition(count, self._scope)
         # The first names a result for a rematerialisation policy.
         if name in ("name", "optimization_barrier"):
             return operands
@@ -199,7 +199,14 @@ class Walk:
         for var, (dims, sum_axes) in zip(equation.outvars, layouts, strict=True):
             itemsize = var.aval.dtype.itemsize
             on_host = var.aval.memory_space is jax.memory.Space.Host
-            array = LocalArray(dims, itemsize, from_batch, tuple(sums), on_host, value)
+            array = LocalArray(
+                dims,
+                itemsize,
+                from_batch,
+                sums=tuple(sums),
+                on_host=on_host,
+                value=value,
+            )
             # A rounded activation is another array, but a rounded parameter is a copy.
             if is_copy and (array.bytes == operands[0].bytes or not from_batch):
                 array.origin = operands[0].origin

@@ -38,6 +38,7 @@ class Weighing:
     devices: Sequence[Device]
     budget: MemoryBudget
     beat: Callable[[], object]
+    programs: dict[Layout, Program] = field(default_factory=dict)
     estimates: dict[Layout, Candidate | None] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -60,7 +61,10 @@ class Weighing:
         if mistakes := config_mistakes(config):
             raise ConfigError(mistakes)
         try:
-            program = make_program(config, self.devices)
+            key = replace(layout, remat="")  # Remat policies share a program.
+            if key not in self.programs:
+                self.programs[key] = make_program(config, self.devices)
+            program = self.programs[key].with_train_config(config.train)
             return _as_candidate(layout, make_plan(program, self.budget))
         except (ConfigError, Exit):
             raise

@@ -8,7 +8,7 @@ from tests.train.compiled import SHAPE, B, D, L, T
 from tests.train.machines import machine
 from tests.train.plan.compiled.test_collectives import large, of, payload
 from train.hardware.collective_steps import collective_steps
-from train.plan.estimated.arrays import Position
+from train.plan.estimated.arrays import StepPosition
 from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import local_step
 
@@ -60,7 +60,7 @@ def test_rows_travel_to_their_experts_and_back(composed, lay_out):
 
 
 def exchange(kind, members=()):
-    return Exchange(("fsdp",), kind, 800.0, Position(1, "layers"), members)
+    return Exchange(("fsdp",), kind, 800.0, StepPosition(1, "layers"), members)
 
 
 def phases_on(mesh, *fields):
