@@ -15,8 +15,12 @@ pytestmark = pytest.mark.usefixtures("strict")
         ("llama3_405b", 405_853_388_800, 405_853_388_800),
         ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
-        # The published 3.61 B are without the table that looks tokens up.
+        # The published 3.61 B and 5.13 B are without the table that looks tokens up.
         ("gpt_oss_20b", 20_914_757_184, 4_187_440_704),
+        ("gpt_oss_120b", 116_829_156_672, 5_711_982_912),
+        ("qwen3_235b_a22b", 235_093_634_560, 22_190_763_520),
+        ("olmo3_7b", 7_298_011_136, 7_298_011_136),
+        ("olmo3_32b", 32_233_522_176, 32_233_522_176),
     ],
 )
 def test_a_preset_has_the_published_numbers_of_parameters(

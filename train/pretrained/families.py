@@ -182,6 +182,23 @@ FAMILIES = (
         settings.llama,
     ),
     Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _usual(
+            *(_SCALING_KIND, "layer_pattern"),
+            norm_placement=NormPlacement.after,
+            qk_norm=True,
+            qk_norm_over=NormSpan.projection,
+            bias=False,
+            window=NOT_NULL,
+            # Version 4 of transformers has one theta. Version 5 ignores truncate.
+            rope_theta_local=lambda model: model.rope_theta,
+            **{"rope_scaling.truncate": True},
+        ),
+        names.OLMO2,
+        settings.olmo3,
+    ),
+    Family(
         "gemma2",
         "Gemma2ForCausalLM",
         _usual(

@@ -44,7 +44,9 @@ _SCALING = {
 }
 # Defaults of rope_theta other than 10,000. Source: transformers 5.23,
 # configuration_*.py of these families.
-_DEFAULT_THETAS = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3}
+_DEFAULT_THETAS = {
+    **{"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3, "olmo3": 500e3}
+}
 # The key of `model.*` for each setting of rotary positions, by kind of layer.
 ROPE_KEYS = {
     "full_attention": _SCALING,
@@ -161,7 +163,7 @@ def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any
     `num_layers` is the default of num_hidden_layers. The last layer of each period has
     full attention. Source: transformers 5.23, configuration_*.py of these families.
     """
-    defaults = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+    defaults = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
     default = defaults.get(settings["model_type"])
     if default is None or settings.get("layer_types") is not None:
         return settings
@@ -196,13 +198,24 @@ def gemma2(model: ModelConfig) -> dict[str, Any]:
 
 def gemma3(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Gemma 3's text model."""
-    settings, theta = gemma2(model), model.rope_theta_local
-    local_rope = {"rope_type": "default", "rope_theta": theta}
+    settings = _with_local_rope(gemma2(model), model)
+    return settings | {"rope_local_base_freq": model.rope_theta_local}
+
+
+def olmo3(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of OLMo 3, for versions 5 and 4 of transformers."""
+    layer_types = {"layer_types": _layer_types(model)}
+    return _with_local_rope(mistral(model) | layer_types, model)
+
+
+def _with_local_rope(settings: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return settings with the rotary settings of each kind of layer."""
+    local_rope = {"rope_type": "default", "rope_theta": model.rope_theta_local}
     by_layer_type = {
         "full_attention": settings["rope_parameters"],
         "sliding_attention": local_rope,
     }
-    return settings | {"rope_parameters": by_layer_type, "rope_local_base_freq": theta}
+    return settings | {"rope_parameters": by_layer_type}
 
 
 def gpt2(model: ModelConfig) -> dict[str, Any]:
@@ -236,8 +249,11 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     rope = {"rope_type": "default", "rope_theta": theta}
     rope = rope | (settings.get("rope_scaling") or {}) | parameters
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
-    if model_type != "gemma3_text":
+    local_thetas = {
+        "gemma3_text": settings.get("rope_local_base_freq") or 10e3,
+        "olmo3": rope["rope_theta"],
+    }
+    if model_type not in local_thetas:
         return {"full_attention": rope}
-    local_theta = settings.get("rope_local_base_freq") or 10e3
-    local_rope = {"rope_type": "default", "rope_theta": local_theta}
+    local_rope = {"rope_type": "default", "rope_theta": local_thetas[model_type]}
     return {"full_attention": rope, "sliding_attention": local_rope}

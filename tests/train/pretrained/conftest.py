@@ -36,6 +36,11 @@ MODELS = {
     "mistral": ("model=mistral_nano", "model.window=7"),
     "qwen2": ("model=qwen2_nano",),
     "olmo2": ("model=olmo2_nano",),
+    "olmo3": (
+        *("model=olmo3_nano", "model.window=7", "model.layer_pattern=[local,global]"),
+        *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
+        "model.rope_scaling.original_length=16",
+    ),
     "gemma2": ("model=gemma2_nano", "model.window=7", "model.attention_soft_cap=2"),
     "gemma3": (
         *("model=gemma3_nano", "model.window=7", "model.layer_pattern=[local,global]"),

@@ -42,6 +42,7 @@ def exported(programs, tmp_path_factory):
         # The last quarter of the table has no token of the folder.
         ("gpt2", ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=4")),
         pytest.param("olmo2", CUBE, marks=pytest.mark.slow),
+        pytest.param("olmo3", CUBE, marks=pytest.mark.slow),
         pytest.param("qwen2", (), marks=pytest.mark.slow),
         pytest.param("gemma3", CUBE, marks=pytest.mark.slow),
         pytest.param("mixtral", CUBE, marks=pytest.mark.slow),
@@ -84,6 +85,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
     [
         *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
         *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt-oss", "gpt2"),
+        "olmo3",
     ],
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiktoken
+from safetensors.numpy import load_file
 
 from data import bpe
 from data.batches import Batch
@@ -48,6 +49,7 @@ def a_batch(theirs):
         *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "llama3_405b"),
         *("mistral_7b", "qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b"),
         *("mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "gpt2_124m", "gpt2_1558m"),
+        *("gpt_oss_120b", "qwen3_235b_a22b", "olmo3_7b", "olmo3_32b"),
     ],
 )
 def test_full_size_tensors_are_those_that_transformers_writes(preset):
@@ -69,7 +71,7 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     assert parts.shapes(dict(named(params_of(ours)))) == shapes
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss", "olmo3"])
 def test_gradients_are_the_same(programs, tmp_path, family):
     """The trainer's, laid out as weights are written, beside torch's."""
     named_so = (*MODELS[family], "model.num_layers=2", "model.router_aux_weight=0")
@@ -93,6 +95,51 @@ def test_gradients_are_the_same(programs, tmp_path, family):
         scale = np.abs(grad).max()
         assert scale > 1e-6, f"{name} does not matter"
         assert np.abs(ours[name] - grad).max() / scale < 1e-4, name
+
+
+def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
+    """Its loss and gradients; and its weights are written as they were read."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    settings = transformers.Olmo3Config(
+        **(sizes | heads),
+        **{"vocab_size": BYTES.n_vocab, "sliding_window": 7},
+        **{"max_position_embeddings": 64, "rope_theta": 500e3, "rope_scaling": yarn},
+        **dict.fromkeys(("pad_token_id", "eos_token_id")),
+        initializer_range=0.2,
+    )
+    theirs = transformers.Olmo3ForCausalLM._from_config(
+        settings, attn_implementation="eager"
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
+    batch, expected = a_batch(theirs)
+    expected.backward()
+    sizes = ("embed_dim=64", "mlp_dim=96", "window=7", f"vocab_size={BYTES.n_vocab}")
+    scaling = ("kind=yarn", "factor=4", "original_length=16")
+    program = programs(
+        *("model=olmo3_nano", "model.norm_epsilon=1e-5", "model.num_layers=4"),
+        *(f"model.{size}" for size in sizes),
+        *(f"model.rope_scaling.{setting}" for setting in scaling),
+        *("data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"),
+        devices=1,
+    )
+    params = start_from(str(tmp_path / "theirs"), program).params
+    parts = export(tmp_path / "ours", program, params)
+    step = make_gradients(program.model, program.execution, program.config.train)
+    loss, grads, *_ = jax.jit(step)(params, place(batch, program.batch))
+    assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
+    for name, parameter in theirs.named_parameters():
+        ours, grad = parts.read(dict(named(grads)), name), parameter.grad.numpy()
+        assert np.abs(ours - grad).max() < 1e-4 * np.abs(grad).max(), name
+    written, read = (
+        load_file(tmp_path / folder / "model.safetensors")
+        for folder in ("ours", "theirs")
+    )
+    assert written.keys() == read.keys()
+    for name, array in written.items():
+        np.testing.assert_array_equal(array, read[name])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt-oss", "gpt2"])

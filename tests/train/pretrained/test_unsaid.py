@@ -39,6 +39,7 @@ def write(folder: Path, name: str, **changed: object) -> str:
         ("gemma3", {"_sliding_window_pattern": 4}, "local,local,local,global"),
         ("gemma3", {"num_hidden_layers": None}, "local,local,local,local,local,global"),
         ("gpt-oss", {}, "local,global"),
+        ("olmo3", {}, "local,local,local,global"),
     ],
 )
 def test_another_pattern_is_refused_by_name(tmp_path, name, said, pattern):
@@ -69,6 +70,7 @@ def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other)
         ("llama", "rope_theta=10000", "rope_theta=500000"),
         ("mixtral", "rope_theta=1000000", "rope_theta=10000"),
         ("gemma3", "rope_theta_local=10000", "rope_theta_local=20000"),
+        ("olmo3", "rope_theta_local=500000", "rope_theta_local=20000"),
     ],
 )
 def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
