@@ -63,6 +63,8 @@ _GEMMA = {
 }
 
 
+# transformers 5.24 ignores truncate in rotary settings by kind of layer.
+_ROPE_BY_LAYER = {"rope_scaling.truncate": True}
 _EXPERTS = {
     "mlp": Mlp.moe,
     "shared_experts": 0,
@@ -191,9 +193,9 @@ FAMILIES = (
             qk_norm_over=NormSpan.projection,
             bias=False,
             window=NOT_NULL,
-            # Version 4 of transformers has one theta. Version 5 ignores truncate.
+            # Version 4 of transformers has one theta for all layers.
             rope_theta_local=lambda model: model.rope_theta,
-            **{"rope_scaling.truncate": True},
+            **_ROPE_BY_LAYER,
         ),
         names.OLMO2,
         settings.olmo3,
@@ -215,6 +217,7 @@ FAMILIES = (
         _usual(
             *("layer_pattern", "query_scale_dim", _SCALING_KIND),
             **_GEMMA,
+            **_ROPE_BY_LAYER,
             rope_theta_local=NOT_NULL,
             qk_norm=True,
             qk_norm_over=NormSpan.head,

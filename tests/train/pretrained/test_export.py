@@ -124,9 +124,15 @@ def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, s
 
 
 def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
+    truncate = "model.rope_scaling.truncate"
     for overrides, expected in (
         ((), {"model.activation", "model.rotary_fraction", "model.logit_soft_cap"}),
         ((*MODELS["mixtral"], "model.shared_experts=1"), {"model.shared_experts"}),
+        (
+            (*MODELS["olmo3"], "model.rope_theta=1e4", f"{truncate}=false"),
+            {"model.rope_theta_local", truncate},
+        ),
+        ((*MODELS["gemma3"], f"{truncate}=false"), {truncate}),
     ):
         with pytest.raises(ConfigError, match="must be") as error:
             family_of(composed(*overrides).model)
