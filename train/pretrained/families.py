@@ -65,6 +65,8 @@ _GEMMA = {
 
 # transformers 5.24 ignores truncate in rotary settings by kind of layer.
 _ROPE_BY_LAYER = {"rope_scaling.truncate": True}
+
+
 _EXPERTS = {
     "mlp": Mlp.moe,
     "shared_experts": 0,

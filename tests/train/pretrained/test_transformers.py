@@ -110,17 +110,17 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
         **dict.fromkeys(("pad_token_id", "eos_token_id")),
         initializer_range=0.2,
     )
-    theirs = transformers.Olmo3ForCausalLM._from_config(
+    theirs = transformers.AutoModelForCausalLM.from_config(
         settings, attn_implementation="eager"
     )
     theirs.save_pretrained(tmp_path / "theirs")
     batch, expected = a_batch(theirs)
     expected.backward()
-    sizes = ("embed_dim=64", "mlp_dim=96", "window=7", f"vocab_size={BYTES.n_vocab}")
+    alike = ("embed_dim=64", "mlp_dim=96", "window=7", f"vocab_size={BYTES.n_vocab}")
     scaling = ("kind=yarn", "factor=4", "original_length=16")
     program = programs(
         *("model=olmo3_nano", "model.norm_epsilon=1e-5", "model.num_layers=4"),
-        *(f"model.{size}" for size in sizes),
+        *(f"model.{setting}" for setting in alike),
         *(f"model.rope_scaling.{setting}" for setting in scaling),
         *("data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"),
         devices=1,
