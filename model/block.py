@@ -16,6 +16,7 @@ from model.execution import CallContext, Execution
 from model.experts.experts import Experts
 from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
+from model.pattern import BlockKind
 from model.scopes import part_scope
 
 
@@ -25,8 +26,8 @@ class Block(nnx.Module):
     `config.norm_placement` says which of these norms exist.
     """
 
-    def __init__(self, config: ModelConfig, is_moe: bool, rngs: nnx.Rngs):
-        """Make one layer, with experts if `is_moe`, otherwise with one MLP."""
+    def __init__(self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs):
+        """Draw the parameters of one layer."""
         self.dropout = config.dropout.residual
         match config.norm_placement:
             case NormPlacement.before:
@@ -47,9 +48,10 @@ class Block(nnx.Module):
         self.attention = SelfAttention(config, rngs)
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
-        self.mlp = (
-            Experts(config, rngs) if is_moe else MLP(config, config.mlp_size, rngs)
-        )
+        if kind.experts:
+            self.mlp = Experts(config, rngs)
+        else:
+            self.mlp = MLP(config, config.mlp_size, rngs)
         self.mlp_output_norm = norm_if(norm_outputs)
 
     def __call__(

@@ -37,6 +37,12 @@ INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 OffloadName = Literal["residual", Intermediate]
 
 
+class Mixer(StrEnum):
+    """How a layer mixes positions."""
+
+    attention = "attention"
+
+
 class Norm(StrEnum):
     """The kind of the norms in each layer and before the head."""
 

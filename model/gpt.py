@@ -1,8 +1,8 @@
 """A GPT, from tokens to logits.
 
 The config selects an architecture like GPT-2, or like Llama and Qwen. The parameters
-of layers are stacked, and `lax.scan` runs the layers (model/stacks.py), so compile time
-does not grow with depth.
+of layers are stacked, and one `lax.scan` runs the layers of a segment, so compile time
+does not grow with depth (model/pattern.py, model/segments.py).
 
 Shapes: B batch, T time, D embed, V vocab, K key/value heads, H head dim.
 """
@@ -25,13 +25,20 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.layers import Normalize, stds
 from model.linear import Linear, product
-from model.params import Kind, ParamInfo, is_info, param_infos
+from model.params import Kind, ParamInfo, is_info, layer_trees, param_infos
+from model.pattern import Segment, segments_of
 from model.pipeline import run_pipeline
 from model.rope import Rotations, make_rotations
-from model.stacks import LayerKinds, depth_of, groups_of, make_stack, run_stacks
+from model.segments import (
+    LayerFlags,
+    draw_layer_keys,
+    make_segment,
+    num_repeats,
+    run_segment,
+)
 
 _HEAD = "btd,dv->btv"
-# One KeysValues [groups, B, length, K, H] for each layer of a group (model/stacks.py).
+# One KeysValues [repeats, B, length, K, H] for each place of each segment.
 Cache = tuple[KeysValues, ...]
 
 
@@ -53,19 +60,11 @@ class GPT(nnx.Module):
         assert length or not learned, "resolved by train/program.py"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
-        # Layers with and without experts have different parameters, so they form
-        # different stacks. If `experts_every` > 1, a group of layers has layers without
-        # experts (`layers_between`), and then one layer with experts (`layers`).
-        num_expert, num_dense = config.expert_layers, config.layers_before_experts
-        num_between = config.num_layers - num_dense - num_expert if num_expert else 0
-        num_last = config.num_layers - num_dense - num_between
-
-        def make_dense_stack(depth: int) -> Block | None:
-            return make_stack(config, depth, False, rngs) if depth else None
-
-        self.dense_layers = make_dense_stack(num_dense)
-        self.layers_between = make_dense_stack(num_between)
-        self.layers = make_stack(config, num_last, num_expert > 0, rngs)
+        keys_L = draw_layer_keys(config, rngs)
+        segments = (make_segment(config, s, keys_L) for s in segments_of(config))
+        self.layers = nnx.Dict(
+            {str(i): nnx.Dict(_by_place(blocks)) for i, blocks in enumerate(segments)}
+        )
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
 
@@ -97,54 +96,57 @@ class GPT(nnx.Module):
             segment_ids_BT=segment_ids_BT,
             rotations=None if is_pipelined else self._rotations(positions_BT),
         )
-        updated_caches, routing = list[KeysValues](), None
-        for loop_number, (stacks, kinds) in enumerate(self._loops):
-            loop_call = call.fold_in(loop_number)
+        updated_caches, routings = list[KeysValues](), list[Routing]()
+        for number, (segment, blocks) in enumerate(self._segments):
+            segment_call, caches = call.fold_in(number), None
             if is_pipelined:
                 x_BTD, routing = self._run_stages(
-                    stacks, x_BTD, positions_BT, execution, loop_call, kinds=kinds
+                    segment, blocks, x_BTD, positions_BT, execution, segment_call
                 )
-                continue
-            caches = None
-            if cache is not None:
-                caches = cache[len(updated_caches) :][: sum(groups_of(stacks)[1])]
-            x_BTD, caches, routing = run_stacks(
-                stacks,
-                x_BTD,
-                execution,
-                loop_call,
-                kinds=kinds,
-                unroll=self.config.layer_unroll,
-                caches=caches,
-            )
+            else:
+                if cache is not None:
+                    caches = cache[len(updated_caches) :][: len(blocks)]
+                x_BTD, caches, routing = run_segment(
+                    blocks,
+                    x_BTD,
+                    execution,
+                    segment_call,
+                    flags=self._flags(segment),
+                    unroll=self.config.layer_unroll,
+                    caches=caches,
+                )
             updated_caches += caches or []
+            routings += [] if routing is None else [routing]
+        routing = None
+        if routings:
+            routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
         # Without a constraint, XLA may shard the norm's result like the norm's scale.
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(updated_caches) or None, routing
 
     def _run_stages(
         self,
-        stacks: list[Block],
+        segment: Segment,
+        blocks: list[Block],
         x_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         execution: Execution,
         call: CallContext,
-        *,
-        kinds: LayerKinds,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
-        """Run stacks whose layers are sharded over the stages of a pipeline."""
-        graphs, params = zip(*map(nnx.split, stacks), strict=True)
+        """Run a segment whose layers are sharded over the stages of a pipeline."""
+        graphs, params = zip(*map(nnx.split, blocks), strict=True)
+        flags = self._flags(segment)
 
         def run(params, x_BTD, positions_BT, group_number, call: CallContext):
-            stage_stacks = list(map(nnx.merge, graphs, params))
-            depth = sum(map(depth_of, stage_stacks))
-            x_BTD, _, routing = run_stacks(
-                stage_stacks,
+            stage_blocks = list(map(nnx.merge, graphs, params))
+            depth = len(stage_blocks) * num_repeats(stage_blocks)
+            x_BTD, _, routing = run_segment(
+                stage_blocks,
                 x_BTD,
                 execution,
                 call._replace(rotations=self._rotations(positions_BT)),
                 # Every group of layers has the same local flags (train/mesh_sizes.py).
-                kinds=kinds._replace(local_flags=kinds.local_flags[:depth]),
+                flags=flags._replace(local=flags.local[:depth]),
                 unroll=self.config.layer_unroll,
                 first_layer=group_number * depth,
             )
@@ -157,21 +159,15 @@ class GPT(nnx.Module):
         return make_rotations(positions_BT, self.config) if rotary else None
 
     @property
-    def _loops(self) -> list[tuple[list[Block], LayerKinds]]:
-        """The stacks of each loop over layers, and the kinds of their layers."""
-        num_dense = self.config.layers_before_experts
+    def _segments(self) -> list[tuple[Segment, list[Block]]]:
+        """Each segment, with the stacked block of each place."""
+        blocks = layer_trees(self.layers)
+        return list(zip(segments_of(self.config), blocks, strict=True))
+
+    def _flags(self, segment: Segment) -> LayerFlags:
+        layers = slice(segment.first, segment.first + segment.num_layers)
         local_flags = [window is not None for window in self.config.windows]
-        precision_flags, loops = self.config.high_precision_flags, []
-        for stacks, layers in (
-            ((self.dense_layers,), slice(num_dense)),
-            ((self.layers_between, self.layers), slice(num_dense, None)),
-        ):
-            stacks = [stack for stack in stacks if stack is not None]
-            # In the per-device program of a pipeline, a stack has one stage's layers.
-            depth = sum(map(depth_of, stacks))
-            kinds = LayerKinds(local_flags[layers][:depth], precision_flags[layers])
-            loops += [(stacks, kinds)] if stacks else []
-        return loops
+        return LayerFlags(local_flags[layers], self.config.high_precision_flags[layers])
 
     @property
     def head_weight(self) -> Float[Array, "in out"]:
@@ -206,14 +202,17 @@ class GPT(nnx.Module):
         Row i begins at position first_B[i], or at 0 if first_B is None.
         """
         config, caches = self.config, list[KeysValues]()
-        for stacks, *_ in self._loops:
-            groups, sizes = groups_of(stacks)
-            shape = (groups, batch, length, config.kv_heads, config.head_size)
+        for pattern, repeats, _ in segments_of(config):
+            shape = (repeats, batch, length, config.kv_heads, config.head_size)
             zeros = jnp.zeros(shape, execution.numerics.activation_dtype)
-            lengths = jnp.zeros((groups,), jnp.int32)
-            first = None if first_B is None else jnp.tile(first_B, (groups, 1))
-            caches += [KeysValues(zeros, zeros, lengths, first)] * sum(sizes)
+            lengths = jnp.zeros((repeats,), jnp.int32)
+            first = None if first_B is None else jnp.tile(first_B, (repeats, 1))
+            caches += [KeysValues(zeros, zeros, lengths, first)] * len(pattern)
         return tuple(caches)
+
+
+def _by_place(blocks: list[Block]) -> dict[str, Block]:
+    return {str(place): block for place, block in enumerate(blocks)}
 
 
 def head_spec(config: ModelConfig) -> str:

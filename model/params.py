@@ -1,27 +1,29 @@
 """Metadata of parameters, and the tree of parameters.
 
 After the model is built, parameters are nested dicts of arrays. The parameters of
-layers are always stacked along a leading `layers` dim. Checkpoints therefore have the
-same layout for every unrolling of layers and every pipeline.
+layers are stacked along a leading `layers` dim. `layers.1.0.mlp.up.weight` has the
+layers at place 0 of the pattern of segment 1 (model/pattern.py). Checkpoints therefore
+have the same layout for every unrolling of layers and every pipeline.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
-# The subtrees whose parameters have a leading `layers` dim.
-STACKED = ("dense_layers", "layers_between", "layers")
+from model.pattern import segments_of
+
+# The subtree whose parameters have a leading `layers` dim.
+LAYERS = "layers"
 
 
 def is_of_layers(name: str) -> bool:
     """Return whether the array of the state with this dotted name stacks layers."""
-    return any(part in STACKED for part in name.split("."))
+    return LAYERS in name.split(".")
 
 
 class Kind(StrEnum):
@@ -42,17 +44,19 @@ class ParamInfo(NamedTuple):
     axes: the logical axis of each dim.
     inputs: the number of contracted dims of a matrix. These dims follow the stack dims.
     padding: the number of padding entries at the end of the `vocab` dim.
+    layers: the numbers of the layers that are stacked along the first dim.
     """
 
     axes: tuple[str, ...]
     kind: Kind
     inputs: int = 0
     padding: int = 0
+    layers: range = range(0)
 
     @property
     def stacked(self) -> bool:
         """Whether the first dim indexes layers."""
-        return self.axes[0] == "layers"
+        return self.axes[0] == LAYERS
 
     @property
     def stack_dims(self) -> int:
@@ -76,29 +80,53 @@ def is_info(node: object) -> bool:
     return isinstance(node, ParamInfo)
 
 
-def param_infos(model: nnx.Module) -> dict[str, Any]:
-    """Return the tree of `ParamInfo`, shaped like the tree of parameters."""
+def param_infos(model: Any) -> dict[str, Any]:
+    """Return the tree of `ParamInfo` of a GPT, shaped like the tree of parameters."""
 
     def info_of(path: tuple[Any, ...], param: nnx.Variable) -> ParamInfo:
         info: ParamInfo = param.get_metadata("info")
-        if path[0] not in STACKED:
+        if path[0] != LAYERS:
             return info
-        return info._replace(axes=("layers", *info.axes))
+        segment = segments_of(model.config)[int(path[1])]
+        layers = segment.layers(int(path[2]))
+        return info._replace(axes=(LAYERS, *info.axes), layers=layers)
 
     return nnx.to_pure_dict(nnx.map_state(info_of, nnx.state(model, nnx.Param)))
 
 
-def in_layer_order(stacks: Mapping[str, Float[Array, "_"]]) -> Float[Array, "_"]:
-    """Return one value per layer, in the order in which layers run."""
-    dense, between, last = (stacks.get(name) for name in STACKED)
-    assert last is not None
-    if between is not None:
-        groups = between.reshape(last.size, -1), last.reshape(-1, 1)
-        last = jnp.concatenate(groups, axis=1).ravel()
-    return last if dense is None else jnp.concatenate([dense, last])
+def layer_trees(layers: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the trees of a `layers` subtree, by segment and place in numeric order."""
+    return [
+        [places[str(place)] for place in range(len(places))]
+        for places in (layers[str(segment)] for segment in range(len(layers)))
+    ]
+
+
+def in_layer_order(places: Sequence[Any]) -> Any:
+    """Return a tree of a segment's values [L, ...], in the order in which layers run.
+
+    `places` has a tree of values [repeats, ...] for each place of the pattern.
+    """
+    if len(places) == 1:
+        return places[0]
+    return jax.tree.map(
+        lambda *values: jnp.stack(values, 1).reshape(-1, *values[0].shape[1:]), *places
+    )
+
+
+def name_in_layer(path: Sequence[Any]) -> str:
+    """Return the name of a leaf's path without its segment and its place.
+
+    The result depends only on the path inside the layer, not on how layers are grouped.
+    """
+    path, keys = tuple(path), [getattr(entry, "key", None) for entry in path]
+    if LAYERS in keys:
+        start = keys.index(LAYERS) + 1
+        path = path[:start] + path[start + 2 :]
+    return jax.tree_util.keystr(path)
 
 
 def named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator:
-    """Yield the leaves of a tree as ("layers.mlp.up.weight", leaf) pairs."""
+    """Yield the leaves of a tree as ("layers.0.0.mlp.up.weight", leaf) pairs."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
         yield jax.tree_util.keystr(path, simple=True, separator="."), leaf

@@ -174,7 +174,7 @@ def _reduce_stages(
             lambda values: jax.lax.pmax(place_layers(values, jnp.max), axis),
             lambda values: jax.lax.psum(place_layers(values, jnp.mean), axis),
         )
-        taps.add_stack(figures)
+        taps.add_segment(figures)
     if routing is None:
         return None
     load, loss = jax.tree.map(place_layers, routing)

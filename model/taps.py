@@ -53,18 +53,18 @@ def count_rounding(
 
 
 class Taps:
-    """Collects statistics during tracing, of one layer in a scan or of whole stacks.
+    """Collects statistics during tracing, of one layer in a scan or of whole segments.
 
     In a layer, `note` records a result, and `layer_figures` returns the statistics. The
-    scan stacks them over layers. Outside of the scan, `add_stack` appends the
-    statistics of each stack, and `all_figures` concatenates them.
+    scan stacks them over layers. Outside of the scan, `add_segment` appends the
+    statistics of each segment, and `all_figures` concatenates them.
     """
 
     def __init__(self, exact: bool = False) -> None:
         """Start empty. An `exact` layer does not quantize, so its shares are zero."""
         self._largest: ValuesByName = {}
         self._counts = jnp.array([0.0, 0.0, 1.0]) if exact else None
-        self._stacks: list[LayerFigures] = []
+        self._segments: list[LayerFigures] = []
 
     def note(self, name: str, x: Float[Array, "..."]) -> None:
         """Record the largest absolute value of a result of the layer."""
@@ -84,10 +84,10 @@ class Taps:
         shares = {"flushed": flushed / size, "saturated": saturated / size}
         return LayerFigures(self._largest, shares)
 
-    def add_stack(self, stack: LayerFigures) -> None:
-        """Append the statistics [L] of a stack of layers."""
-        self._stacks.append(stack)
+    def add_segment(self, segment: LayerFigures) -> None:
+        """Append the statistics [L] of the layers of a segment."""
+        self._segments.append(segment)
 
     def all_figures(self) -> LayerFigures:
-        """Return the statistics of all layers, concatenated over stacks."""
-        return jax.tree.map(lambda *stacks: jnp.concatenate(stacks), *self._stacks)
+        """Return the statistics of all layers, concatenated over segments."""
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self._segments)

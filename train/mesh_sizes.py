@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.choices import Mlp
+from model.pattern import segments_of
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
 
@@ -106,21 +107,23 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         rule += f"starts with the same number; {nearest(microbatches, stages)}, or null"
         key, related = "train.pipeline_microbatches", ("mesh.pipeline",)
         mistakes.append(Mistake(key, microbatches, rule, related))
-    num_expert_layers, groups = config.model.expert_layers, stages * repeats
-    num_dense = config.model.layers_before_experts
-    counts = num_dense, num_expert_layers or config.model.num_layers - num_dense
-    if uneven := [count for count in counts if count % groups]:
-        kind = "" if uneven[0] == config.model.num_layers else " of one kind"
-        rule = f"x mesh.pipeline_repeats={repeats} must divide the {uneven[0]} layers"
-        rule += f"{kind} (model.num_layers, of these model.dense_layers), which form "
+    groups, windows = stages * repeats, config.model.windows
+    segments = segments_of(config.model)
+    if uneven := [s for s in segments if s.repeats % groups]:
+        size, times = len(uneven[0].pattern), uneven[0].repeats
+        what = f"{times} layers" if size == 1 else f"{times} groups of {size} layers"
+        kind = " of one kind" if len(segments) > 1 else ""
+        rule = f"x mesh.pipeline_repeats={repeats} must divide the {what}{kind} "
+        rule += "(model.num_layers, of these model.dense_layers), which form "
         rule += "equal groups on the stages; change stages, repeats or layers"
         related = ("mesh.pipeline_repeats", "model.num_layers", "model.dense_layers")
         mistakes.append(Mistake("mesh.pipeline", stages, rule, related))
     else:
-        windows = config.model.windows
-        for stack in filter(None, (windows[:num_dense], windows[num_dense:])):
-            size = len(stack) // groups
-            if len({stack[i : i + size] for i in range(0, len(stack), size)}) > 1:
+        for segment in segments:
+            size = segment.num_layers // groups
+            stop = segment.first + segment.num_layers
+            starts = range(segment.first, stop, size)
+            if len({windows[start : start + size] for start in starts}) > 1:
                 rule = f"must be the same in each group of {size} layers that a stage "
                 rule += "runs at once; its length must divide them: change stages, "
                 rule += "mesh.pipeline_repeats or the pattern"

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model.params import STACKED, in_layer_order
+from model.params import LAYERS, in_layer_order, layer_trees
 from model.taps import LayerFigures
 
 Reduce = Callable[[jax.Array], jax.Array]
@@ -128,12 +128,16 @@ def _candidates(
 
 def _reduce_layers(tree: Any, reduce: Reduce, combine: Combine) -> Float[Array, "L"]:
     """Reduce the parameters of each layer to one value, in the order of layers."""
-    stacks = {
-        name: functools.reduce(combine, map(reduce, jax.tree.leaves(tree[name])))
-        for name in STACKED
-        if name in tree
-    }
-    return in_layer_order(stacks)
+    segments = [
+        in_layer_order(
+            [
+                functools.reduce(combine, map(reduce, jax.tree.leaves(place)))
+                for place in places
+            ]
+        )
+        for places in layer_trees(tree[LAYERS])
+    ]
+    return jnp.concatenate(segments)
 
 
 def _max_abs(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:

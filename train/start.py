@@ -190,7 +190,10 @@ def _find_state(trainer: Trainer) -> TrainState:
 
     # 1 and 2: the newest checkpoint that verifies.
     state = saved.restore(
-        program.state, at_most=rewind_to, repack=program.optimizer.storage.convert
+        program.state,
+        at_most=rewind_to,
+        repack=program.optimizer.storage.convert,
+        model=program.config.model,
     )
     step = 0 if state is None else int(state.step)
     run.events.lap("restore", step=step)

@@ -13,7 +13,7 @@ from model.choices import Dropout
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
-from model.params import param_infos
+from model.params import LAYERS, layer_trees, param_infos
 from model.placement import Placement
 from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
@@ -241,13 +241,16 @@ def balance_experts(
     if load_LE is None or not config.router_bias_rate:
         return params
     direction_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
-    layers = params["layers"]
-    mlp, router = layers["mlp"], layers["mlp"]["router"]
-    bias_LE = router["balance"]
-    new_bias_LE = bias_LE + config.router_bias_rate * direction_LE
-    new_bias_LE = jnp.where(accepted, new_bias_LE, bias_LE)
-    layers = layers | {"mlp": mlp | {"router": router | {"balance": new_bias_LE}}}
-    return params | {"layers": layers}
+    params, start = jax.tree.map(lambda x: x, params), 0  # copies the dicts only
+    for places in layer_trees(params[LAYERS]):
+        routers = [p["mlp"]["router"] for p in places if "router" in p["mlp"]]
+        stop = start + sum(len(router["balance"]) for router in routers)
+        for place, router in enumerate(routers):
+            rows = direction_LE[start + place : stop : len(routers)]
+            balance = router["balance"] + config.router_bias_rate * rows
+            router["balance"] = jnp.where(accepted, balance, router["balance"])
+        start = stop
+    return params
 
 
 def make_eval_step(

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from optax import MaskedNode
 
-from model.params import STACKED
+from model.params import LAYERS
 from train.optimizer.moments import is_eight_bits
 
-# (gradients, moments, parameters, first layer) -> (parameters, moments, whether the
+# (gradients, moments, parameters, first repeat) -> (parameters, moments, whether the
 # update is accepted), for a part of the parameters.
 Update = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
 
@@ -41,7 +41,9 @@ def update_layer_by_layer(
     """
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     updated_parts, accepted = [], jnp.bool_(True)
-    for stack in (None, *STACKED):
+    segments = params[LAYERS].items()
+    stacks = [(segment, place) for segment, places in segments for place in places]
+    for stack in (None, *stacks):
         part_grads, part_moments, part_params = (
             _select_stack(stack, tree) for tree in (grads, moments, params)
         )
@@ -50,7 +52,7 @@ def update_layer_by_layer(
                 part_grads, _to_device(part_moments, 2), part_params, 0
             )
             part_moments = _move(part_moments, 2, space)
-        elif jax.tree.leaves(part_grads):
+        else:
             part_params, part_moments, part_accepted = _update_stack(
                 update,
                 part_grads,
@@ -59,8 +61,6 @@ def update_layer_by_layer(
                 space=space,
                 in_place=in_place,
             )
-        else:
-            continue
         updated_parts.append((part_params, part_moments))
         accepted &= part_accepted
     params, moments = jax.tree.map(_first_unmasked, *updated_parts, is_leaf=_is_leaf)
@@ -93,12 +93,17 @@ def _update_stack(
     return params, carried if in_place else stacked_moments, jnp.all(accepted)
 
 
-def _select_stack(stack: str | None, tree: Any) -> Any:
-    """Return a tree with only scalars and the leaves of one stack (None: no stack)."""
+def _select_stack(stack: tuple[str, str] | None, tree: Any) -> Any:
+    """Return a tree with only scalars and the leaves of one stack.
+
+    `stack` is a segment and a place. None selects the leaves that are not of layers.
+    """
 
     def select(path: tuple[Any, ...], leaf: Any) -> Any:
-        names = (getattr(key, "key", None) for key in path)
-        leaf_stack = next((name for name in names if name in STACKED), None)
+        names, leaf_stack = [getattr(key, "key", None) for key in path], None
+        if LAYERS in names:
+            start = names.index(LAYERS) + 1
+            leaf_stack = tuple(names[start : start + 2])
         is_scalar = getattr(leaf, "ndim", None) == 0
         return leaf if leaf_stack == stack or is_scalar else MaskedNode()
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model.params import ParamInfo, is_info
+from model.params import ParamInfo, is_info, name_in_layer
 from train.config import MomentDtype
 from train.optimizer.rounding import key_of_step, random_bits, to_bfloat16
 
@@ -64,22 +64,21 @@ class MomentStorage:
     infos: Any
     seed: int
 
-    def encode(self, state: Any, step: jax.Array, layer: Any = 0) -> Any:
+    def encode(self, state: Any, step: jax.Array, repeat: Any = 0) -> Any:
         """Return optax's state with its moments in the format of this storage.
 
-        Stacked arrays may hold only some layers, beginning with `layer`.
+        Stacked arrays may hold only some repeats of a pattern, beginning with `repeat`.
         """
         if self.dtype is MomentDtype.float32:
             return state
-        key = key_of_step(self.seed, step)
-        infos = dict(jax.tree_util.tree_leaves_with_path(self.infos, is_leaf=is_info))
+        key, infos = key_of_step(self.seed, step), self._infos_by_path()
 
         def encode_leaf(path: Any, leaf: jax.Array) -> Any:
             suffixes = (path[start:] for start in range(len(path)))
             info = next((infos[s] for s in suffixes if s in infos), None)
             if info is None:  # an update count, or squares of Adafactor
                 return leaf
-            bits = random_bits(key, jax.tree_util.keystr(path), leaf.shape, layer)
+            bits = _random_bits(key, path, info, leaf.shape, repeat)
             match self.dtype:
                 case MomentDtype.float32:
                     return leaf
@@ -99,20 +98,37 @@ class MomentStorage:
         return self.encode(decode_moments(state), step)
 
     def round_weights(
-        self, weights: Any, params: Any, step: jax.Array, layer: Any = 0
+        self, weights: Any, params: Any, step: jax.Array, repeat: Any = 0
     ) -> Any:
         """Round float32 weights to the dtypes of the parameters that they replace.
 
-        Stacked arrays may hold only some layers, beginning with `layer`.
+        Stacked arrays may hold only some repeats of a pattern, beginning with `repeat`.
         """
+        infos = self._infos_by_path()
 
         def round_leaf(path: Any, weight: jax.Array, param: jax.Array) -> jax.Array:
             if param.dtype != jnp.bfloat16:
                 return weight.astype(param.dtype)
-            key, name = key_of_step(self.seed, step), jax.tree_util.keystr(path)
-            return to_bfloat16(weight, random_bits(key, name, weight.shape, layer))
+            key = key_of_step(self.seed, step)
+            bits = _random_bits(key, path, infos[path], weight.shape, repeat)
+            return to_bfloat16(weight, bits)
 
         return jax.tree_util.tree_map_with_path(round_leaf, weights, params)
+
+    def _infos_by_path(self) -> dict[Any, ParamInfo]:
+        return dict(jax.tree_util.tree_leaves_with_path(self.infos, is_leaf=is_info))
+
+
+def _random_bits(
+    key: jax.Array, path: Any, info: ParamInfo, shape: tuple[int, ...], repeat: Any
+) -> jax.Array:
+    """Return random bits that depend on the numbers of layers, not on their segments.
+
+    The array at `path` holds repeats of a pattern, beginning with `repeat`.
+    """
+    numbers = info.layers
+    start = numbers.start + repeat * numbers.step
+    return random_bits(key, name_in_layer(path), shape, start, numbers.step)
 
 
 def decode_moments(state: Any) -> Any:

@@ -5,8 +5,9 @@ values. In bfloat16, this distance is 0.4 to 0.8 %, so a mean that decays by 0.1
 each step never falls, and a weight with such small updates never moves. Stochastic
 rounding is exact on average.
 
-The random bits are a function of a key and of an entry's index in the global array, so
-they are the same on any mesh and after a resume. They are hashed from the index,
+The random bits are a function of a key, of the array's name in its layer, of the
+layer's number and of the entry's index in the layer's global array. So they are the
+same on any mesh, after a resume, and for any grouping of layers. They are hashed,
 because threefry of jax.random takes fifty times as long on a CPU (docs/log).
 
 Source: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv:1502.02551.
@@ -25,7 +26,11 @@ def key_of_step(seed: int, step: jax.Array | int) -> jax.Array:
 
 
 def random_bits(
-    key: jax.Array, name: str, shape: tuple[int, ...], start: jax.Array | int = 0
+    key: jax.Array,
+    name: str,
+    shape: tuple[int, ...],
+    start: jax.Array | int = 0,
+    step: int = 1,
 ) -> jax.Array:
     """Return a pseudorandom uint32 for each entry of an array, or of a part of it.
 
@@ -34,9 +39,10 @@ def random_bits(
         name: the name of the array in the state. Each name gets different bits.
         shape: the shape of the array, or of a part of it.
         start: the index along the first dim at which the part begins.
+        step: the difference of the indices of neighbours along the first dim.
     """
     array_key = hash_bits(key ^ jnp.uint32(zlib.crc32(name.encode())))
-    return hash_bits(hash_bits(entry_ids(shape, start) ^ array_key) + array_key)
+    return hash_bits(hash_bits(entry_ids(shape, start, step) ^ array_key) + array_key)
 
 
 def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
@@ -50,17 +56,20 @@ def to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded.view(jnp.float32), x).astype(jnp.bfloat16)
 
 
-def entry_ids(shape: tuple[int, ...], start: jax.Array | int = 0) -> jax.Array:
+def entry_ids(
+    shape: tuple[int, ...], start: jax.Array | int = 0, step: int = 1
+) -> jax.Array:
     """Return a uint32 for each entry of an array, or of a part as in `random_bits`.
 
     The ids are distinct for up to 2**32 entries.
     """
     ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd: distinct ids
     row_stride = math.prod(shape[1:]) * stride % 2**32
-    if isinstance(start, jax.Array):
-        ids += jnp.uint32(row_stride) * start.astype(jnp.uint32)
+    if not isinstance(start, int) or start:
+        ids += jnp.uint32(row_stride) * jnp.asarray(start, jnp.uint32)
     for dim, size in reversed(list(enumerate(shape))):
-        ids += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        dim_stride = stride if dim else stride * step % 2**32
+        ids += jnp.uint32(dim_stride) * jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
         stride = stride * size % 2**32
     return ids
 

@@ -82,14 +82,14 @@ class Optimizer:
         factor = self.schedule(step)
 
         def update_part(
-            grads: Any, moments: Any, params: Any, layer: Any
+            grads: Any, moments: Any, params: Any, repeat: Any
         ) -> tuple[Any, Any, jax.Array]:
             new_params, new_moments, overflows = self._apply_and_check(
                 grads, moments, params, norm=norm, factor=factor, accepted=accepted
             )
             part_accepted = accepted & (overflows == 0)
-            new_params = self.storage.round_weights(new_params, params, step, layer)
-            new_moments = self.storage.encode(new_moments, step, layer)
+            new_params = self.storage.round_weights(new_params, params, step, repeat)
+            new_moments = self.storage.encode(new_moments, step, repeat)
             new_params = _select(part_accepted, new_params, params)
             new_moments = _select(part_accepted, new_moments, moments)
             return new_params, new_moments, part_accepted

@@ -1,13 +1,14 @@
 """Copy a program with two repeats of its layers, and extrapolate from it to all layers.
 
-The layers are a loop over repeats of a pattern, and memory is linear in the number of
-repeats. The walk over the traced program counts what each repeat adds (estimated/), and
-the compiled copy supplies everything else.
+A segment of layers is a loop over repeats of a pattern, and memory is linear in the
+number of repeats of the longest one. The walk over the traced program counts what each
+repeat adds (estimated/), and the compiled copy supplies everything else.
 """
 
 import math
 from dataclasses import replace
 
+from model.pattern import segments_of
 from train.plan.memory import DeviceMemory, Figure
 from train.program import Program, make_program
 
@@ -18,10 +19,11 @@ _REPEATS = 2
 def make_copy(program: Program) -> Program | None:
     """Return the program with two repeats of the pattern; None if it has no more."""
     model = program.config.model
-    group = model.experts_every if model.expert_layers else 1
-    period = math.lcm(len(model.layer_pattern or "1"), group)
+    segments = [s for s in segments_of(model) if s.first >= model.layers_before_experts]
+    longest = max(segments, key=lambda segment: segment.num_layers)
+    period = math.lcm(len(model.layer_pattern or "1"), len(longest.pattern))
     period *= program.pipeline.stages * program.pipeline.repeats
-    depth = model.layers_before_experts + _REPEATS * period
+    depth = model.num_layers - longest.num_layers + _REPEATS * period
     if depth >= model.num_layers:
         return None
     layers = model.high_precision_layers

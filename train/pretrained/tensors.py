@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,8 @@ from train.pretrained.families import Family
 class Tensor(NamedTuple):
     """A tensor of a folder.
 
-    stack_index: (layer, expert), (layer,) or (); indexes a parameter's leading dims.
-        A tensor of experts with the index (layer,) holds all experts.
+    stack_index: (repeat, expert), (repeat,) or (); indexes a parameter's leading dims.
+        A tensor of experts with the index (repeat,) holds all experts.
     params: the names of the parameters that are concatenated along their outputs.
     """
 
@@ -41,16 +41,33 @@ class FamilyTensors:
         """
         self.family, self.vocab_size = family, vocab_size
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
+        self._locations = {
+            layer: (name.split(".")[:3], repeat)
+            for name, info in self.infos.items()
+            for repeat, layer in enumerate(info.layers)
+        }
         stack_ranges = range(model.num_layers), range(model.num_experts)
         self.tensors = {
-            name.format(*index): Tensor(index, tuple(params))
+            name.format(*index): tensor
             for name, params in family.tensors().items()
-            if all(self._is_written(param) for param in params)
             for index in itertools.product(*stack_ranges[: name.count("{}")])
+            if (tensor := self._locate(params, index))
+            and all(self._is_written(param) for param in tensor.params)
         }
         self._jitted_make = jax.jit(self._make, static_argnums=2)  # `names`
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
+
+    def _locate(self, params: Sequence[str], index: tuple[int, ...]) -> Tensor:
+        """Return the tensor of a layer's parameters, whose names begin with `layers.`.
+
+        `index` is (layer, expert), (layer,) or () for parameters outside of layers.
+        """
+        if not index:
+            return Tensor((), tuple(params))
+        prefix, repeat = self._locations[index[0]]
+        names = (".".join([*prefix, *param.split(".")[1:]]) for param in params)
+        return Tensor((repeat, *index[1:]), tuple(names))
 
     def _is_written(self, name: str) -> bool:
         is_zero_bias = self.family.zero_biases and name.endswith(".bias")

@@ -32,6 +32,7 @@ from train.run.digests import (
     write_seal,
 )
 from train.run.orbax_fixes import SCORE, open_orbax
+from train.run.restack import FORMAT
 from train.run.restore import ALONE, SavedSteps
 from train.state import TrainState, as_saved
 
@@ -111,7 +112,8 @@ class Checkpoints:
         Args:
             step: the number of completed updates.
             state: may be donated as soon as this returns.
-            metadata: JSON that is saved with the state, the step and the run's id.
+            metadata: JSON that is saved with the state, in addition to the step, the
+                run's id and the format.
             last: whether this is the last save, which waits until earlier saves end.
 
         Returns:
@@ -132,7 +134,8 @@ class Checkpoints:
         if decision["fatal"]:
             raise Exit(CRASHED, f"step {step}: {decision['fatal']}")
         if decision["save"]:
-            self._begin(step, state, metadata | {"step": step, "run_id": self._run_id})
+            identity = {"step": step, "run_id": self._run_id, "format": FORMAT}
+            self._begin(step, state, metadata | identity)
         return decision["failure"]
 
     def _decide(self, step: int, nbytes: int, last: bool) -> dict[str, Any]:

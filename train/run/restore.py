@@ -19,6 +19,7 @@ from etils import epath
 
 from data.errors import DataError
 from data.storage import move_folder
+from model.config import ModelConfig
 from model.params import named
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
@@ -33,6 +34,7 @@ from train.run.digests import (
     write_seal,
 )
 from train.run.orbax_fixes import SCORE, open_orbax
+from train.run.restack import FORMAT, from_format_1, to_format_1
 from train.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class SavedSteps:
         step: int | None = None,
         at_most: int | None = None,
         repack: Repack = None,
+        model: ModelConfig | None = None,
     ) -> TrainState | None:
         """Restore the newest step whose files match their digests, or the step `step`.
 
@@ -96,6 +99,7 @@ class SavedSteps:
             at_most: restore the newest step up to this one; quarantine later ones.
             repack: a function of optax's state and the step that converts the state to
                 the moment format of `like`; None keeps the format that was saved.
+            model: the config of the model, which is needed to restore older formats.
 
         Returns:
             The state; None if there is no checkpoint, not even in the quarantine.
@@ -105,7 +109,7 @@ class SavedSteps:
             ConfigError: all steps are later than `at_most`; or `step` was not saved, or
                 a step does not fit the model.
         """
-        load = functools.partial(self._load, like=like, repack=repack)
+        load = functools.partial(self._load, like=like, repack=repack, model=model)
         return self._load_newest_usable(load, step, at_most)
 
     def _load_newest_usable(
@@ -158,11 +162,15 @@ class SavedSteps:
         return None
 
     def restore_params(
-        self, like: TrainState, step: int | None = None
+        self,
+        like: TrainState,
+        step: int | None = None,
+        model: ModelConfig | None = None,
     ) -> tuple[int, Any]:
         """Return the restored step and its parameters, which are the only arrays read.
 
-        The parameters are the averages if the step and `like` have averages.
+        The parameters are the averages if the step and `like` have averages. `model` is
+        needed to restore older formats.
 
         Raises:
             ConfigError: there is no such step, or it does not fit the model.
@@ -170,8 +178,7 @@ class SavedSteps:
         """
 
         def load(step: int) -> tuple[int, Any]:
-            wanted = params_to_load(self._saved_arrays(step), like)
-            loaded = self._read(step, wanted)
+            loaded = self._read(step, params_to_load, like, model)
             return step, loaded.get("params") or loaded["optimizer"]["average"]
 
         restored = self._load_newest_usable(load, step)
@@ -203,14 +210,30 @@ class SavedSteps:
             refusal(folder, cluster.process, cluster.processes, self._run_id)
         )
 
-    def _saved_arrays(self, step: int) -> dict[str, Any]:
-        """Return the shapes and dtypes of a saved step by name."""
-        return dict(named(self._orbax.metadata(step).metadata))
+    def _read(
+        self,
+        step: int,
+        choose: Callable[[dict[str, Any], TrainState], dict[str, Any]],
+        like: TrainState,
+        model: ModelConfig | None,
+    ) -> dict[str, Any]:
+        """Read the arrays of a step that `choose` selects from those saved and `like`.
 
-    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Read the wanted arrays of a step."""
+        Arrays of an older format are converted.
+        """
+        description = self._orbax.metadata(step)
+        saved = dict(named(description.metadata))
+        saved_format = (description.custom_metadata or {}).get("format", 1)
+        if saved_format > FORMAT:
+            raise DataError(
+                f"{self._directory}/{step} has format {saved_format}, and this version "
+                f"reads formats up to {FORMAT}. Use the version that wrote it"
+            )
+        old_model = model if saved_format == 1 else None
+        wanted = choose(saved, to_format_1(like, old_model) if old_model else like)
         try:
-            return self._orbax.load(step, abstract_state=wanted)
+            loaded = self._orbax.load(step, abstract_state=wanted)
+            return from_format_1(loaded, old_model) if old_model else loaded
         except Exception as error:
             verified = (
                 f"The files of step {step} verified, unless the log says otherwise"
@@ -218,12 +241,14 @@ class SavedSteps:
             error.add_note(f"{verified}: memory, disk or network failed.")
             raise
 
-    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
+    def _load(
+        self, step: int, like: TrainState, repack: Repack, model: ModelConfig | None
+    ) -> TrainState | None:
         """Load a step, with a new average and recent losses if none were saved.
 
         Returns None if the arrays are from another step.
         """
-        loaded = self._read(step, arrays_to_load(self._saved_arrays(step), like))
+        loaded = self._read(step, arrays_to_load, like, model)
         if int(loaded["step"]) != step:
             return None
         transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
