@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.config import ModelConfig
+from model.pattern import segments_of
 
 
 def reference_loss(params, config: ModelConfig, tokens):
@@ -34,15 +35,13 @@ def reference_loss(params, config: ModelConfig, tokens):
 
 
 def layer_of(p, config: ModelConfig, index: int):
-    """Take a layer's parameters from the stack in which they lie."""
-    at, stack = index - config.dense_layers, "layers"
-    if at < 0:
-        at, stack = index, "dense_layers"
-    elif config.expert_layers:
-        at, place = divmod(at, config.experts_every)
-        if place < config.experts_every - 1:
-            at, stack = at * (config.experts_every - 1) + place, "layers_between"
-    return jax.tree.map(lambda a: a[at], p[stack])
+    """Take a layer's parameters from the place of the segment that has them."""
+    for i, (pattern, repeats, first) in enumerate(segments_of(config)):
+        repeat, place = divmod(index - first, len(pattern))
+        if repeat in range(repeats):
+            stacked = p["layers"][str(i)][str(place)]
+            return jax.tree.map(lambda a, at=repeat: a[at], stacked)
+    raise IndexError(index)
 
 
 # ---- Attention

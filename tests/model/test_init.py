@@ -34,7 +34,7 @@ def test_gpt2_starts_with_the_published_spreads(composed):
             )
             np.testing.assert_allclose(layers.std(1), expected, rtol=0.01, err_msg=name)
             assert abs(layers.mean()) < expected / 100, name
-    layers = params["layers"]["mlp"]["up"]["weight"]
+    layers = params["layers"]["0"]["0"]["mlp"]["up"]["weight"]
     assert (layers[0] != layers[1]).mean() > 0.99, "layers must not start alike"
 
 
@@ -42,7 +42,8 @@ def test_initialisation_with_zeros_starts_silent(llama):
     config = replace(llama.config, init=Init.zero)
     born = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0))))()
     params = dict(named(born))
-    silent = {"head.weight", "layers.attention.output.weight", "layers.mlp.down.weight"}
+    silent = {"head.weight", "layers.0.0.attention.output.weight"}
+    silent |= {"layers.0.0.mlp.down.weight"}
     assert {name for name, x in params.items() if not x.any()} == silent
-    up = params["layers.mlp.up.weight"]
+    up = params["layers.0.0.mlp.up.weight"]
     assert up.std() == pytest.approx(config.embed_dim**-0.5, rel=0.1)

@@ -1,12 +1,19 @@
 """What is known of each parameter besides its value."""
 
+import jax
 import jax.numpy as jnp
 
 from model.config import LOGICAL_AXES
 from model.gpt import params_of
-from model.params import Kind, ParamInfo, in_layer_order, named, param_infos
-
-STACKED = "layers.", "dense_layers.", "layers_between."
+from model.params import (
+    Kind,
+    ParamInfo,
+    in_layer_order,
+    name_in_layer,
+    named,
+    param_infos,
+)
+from model.pattern import kinds_of
 
 
 def infos(tiny) -> dict[str, ParamInfo]:
@@ -29,33 +36,57 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
         "seq": config.max_sequence_length,
     }
     assert {*sizes, "layers", "mlp"} == set(LOGICAL_AXES) - {"batch"}
+    kinds = kinds_of(config)
     for name, param in params.items():
         own, info = dict(sizes), found[name]
-        own["layers"] = config.expert_layers or config.num_layers
-        if name.startswith("dense_layers."):
-            own["layers"] = config.dense_layers
-        if name.startswith("layers_between."):
-            own["layers"] = config.expert_layers * (config.experts_every - 1)
+        own["layers"] = len(info.layers)
         own["mlp"] = config.mlp_size
-        if config.expert_layers and name.startswith("layers.mlp."):
+        if info.layers and kinds[info.layers[0]].experts:
             own["mlp"] = config.expert_size  # the shared expert's too: it is one
         assert param.shape == tuple(own[axis] for axis in info.axes), name
+
+
+def test_each_layer_has_its_parameters_once(tiny):
+    layers = {
+        kind: [n for n, own in enumerate(kinds_of(tiny.config)) if own == kind]
+        for kind in kinds_of(tiny.config)
+    }
+    for kind, numbers in layers.items():
+        name = "router.weight" if kind.experts else "mlp.up.weight"
+        found = [
+            layer
+            for own, info in infos(tiny).items()
+            if own.startswith("layers.") and own.endswith(name)
+            for layer in info.layers
+        ]
+        assert sorted(found) == numbers
 
 
 def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
         if name.endswith(("bias", "scale", "balance", "sinks")):
             assert info.kind is Kind.vector, name
-        elif name.startswith(STACKED):
+        elif name.startswith("layers."):
             assert info.kind is Kind.matrix, name
             assert info.inputs == (2 if name.endswith("output.weight") else 1), name
         else:
             assert info.kind is Kind.table, name
 
 
-def test_values_of_stacks_come_in_the_order_of_layers():
-    first, last = jnp.array([0.0]), jnp.array([3.0, 6.0])
-    between = jnp.array([1.0, 2.0, 4.0, 5.0])
-    stacks = {"layers": last, "dense_layers": first, "layers_between": between}
-    assert in_layer_order(stacks).tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert in_layer_order({"layers": last, "dense_layers": first}).tolist() == [0, 3, 6]
+def test_values_of_places_come_in_the_order_of_layers():
+    places = jnp.array([0.0, 3.0]), jnp.array([1.0, 4.0]), jnp.array([2.0, 5.0])
+    assert in_layer_order(places).tolist() == [0, 1, 2, 3, 4, 5]
+    (first, *_) = places
+    assert in_layer_order([first]).tolist() == [0, 3]
+
+
+def test_the_name_in_a_layer_is_the_same_for_all_segments():
+    trees = (
+        {"layers": {"0": {"0": {"up": 0}, "1": {"up": 0}}}},
+        {"layers": {"10": {"2": {"up": 0}}}},
+    )
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path([*trees])]
+    names = [name_in_layer(path[1:]) for path in paths]
+    assert names == ["['layers']['up']"] * 3
+    (path, _), *_ = jax.tree_util.tree_leaves_with_path({"head": {"weight": 0}})
+    assert name_in_layer(path) == "['head']['weight']"

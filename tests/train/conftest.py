@@ -17,6 +17,7 @@ from flax import nnx
 from data.batches import Order
 from data.sources import Sources, open_sources
 from model.gpt import GPT, params_of
+from model.params import layer_trees
 from tests.forks import Forks
 from tests.train.compiled import Compile, make_compile, make_stored
 from train.config import Config
@@ -128,7 +129,7 @@ def gradients(programs: Programs, store: Sources) -> Callable:
             assert (batch.targets < 0).any()  # documents end inside of rows
         params = params_of(GPT(program.config.model, nnx.Rngs(1)))
         if balance is not None:
-            router = params["layers"]["mlp"]["router"]
+            router = layer_trees(params["layers"])[-1][-1]["mlp"]["router"]
             router["balance"] = router["balance"] + jnp.asarray(balance)
         params = jax.device_put(params, program.shardings.params)
         batch = place(batch, program.batch)

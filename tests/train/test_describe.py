@@ -27,7 +27,7 @@ def test_the_table_shows_each_parameter_with_its_spec(program, capsys):
     out = capsys.readouterr().out
     for name, _ in named(program.state.params):
         assert f"\n{name} " in out
-    (up,) = [x for x in out.splitlines() if x.startswith("layers.mlp.up.weight")]
+    (up,) = [x for x in out.splitlines() if x.startswith("layers.0.0.mlp.up.weight")]
     assert "layers embed mlp" in up
     assert "('pipeline', 'fsdp', 'tensor')" in up
     assert up.endswith(" 8.00 KiB")  # 2 x 32 x 128 float32 on 4 parts

@@ -27,7 +27,7 @@ def trained(programs, store, *overrides: str, devices: int = 1, steps: int = 2):
     """Train a little; return losses, and a matrix of the first layer."""
     program = programs(*SMALL, *overrides, devices=devices)
     state, metrics = take_steps(program, store, program.init(), steps)
-    weight = state.params["layers"]["attention"]["query"]["weight"]
+    weight = state.params["layers"]["0"]["0"]["attention"]["query"]["weight"]
     return [float(found["loss"]) for found in metrics], jax.device_get(weight)
 
 

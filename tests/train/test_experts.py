@@ -94,18 +94,20 @@ def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
 
 def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     config = programs(*MOE, devices=1).config.model
-    params = {"layers": {"mlp": {"router": {"balance": jnp.zeros((1, 4))}}}}
+    place = {"mlp": {"router": {"balance": jnp.zeros((1, 4))}}}
+    params = {"layers": {"0": {"0": {"mlp": {}}}, "1": {"0": place}}}
     load = jnp.asarray([[0.0, 8.0, 4.0, 4.0]])
     found = balance_experts(params, load, jnp.bool_(True), config)
     expected = np.float32([[1, -1, 0, 0]]) * config.router_bias_rate
-    np.testing.assert_array_equal(found["layers"]["mlp"]["router"]["balance"], expected)
+    bias = found["layers"]["1"]["0"]["mlp"]["router"]["balance"]
+    np.testing.assert_array_equal(bias, expected)
 
 
 @pytest.mark.slow
 def test_a_step_moves_the_bias_and_no_optimizer_does(programs, store):
     program = programs(*MOE, devices=1)
     after, (metrics,) = take_steps(program, store, program.init(), 1)
-    bias = jax.device_get(after.params["layers"]["mlp"]["router"]["balance"])
+    bias = jax.device_get(after.params["layers"]["1"]["0"]["mlp"]["router"]["balance"])
     rate = np.float32(program.config.model.router_bias_rate)
     assert set(np.abs(bias).ravel()) <= {rate, np.float32(0)}
     assert bias.any()

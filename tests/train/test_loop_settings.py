@@ -78,7 +78,7 @@ def test_a_source_may_be_used_up_by_the_last_step(folder, door):
 @pytest.mark.slow
 def test_what_is_not_finite_is_not_saved_and_ends_the_run(folder, door):
     """A moment overflows after step 7, which no step sees."""
-    fault = "fill:7:optimizer.transform.0.mu.layers.mlp.up.weight:1:inf"
+    fault = "fill:7:optimizer.transform.0.mu.layers.0.0.mlp.up.weight:1:inf"
     run = folder / "poisoned"
     ended = door(run, "train.max_skipped_steps=100", drill=fault)
     assert ended.returncode == 3, ended.stderr

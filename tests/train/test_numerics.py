@@ -73,7 +73,7 @@ def test_figures_are_of_each_layer(program, store, start, watched):
     assert (figures["numerics/grad_largest"] < figures["numerics/grad_norm"]).all()
     for layer in range(2):
         before, after = (
-            np.concatenate([x[layer].ravel() for x in jax.tree.leaves(p["layers"])])
+            np.concatenate([x[layer].ravel() for x in jax.tree.leaves(layers_of(p))])
             for p in (start.params, state.params)
         )
         ratio = np.linalg.norm(after - before) / np.linalg.norm(before)
@@ -88,13 +88,17 @@ def test_figures_are_of_each_layer(program, store, start, watched):
 def test_the_layer_that_is_to_blame(program, store, start, part, name, layer, value):
     """All of a matrix is spoiled: the step is left out, the layer named."""
     spoiled = jax.tree.map(np.copy, start)
-    spoiled.params["layers"][part][name]["weight"][layer] = value
+    layers_of(spoiled.params)[part][name]["weight"][layer] = value
     after, metrics = taken(program, store, "watched_step", spoiled)
     assert metrics["skipped"] == 1
     same(after.params, spoiled.params)
     found = find_culprit(metrics, None)
     assert found is not None
     assert (found.quantity, found.layer) == (part, layer)
+
+
+def layers_of(params):
+    return params["layers"]["0"]["0"]
 
 
 def figures(**changed):
@@ -147,7 +151,7 @@ def test_what_eight_bits_lose(programs, store, dtype):
     program = programs(f"model.compute_dtype={dtype}")
     state = jax.device_get(program.init())
     state = jax.tree.map(np.copy, state)
-    scale = state.params["layers"]["mlp_norm"]["scale"]
+    scale = layers_of(state.params)["mlp_norm"]["scale"]
     scale[1, :] = 1e-6
     scale[1, 0] = 1.0
     _, metrics = taken(program, store, "watched_step", state)
@@ -184,7 +188,7 @@ def test_a_run_names_the_layer_to_blame(folder, door, most, watched):
         *("log.numerics_interval_steps=100", "log.interval_steps=4"),
         "checkpoint.save_interval_steps=100",  # a save would refuse the spoiled layer
     )
-    spoil = "fill:3:params.layers.mlp.down.weight:1:nan"
+    spoil = "fill:3:params.layers.0.0.mlp.down.weight:1:nan"
     result = door(run, *words, f"train.max_skipped_steps={most}", drill=spoil)
     assert result.returncode == 3, result.stderr
     assert "layer 1: its MLP is not finite" in result.stdout + result.stderr

@@ -41,7 +41,7 @@ def test_what_waits_in_host_memory_changes_no_bit(
     same(one, other)
     if offload.startswith("optimizer"):
         moments = dict(moments_of(other[0]))
-        assert "optimizer.transform.0.nu.layers.mlp.up.weight" in moments
+        assert "optimizer.transform.0.nu.layers.0.0.mlp.up.weight" in moments
         for name, leaf in named(other[0]):
             kind = "pinned_host" if name in moments else "device"
             assert leaf.sharding.memory_kind == kind

@@ -26,8 +26,10 @@ def test_parameters_lie_as_the_table_says(programs):
         told = NamedSharding(program.mesh, spec)
         assert leaf.sharding.is_equivalent_to(told, leaf.ndim)
     specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
-    assert specs["layers.mlp.up.weight"] == PartitionSpec("pipeline", "fsdp", "tensor")
-    assert specs["layers.mlp.down.weight"] == PartitionSpec(
+    assert specs["layers.0.0.mlp.up.weight"] == PartitionSpec(
+        "pipeline", "fsdp", "tensor"
+    )
+    assert specs["layers.0.0.mlp.down.weight"] == PartitionSpec(
         "pipeline", "tensor", "fsdp"
     )
 
@@ -93,7 +95,7 @@ def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
 )
 def test_maxima_and_means_lie_along_what_is_left_of_the_parameter(programs, optimizer):
     state = programs(optimizer, *CUBE, devices=8).state
-    up = state.params["layers"]["mlp"]["up"]["weight"]
+    up = state.params["layers"]["0"]["0"]["mlp"]["up"]["weight"]
     (layers, inputs, outputs), spec = up.shape, up.sharding.spec
     parts = set()
     for path, leaf in by_path(state.optimizer).items():

@@ -10,7 +10,8 @@ from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
 from model.execution import CallContext, Execution, Numerics
-from model.stacks import LayerKinds, make_stack, run_stacks
+from model.pattern import segments_of
+from model.segments import LayerFlags, draw_layer_keys, make_segment, run_segment
 from model.taps import Taps
 
 CONFIG = ModelConfig(
@@ -29,7 +30,9 @@ EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 
 @pytest.fixture(scope="module")
 def stack():
-    return nnx.split(make_stack(CONFIG, 3, False, nnx.Rngs(0)))
+    (segment,) = segments_of(CONFIG)
+    (block,) = make_segment(CONFIG, segment, draw_layer_keys(CONFIG, nnx.Rngs(0)))
+    return nnx.split(block)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +42,12 @@ def x_BTD():
 
 def run(graph, params, x_BTD, execution, precise, taps=None):
     block = nnx.merge(graph, params)
-    x_BTD, *_ = run_stacks(
+    x_BTD, *_ = run_segment(
         [block],
         x_BTD,
         execution,
         CallContext(taps=taps),
-        kinds=LayerKinds([False] * len(precise), precise),
+        flags=LayerFlags([False] * len(precise), precise),
         unroll=1,
     )
     return x_BTD

@@ -54,7 +54,7 @@ def test_a_flipped_bit_is_found_where_it_is(programs, mesh, devices):
 def test_of_two_copies_either_may_be_wrong(programs):
     """And devices that hold other parts of the array are beyond suspicion."""
     program = programs(*CUBE, devices=8)
-    name = "params.layers.mlp.up.weight"  # over fsdp and tensor: copies along data
+    name = "params.layers.0.0.mlp.up.weight"  # over fsdp and tensor: copies along data
     copies = program.mesh.devices[..., 0, :, :, 1]  # at fsdp=0 tensor=1
     one, other = (d.id for d in copies.squeeze())
     found = find(program, flip_bit(program.init(), name, other))
@@ -67,7 +67,7 @@ def test_what_nobody_else_holds_is_left_out(programs):
     alone = programs(devices=1)
     assert make_checksums(alone.state, alone.mesh) is None
     program = programs("mesh.fsdp=8", devices=8)
-    name = "params.layers.mlp.up.weight"
+    name = "params.layers.0.0.mlp.up.weight"
     assert name not in replicated_shardings(program.state)
     assert find(program, flip_bit(program.init(), name, 3)) == []
 

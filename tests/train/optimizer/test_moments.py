@@ -18,7 +18,12 @@ from tests.train.optimizer.test_update import (
     take_steps,
 )
 from train.config import MomentDtype
-from train.optimizer.moments import from_eight_bits, is_eight_bits, to_eight_bits
+from train.optimizer.moments import (
+    MomentStorage,
+    from_eight_bits,
+    is_eight_bits,
+    to_eight_bits,
+)
 from train.optimizer.rounding import key_of_step, random_bits
 from train.optimizer.update import make_optimizer
 
@@ -139,19 +144,50 @@ def test_weights_in_bfloat16_move_by_updates_below_half_a_step():
         assert float(jnp.mean(average)) == pytest.approx(1 - 19e-4, abs=3e-4)
 
 
+def infos_of(layers: range) -> dict:
+    matrix = ParamInfo(("layers", "embed", "mlp"), Kind.matrix, 1, layers=layers)
+    vector = ParamInfo(("layers", "embed"), Kind.vector, layers=layers)
+    return {"matrix": matrix, "vector": vector}
+
+
+def test_random_bits_do_not_depend_on_how_layers_are_grouped():
+    """Six layers in one stack, or in a pattern of two places after two layers."""
+    weights = draw(0, {"matrix": (6, 8, 12), "vector": (6, 8)})
+    places = (range(2), range(2, 6, 2), range(3, 6, 2))
+
+    def rounded(tree: dict, layers: dict, repeat: int = 0) -> dict:
+        infos = {segment: dict(place) for segment, place in layers.items()}
+        storage = MomentStorage(MomentDtype.bfloat16, {"layers": infos}, seed=0)
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+        args = {"layers": tree}, {"layers": params}, jnp.int32(3), repeat
+        return storage.round_weights(*args)["layers"]
+
+    whole = rounded({"0": {"0": weights}}, {"0": {"0": infos_of(range(6))}})["0"]["0"]
+    own = [jax.tree.map(lambda x, p=p: x[np.array(p)], weights) for p in places]
+    trees = {"0": {"0": own[0]}, "1": {"0": own[1], "1": own[2]}}
+    infos = [infos_of(place) for place in places]
+    found = rounded(trees, {"0": {"0": infos[0]}, "1": {"0": infos[1], "1": infos[2]}})
+    parts = found["0"]["0"], found["1"]["0"], found["1"]["1"]
+    for place, part in zip(places, parts, strict=True):
+        for name, x in part.items():
+            np.testing.assert_array_equal(x, whole[name][np.array(place)])
+    last = {"1": jax.tree.map(lambda x: x[1:], trees["1"])}
+    layers = {"1": {"0": infos[1], "1": infos[2]}}
+    again = rounded(last, layers, repeat=jnp.int32(1))
+    for x, y in zip(*map(jax.tree.leaves, (again["1"], found["1"])), strict=True):
+        np.testing.assert_array_equal(x, y[1:])
+
+
 def test_an_update_by_layers_is_that_of_all_at_once():
     """As GPUs update moments of eight bits."""
-    infos = {
-        "layers": {
-            "matrix": ParamInfo(("layers", "embed", "mlp"), Kind.matrix, 1),
-            "vector": ParamInfo(("layers", "embed"), Kind.vector),
-        },
-        "table": ParamInfo(("vocab", "embed"), Kind.table),
-    }
+    places = {"0": infos_of(range(0, 6, 2)), "1": infos_of(range(1, 6, 2))}
+    table = ParamInfo(("vocab", "embed"), Kind.table)
+    infos = {"layers": {"0": places}, "table": table}
     layers = {"matrix": (3, 8, 12), "vector": (3, 8)}
 
     def drawn(seed: int) -> dict:
-        return {"layers": draw(seed, layers), **draw(seed, {"table": (10, 8)})}
+        places = {"0": draw(seed, layers), "1": draw(seed + 9, layers)}
+        return {"layers": {"0": places}, **draw(seed, {"table": (10, 8)})}
 
     config = replace(ADAMW, moment_dtype=MomentDtype.int8)
     results = []

@@ -67,7 +67,7 @@ def test_the_page_shows_what_each_device_holds_and_where_it_is(laid_out, machine
 
 def test_an_arrays_slices_are_printed_and_returned(programs, capsys):
     program = programs("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", devices=8)
-    name, devices = "layers.mlp.down.weight", program.mesh.devices.flat
+    name, devices = "layers.0.0.mlp.down.weight", program.mesh.devices.flat
     array = json.loads(json.dumps(array_slices(program, name)))
     leaf = dict(named(program.state.params))[name]
     assert (tuple(array["shape"]), array["dtype"]) == (leaf.shape, "float32")
@@ -82,6 +82,6 @@ def test_an_arrays_slices_are_printed_and_returned(programs, capsys):
         holds = ", ".join(f"{start}:{stop}" for start, stop in shard["slice"])
         assert line.startswith(str(device))
         assert line.endswith(f"  [{holds}]")
-    with pytest.raises(ConfigError, match=r"layers\.mlp\.up\.weight") as error:
-        array_slices(program, "layers.mlp.up")
+    with pytest.raises(ConfigError, match=r"layers\.0\.0\.mlp\.up\.weight") as error:
+        array_slices(program, "layers.0.0.mlp.up")
     assert error.value.mistakes[0].key == "plan.array"
