@@ -61,9 +61,9 @@ class GPT(nnx.Module):
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         keys_L = draw_layer_keys(config, rngs)
-        segments = (make_segment(config, s, keys_L) for s in segments_of(config))
+        segments = enumerate(segments_of(config))
         self.layers = nnx.Dict(
-            {str(i): nnx.Dict(_by_place(blocks)) for i, blocks in enumerate(segments)}
+            {str(i): make_segment(config, segment, keys_L) for i, segment in segments}
         )
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
@@ -101,7 +101,7 @@ class GPT(nnx.Module):
             segment_call, caches = call.fold_in(number), None
             if is_pipelined:
                 x_BTD, routing = self._run_stages(
-                    segment, blocks, x_BTD, positions_BT, execution, segment_call
+                    segment, blocks, x_BTD, positions_BT, execution, call=segment_call
                 )
             else:
                 if cache is not None:
@@ -131,6 +131,7 @@ class GPT(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         positions_BT: Int[Array, "B T"],
         execution: Execution,
+        *,
         call: CallContext,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """Run a segment whose layers are sharded over the stages of a pipeline."""
@@ -209,10 +210,6 @@ class GPT(nnx.Module):
             first = None if first_B is None else jnp.tile(first_B, (repeats, 1))
             caches += [KeysValues(zeros, zeros, lengths, first)] * len(pattern)
         return tuple(caches)
-
-
-def _by_place(blocks: list[Block]) -> dict[str, Block]:
-    return {str(place): block for place, block in enumerate(blocks)}
 
 
 def head_spec(config: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, D embed, L layers.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
@@ -67,14 +69,13 @@ def draw_layer_keys(config: ModelConfig, rngs: nnx.Rngs) -> Key[Array, "L"]:
         is_early = layer < config.layers_before_experts
         drawn.setdefault((is_early, kind), []).append(layer)
     keys = [rngs.params.split(len(layers)).key[...] for layers in drawn.values()]
-    order = jnp.asarray([layer for layers in drawn.values() for layer in layers])
-    return jnp.concatenate(keys)[jnp.argsort(order)]
+    return jnp.concatenate(keys)[np.argsort([*itertools.chain(*drawn.values())])]
 
 
 def make_segment(
     config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"]
-) -> list[Block]:
-    """Return a block for each place, with the stacked parameters of its layers.
+) -> nnx.Dict:
+    """Return a block for each place ("0", "1", ...), which stacks that place's layers.
 
     `keys_L` are the keys of all layers of the model.
     """
@@ -82,10 +83,11 @@ def make_segment(
     def make_block(kind: BlockKind, key: jax.Array) -> Block:
         return Block(config, kind, nnx.Rngs(key))
 
-    return [
-        nnx.vmap(partial(make_block, kind))(keys_L[jnp.asarray(segment.layers(place))])
-        for place, kind in enumerate(segment.pattern)
-    ]
+    blocks = dict[str, Block]()
+    for place, kind in enumerate(segment.pattern):
+        keys = keys_L[np.array(segment.layers(place))]
+        blocks[str(place)] = nnx.vmap(partial(make_block, kind))(keys)
+    return nnx.Dict(blocks)
 
 
 def num_repeats(blocks: Sequence[Block]) -> int:

@@ -111,9 +111,9 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
     segments = segments_of(config.model)
     if uneven := [s for s in segments if s.repeats % groups]:
         size, times = len(uneven[0].pattern), uneven[0].repeats
-        what = f"{times} layers" if size == 1 else f"{times} groups of {size} layers"
+        layers = f"{times} layers" if size == 1 else f"{times} groups of {size} layers"
         kind = " of one kind" if len(segments) > 1 else ""
-        rule = f"x mesh.pipeline_repeats={repeats} must divide the {what}{kind} "
+        rule = f"x mesh.pipeline_repeats={repeats} must divide the {layers}{kind} "
         rule += "(model.num_layers, of these model.dense_layers), which form "
         rule += "equal groups on the stages; change stages, repeats or layers"
         related = ("mesh.pipeline_repeats", "model.num_layers", "model.dense_layers")

@@ -128,16 +128,12 @@ def _candidates(
 
 def _reduce_layers(tree: Any, reduce: Reduce, combine: Combine) -> Float[Array, "L"]:
     """Reduce the parameters of each layer to one value, in the order of layers."""
-    segments = [
-        in_layer_order(
-            [
-                functools.reduce(combine, map(reduce, jax.tree.leaves(place)))
-                for place in places
-            ]
-        )
-        for places in layer_trees(tree[LAYERS])
-    ]
-    return jnp.concatenate(segments)
+
+    def reduce_stack(stack: Any) -> Float[Array, "_"]:
+        return functools.reduce(combine, map(reduce, jax.tree.leaves(stack)))
+
+    segments = layer_trees(tree[LAYERS])
+    return jnp.concatenate([in_layer_order([*map(reduce_stack, s)]) for s in segments])
 
 
 def _max_abs(stacked: Float[Array, "L *dims"]) -> Float[Array, "L"]:

@@ -7,7 +7,7 @@ The environment variable LONGHAUL_DRILL has an effect only if the config has
 - `flip:<step>:<device>:<array>`: after the step, one bit flips in a device's shard of
   an array, say `params.embedding.weight`; <device> is an index into the flat mesh;
 - `fill:<step>:<array>:<layer>:<value>`: after the step, one layer of an array of the
-  state, say `params.layers.mlp.up.weight`, is filled with `nan` or a number;
+  state, say `params.layers.0.0.mlp.up.weight`, is filled with `nan` or a number;
 - `crash:<process>:<step>`: the process raises an exception after the step;
 - `pace:<seconds>:<file>`: each step takes `<seconds>` longer until the file exists.
 """

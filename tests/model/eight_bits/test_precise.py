@@ -31,8 +31,8 @@ EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 @pytest.fixture(scope="module")
 def stack():
     (segment,) = segments_of(CONFIG)
-    (block,) = make_segment(CONFIG, segment, draw_layer_keys(CONFIG, nnx.Rngs(0)))
-    return nnx.split(block)
+    keys = draw_layer_keys(CONFIG, nnx.Rngs(0))
+    return nnx.split(make_segment(CONFIG, segment, keys)["0"])
 
 
 @pytest.fixture(scope="module")
