@@ -61,10 +61,8 @@ class GPT(nnx.Module):
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         keys_L = draw_layer_keys(config, rngs)
-        segments = enumerate(segments_of(config))
-        self.layers = nnx.Dict(
-            {str(i): make_segment(config, segment, keys_L) for i, segment in segments}
-        )
+        segments = (make_segment(config, s, keys_L) for s in segments_of(config))
+        self.layers = nnx.Dict({str(i): nnx.Dict(s) for i, s in enumerate(segments)})
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
 

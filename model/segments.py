@@ -74,7 +74,7 @@ def draw_layer_keys(config: ModelConfig, rngs: nnx.Rngs) -> Key[Array, "L"]:
 
 def make_segment(
     config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"]
-) -> nnx.Dict:
+) -> dict[str, Block]:
     """Return a block for each place ("0", "1", ...), which stacks that place's layers.
 
     `keys_L` are the keys of all layers of the model.
@@ -87,7 +87,7 @@ def make_segment(
     for place, kind in enumerate(segment.pattern):
         keys = keys_L[np.array(segment.layers(place))]
         blocks[str(place)] = nnx.vmap(partial(make_block, kind))(keys)
-    return nnx.Dict(blocks)
+    return blocks
 
 
 def num_repeats(blocks: Sequence[Block]) -> int:
