@@ -94,13 +94,19 @@ def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
 
 def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     config = programs(*MOE, devices=1).config.model
-    place = {"mlp": {"router": {"balance": jnp.zeros((1, 4))}}}
-    params = {"layers": {"0": {"0": {"mlp": {}}}, "1": {"0": place}}}
-    load = jnp.asarray([[0.0, 8.0, 4.0, 4.0]])
-    found = balance_experts(params, load, jnp.bool_(True), config)
-    expected = np.float32([[1, -1, 0, 0]]) * config.router_bias_rate
-    bias = found["layers"]["1"]["0"]["mlp"]["router"]["balance"]
-    np.testing.assert_array_equal(bias, expected)
+
+    def place() -> dict:
+        return {"mlp": {"router": {"balance": jnp.zeros((1, 4))}}}
+
+    dense = {"mlp": {}}
+    pattern = {"0": place(), "1": dense, "2": place()}
+    params = {"layers": {"0": {"0": dense}, "1": pattern}}
+    load = jnp.asarray([[0.0, 8.0, 4.0, 4.0], [4.0, 4.0, 8.0, 0.0]])
+    layers = balance_experts(params, load, jnp.bool_(True), config)["layers"]["1"]
+    for name, expected in (("0", [[1, -1, 0, 0]]), ("2", [[0, 0, -1, 1]])):
+        found = layers[name]["mlp"]["router"]["balance"]
+        wanted = np.float32(expected) * config.router_bias_rate
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.slow
