@@ -78,7 +78,9 @@ class Block(nnx.Module):
         h_BTD, routing = _normalize(self.mlp_norm, x_BTD), None
         with part_scope("mlp"):
             if isinstance(self.mlp, Experts):
-                h_BTD, routing = self.mlp(h_BTD, call.segment_ids_BT, execution, call)
+                ids_BT = call.router_ids_BT
+                ids_BT = call.segment_ids_BT if ids_BT is None else ids_BT
+                h_BTD, routing = self.mlp(h_BTD, ids_BT, execution, call)
             else:
                 h_BTD = self.mlp(h_BTD, execution, call)
             call.note("mlp", h_BTD)

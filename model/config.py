@@ -185,6 +185,13 @@ class ModelConfig:
     router_z_weight: Annotated[
         NotNegative, Doc("The weight of the router's squared log-sum-exp.")
     ] = 0.0
+    predict_ahead: Annotated[
+        Number,
+        Doc(
+            "The number of modules for multi-token prediction. Module k predicts the "
+            "token k + 1 positions ahead; its loss has train.predict_ahead_weight."
+        ),
+    ] = 0
     dropout: Dropout = field(default_factory=Dropout)
     init: Annotated[Init, Doc("The initial standard deviations of the matrices.")] = (
         Init.scaled

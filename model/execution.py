@@ -101,6 +101,8 @@ class CallContext(NamedTuple):
 
     segment_ids_BT: int32 document id of each position. None: each row is one document.
     rotations: the rotations of queries and keys, if positions are rotary.
+    router_ids_BT: like segment_ids_BT, for the statistics of routers. None means
+        segment_ids_BT.
     keys_BT: a random key for each position, for dropout and stochastic rounding.
         Without keys nothing is dropped, and values are rounded to the nearest.
     taps: records statistics of intermediate results. None records nothing.
@@ -112,6 +114,7 @@ class CallContext(NamedTuple):
 
     segment_ids_BT: Int[Array, "B T"] | None = None
     rotations: Rotations | None = None
+    router_ids_BT: Int[Array, "B T"] | None = None
     keys_BT: Key[Array, "B T"] | None = None
     taps: Taps | None = None
     trained_length: int | None = None

@@ -28,6 +28,8 @@ from model.linear import Linear, product
 from model.params import Kind, ParamInfo, is_info, layer_trees, param_infos
 from model.pattern import Segment, segments_of
 from model.pipeline import run_pipeline
+from model.predict_ahead import Ahead, PredictAhead
+from model.remat import rematerialized
 from model.rope import Rotations, make_rotations
 from model.segments import (
     LayerFlags,
@@ -65,6 +67,8 @@ class GPT(nnx.Module):
         self.layers = nnx.Dict({str(i): nnx.Dict(s) for i, s in enumerate(segments)})
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
+        modules = {str(k): PredictAhead(config, rngs) for k in range(config.predict_ahead)}
+        self.predict_ahead = nnx.Dict(modules) if modules else None
 
     def features(
         self,
@@ -83,11 +87,7 @@ class GPT(nnx.Module):
         lookups = [(self.embedding, tokens_BT)]
         if self.positions is not None:
             lookups.append((self.positions, positions_BT))
-        x_BTD = look_up(lookups, execution)
-        if self.config.scaled_embedding:
-            x_BTD = x_BTD * math.sqrt(self.config.embed_dim)
-        constrain = execution.placement.constrain
-        x_BTD = constrain(x_BTD, "batch", "seq", "embed")
+        x_BTD = self._embed(lookups, execution)
         x_BTD = drop(x_BTD, self.config.dropout.embedding, "embedding", call)
         is_pipelined = execution.placement.stage_axis is not None
         call = call._replace(
@@ -119,8 +119,63 @@ class GPT(nnx.Module):
         if routings:
             routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
         # Without a constraint, XLA may shard the norm's result like the norm's scale.
+        constrain = execution.placement.constrain
         x_BTD = constrain(self.norm(x_BTD), "batch", "seq", "embed")
         return x_BTD, tuple(updated_caches) or None, routing
+
+    def features_ahead(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        ahead: Ahead,
+        positions_BT: Int[Array, "B T"],
+        segment_ids_BT: Int[Array, "B T"] | None,
+        execution: Execution,
+        call: CallContext = NO_CONTEXT,
+    ) -> tuple[list[Float[Array, "B T D"]], Routing | None]:
+        """Return the features of each prediction module, given those of the model.
+
+        Also return the routing [P] of the modules if they have experts. The features of
+        a position are undefined if the document ends before the token that its module
+        reads. Routers do not count these positions.
+        """
+        features, routings = list[jax.Array](), list[Routing]()
+        stageless = execution.placement.without_stages
+        execution = execution._replace(placement=stageless)
+        call = call._replace(
+            segment_ids_BT=segment_ids_BT,
+            rotations=self._rotations(positions_BT),
+            taps=None,  # Figures of layers are those of the model.
+        )
+        for k in range(self.config.predict_ahead):
+            module = self.predict_ahead[str(k)]
+            tokens_BT = ahead.tokens_BTP[..., k]
+            is_text = tokens_BT >= 0
+            if segment_ids_BT is not None:
+                is_text &= segment_ids_BT > 0
+            module_call = call.fold_in(self.config.num_layers + k)
+            module_call = module_call._replace(router_ids_BT=is_text.astype(jnp.int32))
+            lookups = [(self.embedding, jnp.maximum(tokens_BT, 0))]
+            graph, params = nnx.split(module)
+
+            def run(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
+                module = nnx.merge(graph, params)
+                return module(x_BTD, embedding_BTD, execution, call)
+
+            run = rematerialized(run, execution.remat, execution.offload, in_loop=False)
+            x_BTD, routing = run(params, x_BTD, self._embed(lookups, execution))
+            features.append(x_BTD)
+            routings += [] if routing is None else [routing]
+        if not routings:
+            return features, None
+        return features, Routing(*map(jnp.stack, zip(*routings, strict=True)))
+
+    def _embed(
+        self, lookups: list[tuple[Table, jax.Array]], execution: Execution
+    ) -> Float[Array, "B T D"]:
+        x_BTD = look_up(lookups, execution)
+        if self.config.scaled_embedding:
+            x_BTD = x_BTD * math.sqrt(self.config.embed_dim)
+        return execution.placement.constrain(x_BTD, "batch", "seq", "embed")
 
     def _run_stages(
         self,

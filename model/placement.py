@@ -6,7 +6,7 @@ The other axes are automatic, which means that XLA's partitioner handles them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -88,6 +88,14 @@ class Placement:
         axes = [axis for _, axes in self.sharded_dims(("layers",)) for axis in axes]
         assert len(axes) <= 1
         return axes[0] if axes else None
+
+    @property
+    def without_stages(self) -> "Placement":
+        """The placement of layers that do not belong to a pipeline's stages."""
+        params = dict(self.rules.params)
+        if "layers" in params:
+            params["layers"] = None
+        return replace(self, rules=self.rules._replace(params=tuple(params.items())))
 
     @property
     def layer_batch_axes(self) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Model FLOPs: the conventional cost of a token, whatever a step really executes.
 
 A token costs 6 N + 12 L C T. N is the number of parameters in matrix products: the
-matrices and the head, tied or not, but no embedding look-ups or vectors. Only experts
-to which a token is routed count. C is heads x head dim, and T is at most the window of
+matrices and the head, tied or not, but no embedding look-ups or vectors. The head
+counts once more for each module that predicts a token further ahead. Only experts to
+which a token is routed count. C is heads x head dim, and T is at most the window of
 a layer. Causal attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
@@ -24,7 +25,9 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
     by_name = dict(named(infos, is_info))
     head = "embedding.weight" if model.tied_head else "head.weight"
     num_multiplying = sum(
-        by_name[name].size(param.shape) * active_parts(by_name[name], model)
+        by_name[name].size(param.shape)
+        * active_parts(by_name[name], model)
+        * (1 + model.predict_ahead if name == head else 1)
         for name, param in named(params)
         if by_name[name].kind is Kind.matrix or name == head
     )
@@ -33,5 +36,6 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
 
 def attention_flops(model: ModelConfig, length: int) -> int:
     """Return 12 L C T: the FLOPs of a token's attention in rows of `length` tokens."""
-    keys = sum(min(length, window or length) for window in model.windows)
+    windows = *model.windows, *[model.windows[-1]] * model.predict_ahead
+    keys = sum(min(length, window or length) for window in windows)
     return 12 * model.num_heads * model.head_size * keys

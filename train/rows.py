@@ -26,12 +26,12 @@ REPLICATED = PartitionSpec()
 
 
 def run_per_device(
-    function: Callable[[Any, Any], Any],
+    function: Callable[..., Any],
     execution: Execution,
     infos: Any,
     result_specs: Callable[[Any], Any],
-) -> Callable[[Any, Any], Any]:
-    """Return a function that runs `function(params, batch)` on each device.
+) -> Callable[..., Any]:
+    """Return a function that runs `function(params, batch, *scalars)` on each device.
 
     If devices that share a row attend in a ring, the row's positions are first permuted
     into ring order; only attention depends on the order. `function` gets matrices and
@@ -47,19 +47,23 @@ def run_per_device(
     in_ring = execution.context_attention.has_ring_order(execution.attention)
     sequence_axes = placement.sequence_axes if in_ring else ()
 
-    def on_device(params: Any, batch: Any) -> Any:
+    def on_device(params: Any, batch: Any, *scalars: jax.Array) -> Any:
         if sequence_axes:
             batch = jax.tree.map(lambda x: in_ring_order(x, sequence_axes), batch)
-        return function(params, batch)
+        return function(params, batch, *scalars)
 
-    return jax.shard_map(
-        on_device,
-        mesh=placement.mesh,
-        in_specs=(specs, placement.rules.spec("batch", "seq")),
-        out_specs=result_specs(specs),
-        axis_names=placement.manual_axes,
-        check_vma=False,
-    )
+    def run(params: Any, batch: Any, *scalars: jax.Array) -> Any:
+        batch_spec = placement.rules.spec("batch", "seq")
+        return jax.shard_map(
+            on_device,
+            mesh=placement.mesh,
+            in_specs=(specs, batch_spec, *[REPLICATED] * len(scalars)),
+            out_specs=result_specs(specs),
+            axis_names=placement.manual_axes,
+            check_vma=False,
+        )(params, batch, *scalars)
+
+    return run
 
 
 def sum_over_rows(sums: Any, placement: Placement) -> Any:
@@ -124,14 +128,17 @@ def sum_over_microbatches(
     value_and_grad: Callable[..., Any],
     params: Any,
     microbatches: Any,
+    num_losses: int,
     load_shape: tuple[int, int] | None,
-) -> tuple[Any, tuple[jax.Array, jax.Array | None, LayerFigures | None]]:
+) -> tuple[Any, tuple[tuple[jax.Array, ...], jax.Array | None, LayerFigures | None]]:
     """Sum gradients (in float32), losses and loads over microbatches in one scan.
 
     Args:
-        value_and_grad: (params, rows) -> (gradients, (loss, load, figures of layers)).
+        value_and_grad: (params, rows) -> (gradients, (losses, load, figures)), where
+            figures are those of layers.
         params: tree of parameters.
         microbatches: the rows of all microbatches, stacked.
+        num_losses: the number of losses.
         load_shape: the shape [layers, experts] of the load. None without experts.
 
     Returns:
@@ -140,16 +147,17 @@ def sum_over_microbatches(
     """
 
     def add(total, rows: Any):
-        grads, (loss, load, figures) = value_and_grad(params, rows)
+        grads, (losses, load, figures) = value_and_grad(params, rows)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return jax.tree.map(jnp.add, total, ((loss, load), grads)), figures
+        return jax.tree.map(jnp.add, total, ((losses, load), grads)), figures
 
     zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     zero_load = None if load_shape is None else jnp.zeros(load_shape, jnp.float32)
-    zeros = (jnp.zeros((), jnp.float32), zero_load), zero_grads
+    zero_losses = (jnp.zeros((), jnp.float32),) * num_losses
+    zeros = (zero_losses, zero_load), zero_grads
     with jax.named_scope("microbatches"):
-        ((loss, load), grads), figures = jax.lax.scan(add, zeros, microbatches)
+        ((losses, load), grads), figures = jax.lax.scan(add, zeros, microbatches)
     if figures is not None:
         mean = partial(jnp.mean, axis=0)
         figures = figures.reduce(partial(jnp.max, axis=0), mean)
-    return grads, (loss, load, figures)
+    return grads, (losses, load, figures)

@@ -15,6 +15,7 @@ from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import LAYERS, layer_trees, param_infos
 from model.placement import Placement
+from model.predict_ahead import Ahead, look_ahead
 from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.loss.loss import loss_sum, row_sums
@@ -39,13 +40,14 @@ Metrics = dict[str, Float[Array, "..."]]
 class Gradients(NamedTuple):
     """The results of a backward pass through all microbatches.
 
-    loss: nats per target.
-    load_LE: the number of tokens that each expert gets, without padding.
+    losses: nats per target, of the model and of each prediction module.
+    load_LE: the number of tokens that each expert gets, without padding. The last rows
+        are those of prediction modules.
     num_targets: the number of targets in the batch.
     figures: the figures of layers, if the step is watched (model/taps.py).
     """
 
-    loss: Float[Array, ""]
+    losses: tuple[Float[Array, ""], ...]
     grads: Any
     load_LE: Load
     num_targets: Int[Array, ""]
@@ -53,10 +55,14 @@ class Gradients(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a batch, with an int32 seed for each position."""
+    """The rows of a batch, with an int32 seed for each position.
+
+    ahead: what prediction modules read and predict; None if the model has none.
+    """
 
     batch: Batch
     seeds_BT: Int[Array, "B T"] | None
+    ahead: Ahead | None = None
 
 
 def make_train_step(
@@ -74,9 +80,11 @@ def make_train_step(
     int32 [B, T]. Metrics are float32 scalars: loss (nats per target), grad_norm (before
     clipping), learning_rate, skipped (1 if loss, norm or update was not finite, or if
     loss or norm was a spike), overflow (1 if the update was not finite) and targets
-    (the number of targets). With experts, expert_load [layers with experts] is the
-    number of tokens of the busiest expert divided by the mean. A watched step makes the
-    same update, and its metrics include figures of layers (train/numerics.py).
+    (the number of targets). With prediction modules, ahead_loss is the mean of their
+    losses, in nats per target, and `loss` does not include it. With experts,
+    expert_load [layers with experts] is the number of tokens of the busiest expert
+    divided by the mean. A watched step makes the same update, and its metrics include
+    figures of layers (train/numerics.py).
     """
     compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
     has_dropout = model.config.dropout != Dropout()
@@ -87,8 +95,8 @@ def make_train_step(
         if is_random:
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
-        results = compute_gradients(state.params, batch, seeds_BT)
-        loss, grads, load_LE, num_targets, figures = results
+        results = compute_gradients(state.params, batch, seeds_BT, state.step)
+        (loss, *ahead_losses), grads, load_LE, num_targets, figures = results
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
@@ -117,6 +125,8 @@ def make_train_step(
             "overflow": jnp.where(accepted & ~updated, 1.0, 0.0),
             "targets": num_targets.astype(jnp.float32),
         }
+        if ahead_losses:
+            metrics["ahead_loss"] = jnp.mean(jnp.stack(ahead_losses))
         if load_LE is not None:
             largest_L, mean_L = jnp.max(load_LE, axis=1), jnp.mean(load_LE, axis=1)
             # A batch may consist of padding only, so that the mean is zero.
@@ -136,32 +146,39 @@ def make_gradients(
     watched: bool = False,
     num_tokens: int | None = None,
 ) -> Callable[..., Gradients]:
-    """Return `compute_gradients(params, batch, seeds_BT=None) -> Gradients`.
+    """Return `compute_gradients(params, batch, seeds_BT=None, step=0) -> Gradients`.
 
     Each device uses its local rows; layers reduce-scatter gradients (model/gather.py).
     Replicas sum them once a step: in the backward pass, or after all microbatches.
     """
     placement, infos = execution.placement, param_infos(model)
-    load_shape = model.config.expert_layers, model.config.num_experts
-    has_experts = load_shape[0] > 0
+    depth, has_experts = model.config.predict_ahead, model.config.expert_layers > 0
+    load_shape = model.config.expert_layers + depth, model.config.num_experts
 
-    def on_device(params: Any, rows: Rows) -> Gradients:
+    def on_device(
+        params: Any, rows: Rows, ahead_weight: Float[Array, ""] | None = None
+    ) -> Gradients:
         with jax.named_scope("targets"):
             total_targets, num_routed = _sum_counts(rows.batch, placement, has_experts)
-            num_targets = jnp.maximum(1, total_targets)
+            num_targets = [jnp.maximum(1, total_targets)]
+            if rows.ahead is not None:
+                counts_P = jnp.sum(rows.ahead.targets_BTP >= 0, axis=(0, 1))
+                counts_P = jnp.maximum(1, sum_over_rows(counts_P, placement))
+                num_targets += jnp.unstack(counts_P)
         if placement.platform == "cpu":
-            rows = _start_after_count(num_targets, rows)
+            rows = _start_after_count(num_targets[0], rows)
 
         def mean_loss(
             params: Any, rows: Rows
         ) -> tuple[
-            Float[Array, ""], tuple[Float[Array, ""], Load, LayerFigures | None]
+            Float[Array, ""],
+            tuple[tuple[Float[Array, ""], ...], Load, LayerFigures | None],
         ]:
-            batch, seeds_BT = rows
+            batch, seeds_BT, ahead = rows
             taps = Taps() if watched else None
             make_keys = jax.vmap(jax.vmap(jax.random.key))
             keys_BT = None if seeds_BT is None else make_keys(seeds_BT)
-            loss, nats, routing = loss_sum(
+            losses, nats, routing = loss_sum(
                 bind(model, params),
                 batch,
                 execution,
@@ -169,24 +186,29 @@ def make_gradients(
                 chunk=config.loss_chunk_tokens,
                 num_tokens=num_tokens,
                 call=CallContext(keys_BT=keys_BT, taps=taps),
+                ahead=ahead,
             )
-            loss /= num_targets
+            means = [sum / n for sum, n in zip(losses, num_targets, strict=True)]
+            loss = means[0]
+            if ahead_weight is not None:
+                loss += ahead_weight / depth * sum(means[1:])
             if routing is not None:
                 loss += jnp.mean(routing.loss) / num_routed
             load_LE = None if routing is None else routing.load_E
-            return loss, (nats / num_targets, load_LE, taps and taps.all_figures())
+            nats = tuple(x / n for x, n in zip(nats, num_targets, strict=True))
+            return loss, (nats, load_LE, taps and taps.all_figures())
 
         compute_grads = jax.grad(mean_loss, has_aux=True)
         if config.accumulation_steps == 1:
-            grads, (loss, load_LE, figures) = compute_grads(params, rows)
+            grads, (losses, load_LE, figures) = compute_grads(params, rows)
         else:
             parts = split(rows, config.accumulation_steps)
             shape = load_shape if has_experts else None
-            grads, (loss, load_LE, figures) = sum_over_microbatches(
-                compute_grads, params, parts, load_shape=shape
+            grads, (losses, load_LE, figures) = sum_over_microbatches(
+                compute_grads, params, parts, num_losses=1 + depth, load_shape=shape
             )
         return Gradients(
-            loss=sum_over_rows(loss, placement),
+            losses=sum_over_rows(losses, placement),
             grads=reduce_over_replicas(grads, infos, execution),
             load_LE=load_LE,
             num_targets=total_targets,
@@ -198,7 +220,31 @@ def make_gradients(
         return Gradients(spec, param_specs, spec, spec, spec if watched else None)
 
     run = run_per_device(on_device, execution, infos, result_specs)
-    return lambda params, batch, seeds_BT=None: run(params, Rows(batch, seeds_BT))
+
+    def compute_gradients(
+        params: Any,
+        batch: Batch,
+        seeds_BT: Int[Array, "B T"] | None = None,
+        step: Int[Array, ""] | int = 0,
+    ) -> Gradients:
+        if not depth:
+            return run(params, Rows(batch, seeds_BT))
+        # Rows are whole here. On devices they may be divided, and in another order.
+        ahead = look_ahead(batch.inputs, batch.targets, batch.segment_ids, depth)
+        return run(params, Rows(batch, seeds_BT, ahead), ahead_weight(config, step))
+
+    return compute_gradients
+
+
+def ahead_weight(config: TrainConfig, step: Int[Array, ""] | int) -> Float[Array, ""]:
+    """Return the weight of the loss of prediction modules in a step."""
+    weight, later_weight = (
+        config.predict_ahead_weight,
+        config.predict_ahead_later_weight,
+    )
+    later_weight = weight if later_weight is None else later_weight
+    is_later = step >= config.predict_ahead_later_step
+    return jnp.where(is_later, jnp.float32(later_weight), jnp.float32(weight))
 
 
 def _sum_counts(
@@ -242,14 +288,19 @@ def balance_experts(
         return params
     direction_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
     params, start = jax.tree.map(lambda x: x, params), 0  # copies the dicts only
+
+    def move(router: dict[str, jax.Array], rows: jax.Array) -> None:
+        balance = router["balance"] + config.router_bias_rate * rows
+        router["balance"] = jnp.where(accepted, balance, router["balance"])
+
     for places in layer_trees(params[LAYERS]):
         routers = [p["mlp"]["router"] for p in places if "router" in p["mlp"]]
         stop = start + sum(len(router["balance"]) for router in routers)
         for place, router in enumerate(routers):
-            rows = direction_LE[start + place : stop : len(routers)]
-            balance = router["balance"] + config.router_bias_rate * rows
-            router["balance"] = jnp.where(accepted, balance, router["balance"])
+            move(router, direction_LE[start + place : stop : len(routers)])
         start = stop
+    for k, module in params.get("predict_ahead", {}).items():
+        move(module["block"]["mlp"]["router"], direction_LE[start + int(k)])
     return params
 
 
@@ -265,10 +316,10 @@ def make_eval_step(
     def eval_step(params: Any, batch: Batch):
         def sum_microbatch(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
             bound, chunk = bind(model, params), config.loss_chunk_tokens
-            _, nats, _ = loss_sum(
+            sums = loss_sum(
                 bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
             )
-            return nats, jnp.sum(rows.targets >= 0)
+            return sums.nats[0], jnp.sum(rows.targets >= 0)
 
         def add(total: Any, rows: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, sum_microbatch(rows)), None

@@ -96,6 +96,23 @@ class TrainConfig:
             "many as memory allows, or all positions but only some ids at a time."
         ),
     ] = None
+    predict_ahead_weight: Annotated[
+        NotNegative,
+        Doc(
+            "The weight of the mean loss of the modules of model.predict_ahead, in "
+            "nats per target."
+        ),
+    ] = 0.3
+    predict_ahead_later_weight: Annotated[
+        NotNegative | None,
+        Doc(
+            "The weight from the step train.predict_ahead_later_step on. null: "
+            "train.predict_ahead_weight."
+        ),
+    ] = None
+    predict_ahead_later_step: Annotated[
+        Number, Doc("The first step with train.predict_ahead_later_weight.")
+    ] = 0
     z_loss: Annotated[
         NotNegative, Doc("The weight of the squared logarithm of the softmax's sum.")
     ] = 0.0

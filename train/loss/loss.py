@@ -4,19 +4,34 @@ Shapes: B batch, T time, D embed, V vocab.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from data.batches import Batch
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
 from model.gpt import GPT
+from model.predict_ahead import Ahead
 from model.scopes import part_scope
 from train.loss.form import LossOptions, choose_form, largest_divisor
 from train.loss.pieces import sum_pieces
 from train.loss.tiles import sum_tiles
+
+
+class LossSums(NamedTuple):
+    """Sums over the targets of local rows, as float32 scalars.
+
+    losses: the loss to minimize, of the model and of each prediction module.
+    nats: the cross-entropies, which have no gradient.
+    routing: the routing of all layers, then of modules. Its loss is not included.
+    """
+
+    losses: tuple[Float[Array, ""], ...]
+    nats: tuple[Float[Array, ""], ...]
+    routing: Routing | None
 
 
 def loss_sum(
@@ -27,7 +42,8 @@ def loss_sum(
     chunk: int | None,
     num_tokens: int | None = None,
     call: CallContext = NO_CONTEXT,
-) -> tuple[Float[Array, ""], Float[Array, ""], Routing | None]:
+    ahead: Ahead | None = None,
+) -> LossSums:
     """Sum the loss over a batch's targets; negative targets are ignored.
 
     Args:
@@ -40,21 +56,30 @@ def loss_sum(
         num_tokens: the number of ids that the tokenizer has. Larger ids only pad the
             vocabulary and have no probability. None: the whole vocabulary.
         call: the random keys and taps of this call.
-
-    Returns:
-        The loss to minimize and the cross-entropy in nats, which has no gradient, as
-        float32 scalars; and the routing, whose auxiliary loss is not included.
+        ahead: what prediction modules read and predict. None: they do not run.
     """
     x_BTD, _, routing = model.features(
         batch.inputs, batch.positions, batch.segment_ids, execution, call=call
     )
     options = _make_options(model, x_BTD, execution, chunk, num_tokens)
     options = options._replace(z_loss=z_loss)
-    with jax.named_scope("loss"), part_scope("head"):
-        sums: tuple[jax.Array, jax.Array] = _sums(
-            options, x_BTD, model.head_weight, batch.targets
+    predictions = [(x_BTD, batch.targets)]
+    if ahead is not None:
+        features, ahead_routing = model.features_ahead(
+            x_BTD, ahead, batch.positions, batch.segment_ids, execution, call
         )
-        return *sums, routing
+        targets = jnp.unstack(ahead.targets_BTP, axis=-1)
+        predictions += zip(features, targets, strict=True)
+        if routing is not None and ahead_routing is not None:
+            join = partial(jax.tree.map, lambda *parts: jnp.concatenate(parts))
+            routing = join(routing, ahead_routing)
+    with jax.named_scope("loss"), part_scope("head"):
+        sums: list[tuple[jax.Array, jax.Array]] = [
+            _sums(options, x_BTD, model.head_weight, targets_BT)
+            for x_BTD, targets_BT in predictions
+        ]
+    losses, nats = zip(*sums, strict=True)
+    return LossSums(losses, nats, routing)
 
 
 def row_sums(

@@ -1,0 +1,103 @@
+"""Multi-token prediction: modules that predict tokens further ahead.
+
+Module k (from 1) predicts the token k + 1 positions ahead of position i. Its inputs are
+the features of module k - 1 at i, which are the model's own for k = 1, and the
+embedding of the token k positions ahead. The embedding and the head are the model's.
+
+Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
+
+Shapes: B batch, T time, D embed, P modules.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from model.block import Block
+from model.config import ModelConfig
+from model.execution import CallContext, Execution
+from model.experts.router import Routing
+from model.layers import Normalize, stds
+from model.linear import Linear
+from model.pattern import kinds_of
+
+
+class Ahead(NamedTuple):
+    """The int32 tokens that prediction modules read, and those that they predict.
+
+    tokens_BTP: the token k positions ahead, for module k; -1 if the document or the row
+        ends before it.
+    targets_BTP: the target of this token; -1 if there is none.
+    """
+
+    tokens_BTP: Int[Array, "B T P"]
+    targets_BTP: Int[Array, "B T P"]
+
+
+def look_ahead(
+    inputs_BT: Int[Array, "B T"],
+    targets_BT: Int[Array, "B T"],
+    segment_ids_BT: Int[Array, "B T"] | None,
+    depth: int,
+) -> Ahead:
+    """Return what `depth` modules read and predict. T is the length of whole rows."""
+
+    def shift(x_BT: jax.Array, k: int) -> jax.Array:
+        return jnp.pad(x_BT[:, k:], ((0, 0), (0, k)), constant_values=-1)
+
+    tokens, targets = [], []
+    for k in range(1, depth + 1):
+        tokens_BT, next_targets_BT = shift(inputs_BT, k), shift(targets_BT, k)
+        if segment_ids_BT is not None:
+            in_document = shift(segment_ids_BT, k) == segment_ids_BT
+            tokens_BT = jnp.where(in_document, tokens_BT, -1)
+            next_targets_BT = jnp.where(in_document, next_targets_BT, -1)
+        tokens.append(tokens_BT)
+        targets.append(next_targets_BT)
+    return Ahead(jnp.stack(tokens, -1), jnp.stack(targets, -1))
+
+
+class PredictAhead(nnx.Module):
+    """A prediction module: a projection and a block like those of the last layer."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Draw the projection and the block."""
+        D = config.embed_dim
+
+        def make_norm() -> Normalize:
+            return Normalize(config, config.norm, embed=D)
+
+        self.embedding_norm, self.hidden_norm = make_norm(), make_norm()
+        # The axes are those of an MLP's projection back to the residual stream.
+        self.projection = Linear(
+            "predict_ahead",
+            "btf,fd->btd",
+            (2 * D, D),
+            ("mlp", "embed"),
+            std=stds(config, 2 * D)[0],
+            bias=False,
+            dtype=jnp.dtype(config.param_dtype),
+            rngs=rngs,
+        )
+        self.block = Block(config, kinds_of(config)[-1], rngs)
+        self.is_local = config.windows[-1] is not None
+        self.norm = make_norm()
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        embedding_BTD: Float[Array, "B T D"],
+        execution: Execution,
+        call: CallContext,
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """Return the normalized features of this module, and the block's routing."""
+        parts = self.embedding_norm(embedding_BTD), self.hidden_norm(x_BTD)
+        x_BTD = self.projection(jnp.concatenate(parts, axis=-1), execution, call)
+        x_BTD = execution.placement.constrain(x_BTD, "batch", "seq", "embed")
+        x_BTD, _, routing = self.block(
+            x_BTD, execution, call, cache=None, local_flag=self.is_local
+        )
+        return self.norm(x_BTD), routing
