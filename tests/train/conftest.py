@@ -133,7 +133,8 @@ def gradients(programs: Programs, store: Sources) -> Callable:
             router["balance"] = router["balance"] + jnp.asarray(balance)
         params = jax.device_put(params, program.shardings.params)
         batch = place(batch, program.batch)
-        return jax.device_get(steps[overrides](params, batch)[:3])
+        found = jax.device_get(steps[overrides](params, batch))
+        return found.losses[0], found.grads, found.load_LE
 
     return gradients
 

@@ -37,6 +37,10 @@ MODELS = {
         *(*MOE, "model.num_layers=8", "model.dense_layers=2", "model.mlp_dim=24"),
         *("model.window=5", "model.layer_pattern=[local,local,global]"),
     ),
+    "ahead": (
+        *(*MOE, "model.num_layers=2", "model.predict_ahead=2"),
+        "model.router_bias_rate=0.01",
+    ),
     "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
 }
 FAST = [
@@ -65,6 +69,9 @@ SLOW = [
     ("every", "fsdp=2 expert=2 tensor=2 train.remat=full"),
     ("every", "pipeline=2 fsdp=2 expert=2"),
     ("mixed", "pipeline=2 data=2 expert=2"),
+    ("ahead", "fsdp=2 context=2 expert=2"),
+    ("ahead", "context=4 tensor=2"),
+    ("ahead", "pipeline=2 data=2 expert=2"),
 ]
 
 

@@ -49,9 +49,9 @@ def value_and_grads(program, params, batch, chunk):
 
     def on_a_device(params, batch):
         def loss(params):
-            return loss_sum(bind(program.model, params), batch, execution, 0.1, chunk)[
-                :2
-            ]
+            model = bind(program.model, params)
+            sums = loss_sum(model, batch, execution, 0.1, chunk)
+            return sums.losses[0], sums.nats[0]
 
         sums, grads = jax.value_and_grad(loss, has_aux=True)(params)
         return sum_over_rows(sums, execution.placement), reduce_over_replicas(
@@ -110,7 +110,7 @@ def test_ids_that_only_pad_the_vocabulary_have_no_probability(programs, batch, m
     nats, targets = jax.device_get(program.eval_step(params, placed))
     train = program.config.train
     step = make_gradients(model, program.execution, train, num_tokens=257)
-    loss, grads, *_ = jax.device_get(jax.jit(step)(params, placed))
+    (loss,), grads, *_ = jax.device_get(jax.jit(step)(params, placed))
     values = logits_of(model, jax.device_get(params), batch, execution)[..., :257]
     values -= np.log(np.exp(values).sum(-1, keepdims=True))
     rows, columns = np.nonzero(batch.targets >= 0)

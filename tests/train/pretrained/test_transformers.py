@@ -86,7 +86,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     batch, expected = a_batch(theirs)
     expected.backward()
     step = make_gradients(program.model, program.execution, program.config.train)
-    loss, grads, *_ = jax.jit(step)(params, place(batch, program.batch))
+    (loss,), grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     ours = {name: parts.read(dict(named(grads)), name) for name in parts.tensors}
     assert ours.keys() == {name for name, _ in theirs.named_parameters()}
