@@ -67,7 +67,9 @@ class GPT(nnx.Module):
         self.layers = nnx.Dict({str(i): nnx.Dict(s) for i, s in enumerate(segments)})
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
-        modules = {str(k): PredictAhead(config, rngs) for k in range(config.predict_ahead)}
+        modules = {
+            str(k): PredictAhead(config, rngs) for k in range(config.predict_ahead)
+        }
         self.predict_ahead = nnx.Dict(modules) if modules else None
 
     def features(
@@ -146,13 +148,12 @@ class GPT(nnx.Module):
             rotations=self._rotations(positions_BT),
             taps=None,  # Figures of layers are those of the model.
         )
-        for k in range(self.config.predict_ahead):
-            module = self.predict_ahead[str(k)]
-            tokens_BT = ahead.tokens_BTP[..., k]
+        for k, module in (self.predict_ahead or {}).items():
+            tokens_BT = ahead.tokens_BTP[..., int(k)]
             is_text = tokens_BT >= 0
             if segment_ids_BT is not None:
                 is_text &= segment_ids_BT > 0
-            module_call = call.fold_in(self.config.num_layers + k)
+            module_call = call.fold_in(self.config.num_layers + int(k))
             module_call = module_call._replace(router_ids_BT=is_text.astype(jnp.int32))
             lookups = [(self.embedding, jnp.maximum(tokens_BT, 0))]
             graph, params = nnx.split(module)

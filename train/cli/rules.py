@@ -100,6 +100,11 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
         rule += "positions; lower it, raise the limit, or choose model.position=rotary"
         related = ("model.max_sequence_length", "model.position")
         yield Mistake("data.sequence_length", data.sequence_length, rule, related)
+    if data.sequence_length <= model.predict_ahead:
+        rule = f"must be longer than model.predict_ahead={model.predict_ahead}: no row "
+        rule += "would have a token so far ahead"
+        related = ("model.predict_ahead",)
+        yield Mistake("data.sequence_length", data.sequence_length, rule, related)
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if schedule.name is Schedule.wsd and decay and warmup + decay > num_steps:
         rule = f"must leave room for schedule.warmup_steps={warmup} within "

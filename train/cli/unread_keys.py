@@ -41,7 +41,8 @@ def unread_key_warnings(config: Config) -> list[str]:
     changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
     schedule, source = config.schedule.name, config.data.source
     is_wsd, is_constant = schedule is Schedule.wsd, schedule is Schedule.constant
-    model, optimizer = config.model, config.optimizer.name
+    model, train, optimizer = config.model, config.train, config.optimizer.name
+    is_one_weight = train.predict_ahead_later_weight is None
     unread = [
         *_unread_model_keys(model),
         (not is_wsd, "schedule.decay_steps", "schedule.name is not wsd"),
@@ -49,6 +50,12 @@ def unread_key_warnings(config: Config) -> list[str]:
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (source is Source.python, "data.on_error", f"data.source is {source}"),
+        (
+            is_one_weight,
+            "train.predict_ahead_later_step",
+            "train.predict_ahead_later_weight is null",
+        ),
+        (not model.predict_ahead, "train.predict_ahead_", "model.predict_ahead is 0"),
         (not config.eval.tasks, "eval.task_", "eval.tasks is []"),
     ]
     unread += [

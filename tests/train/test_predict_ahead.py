@@ -1,0 +1,95 @@
+"""Multi-token prediction equals a loop over the positions of single documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data.batches import Batch, Order
+from model.execution import CallContext
+from model.gpt import GPT, bind, params_of
+from model.rope import make_rotations
+from tests.train.conftest import distance, take_steps
+from train.step import ahead_weight, make_gradients
+
+DEPTH = 2
+KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=4", "model.embed_dim=16")
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    return programs(*KEYS)
+
+
+@pytest.fixture(scope="module")
+def params(program):
+    """Weights of which none is zero or one, so that no norm or bias hides."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda w: w + 0.3 * rng.normal(size=w.shape).astype(np.float32),
+        params_of(GPT(program.config.model, nnx.Rngs(1))),
+    )
+
+
+def documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the inputs and targets of each document of a batch."""
+    parts = []
+    for inputs, targets, ids in zip(
+        batch.inputs, batch.targets, batch.segment_ids, strict=True
+    ):
+        parts += [(inputs[ids == i], targets[ids == i]) for i in np.unique(ids) if i]
+    return parts
+
+
+def total_loss(program, params, batch: Batch):
+    """Return the loss of each document alone, position by position, and its parts."""
+    model, execution = bind(program.model, params), program.execution
+    sums, counts = [0.0] * (1 + DEPTH), [0] * (1 + DEPTH)
+    for inputs, targets in documents(batch):
+        T = len(inputs)
+        positions = jnp.arange(T)[None]
+        call = CallContext(rotations=make_rotations(positions, model.config))
+        h, _, _ = model.features(jnp.asarray(inputs)[None], positions, None, execution)
+        for k in range(1 + DEPTH):
+            if k:
+                tokens = np.append(inputs[k:], [0] * min(k, T))
+                table = model.embedding.weight[...]
+                embedding = table[tokens][None]
+                h, _ = model.predict_ahead[str(k - 1)](h, embedding, execution, call)
+            logp = jax.nn.log_softmax(model.logits(h, execution))[0]
+            for i in range(T - k):
+                if targets[i + k] >= 0:
+                    sums[k] -= logp[i, targets[i + k]]
+                    counts[k] += 1
+    losses = [sum / count for sum, count in zip(sums, counts, strict=True)]
+    weight = program.config.train.predict_ahead_weight
+    return losses[0] + weight / DEPTH * sum(losses[1:]), losses
+
+
+def test_loss_and_gradients_are_those_of_documents_alone(program, params, store):
+    batch = Order(store, program.config.data, 0).read(0)
+    assert (batch.segment_ids.max(axis=1) > 1).any()
+    step = make_gradients(program.model, program.execution, program.config.train)
+    found = jax.jit(step)(params, jax.tree.map(jnp.asarray, batch))
+    loss = jax.value_and_grad(lambda p: total_loss(program, p, batch), has_aux=True)
+    (_, expected), grads = jax.jit(loss)(params)
+    np.testing.assert_allclose(found.losses, expected, rtol=1e-5)
+    assert distance(found.grads, grads) < 1e-5
+    assert min(map(float, found.losses)) > 1
+
+
+def test_the_metric_is_the_mean_loss_of_the_modules(program, store):
+    _, metrics = take_steps(program, store, program.init(), 10)
+    first, last = (metrics[i]["ahead_loss"] for i in (0, -1))
+    assert 0 < last < first - 0.1
+
+
+def test_the_weight_changes_at_its_step(configure):
+    keys = ("train.predict_ahead_later_weight=0.1", "train.predict_ahead_later_step=3")
+    train = configure(*keys).train
+    assert [float(ahead_weight(train, step)) for step in (0, 2, 3, 9)] == (
+        pytest.approx([0.3, 0.3, 0.1, 0.1])
+    )
+    constant = configure().train
+    assert float(ahead_weight(constant, 9)) == pytest.approx(0.3)
