@@ -151,6 +151,10 @@ class ModelConfig:
         Size | None, Doc("The hidden dim of an expert. null: mlp_dim.")
     ] = None
     shared_experts: Annotated[Number, Doc("Further experts that every token uses.")] = 0
+    shared_expert_gate: Annotated[
+        bool,
+        Doc("The shared experts' output is multiplied by a gate, sigmoid(x w)."),
+    ] = False
     dense_layers: Annotated[
         Number, Doc("The number of first layers without experts.")
     ] = 0
@@ -166,12 +170,32 @@ class ModelConfig:
     router_normalized: Annotated[bool, Doc("A token's expert weights add up to 1.")] = (
         True
     )
+    router_groups: Annotated[
+        Count, Doc("The number of equal groups of experts, in the order of experts.")
+    ] = 1
+    router_groups_kept: Annotated[
+        Count, Doc("A token chooses experts only from this number of best groups.")
+    ] = 1
+    router_group_best: Annotated[
+        Count,
+        Doc("A group's score is the sum of this number of its best scores."),
+    ] = 2
+    routed_scaling: Annotated[
+        Positive, Doc("The weights of a token's experts are multiplied by this.")
+    ] = 1.0
     router_aux_weight: Annotated[
         NotNegative,
         Doc(
             "The weight of the loss E sum(load x mean score), averaged over layers: 1 "
             "if all experts have the same load. That of transformers is "
             "experts_per_token times as large."
+        ),
+    ] = 0.0
+    router_sequence_aux_weight: Annotated[
+        NotNegative,
+        Doc(
+            "The weight of the same loss, computed for each row alone and averaged "
+            "over tokens and layers."
         ),
     ] = 0.0
     router_bias_rate: Annotated[

@@ -21,7 +21,7 @@ from model.experts.exchange import run_on_device
 from model.experts.local_experts import LocalExperts, Output, Tokens
 from model.experts.router import Choice, Router, Routing
 from model.layers import MLP, stds
-from model.linear import gather_weight
+from model.linear import gather_weight, product
 from model.params import Kind, ParamInfo
 from model.scopes import part_scope
 
@@ -57,6 +57,8 @@ class Experts(nnx.Module):
         self.down_bias = bias(experts, embed)
         shared_size = config.shared_experts * F
         self.shared = MLP(config, shared_size, rngs) if shared_size else None
+        has_gate = config.shared_expert_gate and shared_size
+        self.shared_gate = weight(std, embed) if has_gate else None
 
     def __call__(
         self,
@@ -71,8 +73,25 @@ class Experts(nnx.Module):
         y_BTD = self._run_routed(x_BTD, choice, execution, call)
         if self.shared is not None:
             with part_scope("shared"):
-                y_BTD = y_BTD + self.shared(x_BTD, execution, call)
+                shared_BTD = self.shared(x_BTD, execution, call)
+                if self.shared_gate is not None:
+                    gate_BT1 = self._gate_shared(x_BTD, self.shared_gate, execution)
+                    shared_BTD = (gate_BT1 * shared_BTD).astype(shared_BTD.dtype)
+                y_BTD = y_BTD + shared_BTD
         return y_BTD, routing
+
+    def _gate_shared(
+        self, x_BTD: Float[Array, "B T D"], gate: nnx.Param, execution: Execution
+    ) -> Float[Array, "B T 1"]:
+        """Return the float32 gate of the shared experts' output, sigmoid(x w)."""
+        logits_BT = product(
+            "btd,d->bt",
+            x_BTD.astype(jnp.float32),
+            gate[...],
+            execution.numerics.compute_dtype,
+            placement=execution.weight_placement(_axes(gate)),
+        )
+        return jax.nn.sigmoid(logits_BT)[..., None]
 
     def _run_routed(
         self,

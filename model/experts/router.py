@@ -17,6 +17,10 @@ from model.layers import stds
 from model.linear import expand_to, product
 from model.params import Kind, ParamInfo
 
+# Added to a sum of sigmoids that divides. Source: transformers 5.24, deepseek_v3.
+_EPSILON = 1e-20
+_SCALE = 2.0**33
+
 
 class Routing(NamedTuple):
     """The balance statistics of one layer, without padding.
@@ -62,12 +66,14 @@ class Router(nnx.Module):
     ) -> tuple[Choice, Routing]:
         """Return the chosen experts and balance statistics, computed in float32.
 
-        Padding (segment 0) is sent to experts too, but the load and the loss do not
-        count it. Without segments every position counts.
+        Experts are ranked by score + bias, but their weights are scores without the
+        bias. Padding (segment 0) is sent to experts too, but the load and the loss do
+        not count it. Without segments every position counts.
 
         Sources: Switch Transformer, arXiv:2101.03961, section 2.2, for the load
         loss; ST-MoE, arXiv:2202.08906, section 2.2, for the logits' z-loss;
-        DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores and `balance`.
+        DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores, `balance` and
+        the loss of each row; DeepSeek-V2, arXiv:2405.04434, section 2.2.2, for groups.
         """
         config, E = self.config, self.config.num_experts
         x_BTD = x_BTD.astype(jnp.float32)
@@ -93,6 +99,8 @@ class Router(nnx.Module):
         if self.balance is not None:
             bias_E = jax.lax.stop_gradient(self.balance[...]).astype(jnp.float32)
             ranked_BTE = ranked_BTE + bias_E[None, None]
+        if config.router_groups > 1:
+            ranked_BTE = self._keep_best_groups(ranked_BTE)
         _, experts_BTk = jax.lax.top_k(ranked_BTE, config.experts_per_token)
         chosen_BTkE = experts_BTk[..., None] == jnp.arange(E)[None, None, None]
         # Use a masked sum, because the gradient of a gather would be a scatter.
@@ -100,11 +108,39 @@ class Router(nnx.Module):
             jnp.where(chosen_BTkE, scores_BTE[:, :, None], 0), axis=-1
         )
         if config.router_normalized:
-            weights_BTk = weights_BTk / jnp.sum(weights_BTk, axis=-1, keepdims=True)
+            weights_BTk = self._normalize(weights_BTk)
+        if config.routed_scaling != 1:
+            weights_BTk = weights_BTk * config.routed_scaling
         routing = self._balance_statistics(
             logits_BTE, scores_BTE, chosen_BTkE, segment_ids_BT, execution
         )
         return Choice(experts_BTk, weights_BTk), routing
+
+    def _keep_best_groups(
+        self, ranked_BTE: Float[Array, "B T E"]
+    ) -> Float[Array, "B T E"]:
+        """Return the scores, with -inf for experts outside the best groups.
+
+        0 would beat the scores of kept experts that have a negative bias.
+        """
+        config = self.config
+        G, kept = config.router_groups, config.router_groups_kept
+        grouped_BTGE = ranked_BTE.reshape(*ranked_BTE.shape[:2], G, -1)
+        best, _ = jax.lax.top_k(grouped_BTGE, config.router_group_best)
+        _, groups_BTk = jax.lax.top_k(jnp.sum(best, axis=-1), kept)
+        is_kept_BTkG = groups_BTk[..., None] == jnp.arange(G)[None, None, None]
+        is_kept_BTG1 = jnp.any(is_kept_BTkG, axis=2)[..., None]
+        masked_BTGE = jnp.where(is_kept_BTG1, grouped_BTGE, -jnp.inf)
+        return masked_BTGE.reshape(ranked_BTE.shape)
+
+    def _normalize(self, scores: Float[Array, "B T n"]) -> Float[Array, "B T n"]:
+        """Divide scores by their sum. If all sigmoids are zero, the result is zero."""
+        if self.config.router is Scores.softmax:
+            return scores / jnp.sum(scores, axis=-1, keepdims=True)
+        # The power of two does not change the result. Without it, the gradient would
+        # divide by the square of the epsilon, which is zero in float32.
+        scores = scores * _SCALE
+        return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _SCALE * _EPSILON)
 
     def _balance_statistics(
         self,
@@ -127,10 +163,18 @@ class Router(nnx.Module):
         load_E = jax.lax.psum(load_E, execution.placement.layer_batch_axes)
         loss = jnp.zeros((), jnp.float32)
         if config.router_aux_weight:
-            shares_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
             relative_load_E = load_E * (E / jnp.maximum(1, jnp.sum(load_E)))
+            shares_BTE = self._normalize(scores_BTE)
             aux = jnp.sum(zero_padding(shares_BTE) * relative_load_E[None, None])
             loss = loss + config.router_aux_weight * aux
+        if config.router_sequence_aux_weight:
+            load_BE = jnp.sum(zero_padding(chosen_BTkE), axis=(1, 2), dtype=jnp.float32)
+            load_BE = jax.lax.psum(load_BE, execution.placement.sequence_axes)
+            total_B1 = jnp.maximum(1, jnp.sum(load_BE, axis=-1, keepdims=True))
+            relative_load_B1E = (load_BE * (E / total_B1))[:, None]
+            shares_BTE = self._normalize(scores_BTE)
+            aux = jnp.sum(zero_padding(shares_BTE) * relative_load_B1E)
+            loss = loss + config.router_sequence_aux_weight * aux
         if config.router_z_weight:
             z_BT1 = jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True)
             z_loss = jnp.sum(zero_padding(jnp.square(z_BT1)))

@@ -42,6 +42,11 @@ MODELS = {
         "model.router_bias_rate=0.01",
     ),
     "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
+    "grouped": (
+        *(*MOE, "model.router_groups=4", "model.router_groups_kept=2"),
+        *("model.routed_scaling=2", "model.shared_expert_gate=true"),
+        "model.router_sequence_aux_weight=0.1",
+    ),
 }
 FAST = [
     ("dense", "data=2 fsdp=2 tensor=2 train.remat=full train.loss_chunk_tokens=8"),
@@ -57,6 +62,9 @@ SLOW = [
     ("near", "fsdp=4 context=2 context_attention=ulysses"),
     ("near", "context=4 tensor=2 context_attention=all_gather"),
     ("balanced", "fsdp=2 context=2 expert=2"),
+    ("grouped", "data=2 expert=2 tensor=2"),
+    ("grouped", "context=2 expert=2 fsdp=2"),
+    ("grouped", "pipeline=2 fsdp=2 context=2 train.accumulation_steps=2"),
     ("dense", "pipeline=4 data=2"),
     ("near", "pipeline=2 data=2 tensor=2"),
     ("near", "pipeline=2 fsdp=2 context=2 train.remat=dots"),

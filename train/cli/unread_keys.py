@@ -17,8 +17,8 @@ _UNREAD_BY = {
     OptimizerName.adafactor: ("muon_", "epsilon", "b1", "b2", "moment_dtype"),
 }
 _EXPERT_KEYS = (
-    *("num_experts", "experts_per_token", "expert_dim", "shared_experts"),
-    *("dense_layers", "experts_every", "router"),
+    *("num_experts", "experts_per_token", "expert_dim", "shared_expert"),
+    *("dense_layers", "experts_every", "router", "routed_scaling"),
 )
 
 
@@ -32,6 +32,9 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
     is_unclamped = model.activation is not Activation.clamped_swiglu
     yield is_unclamped, "model.swiglu_", f"model.activation is {model.activation}"
+    is_one_group, no_shared = model.router_groups == 1, model.shared_experts == 0
+    yield is_one_group, "model.router_group_best", "model.router_groups is 1"
+    yield no_shared, "model.shared_expert_gate", "model.shared_experts is 0"
     for key in _EXPERT_KEYS:
         yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
 

@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
-from model.choices import Mlp, Position
+from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
 from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained.families import FAMILIES, NOT_NULL, Family
 from train.pretrained.settings import (
     KEYS,
+    NOT_COMPARED,
     NULL_IS_NONE,
-    RATES,
+    PREDICTION_LAYERS,
     ROPE_KEYS,
     pattern_of,
     rope_of,
@@ -88,6 +89,11 @@ class Folder:
     def file(self, name: str) -> str:
         """Return the name of the file that contains a tensor."""
         return self._files[name][2]
+
+    @property
+    def num_prediction_layers(self) -> int:
+        """The number of layers after the last one, which predict further tokens."""
+        return max(self.settings.get(key) or 0 for key in PREDICTION_LAYERS)
 
     @property
     def digest(self) -> str:
@@ -185,8 +191,8 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
             differing["model.vocab_size"] = model.vocab_size, theirs["vocab_size"]
         if not differing:
             return family
-        our_settings = family.settings(model)
-        for name, key in _keys(family).items():  # set null keys to the folder's values
+        our_settings, keys = family.settings(model), KEYS | family.keys
+        for name, key in keys.items():  # set null keys to the folder's values
             their_value = theirs.get(name) if name in our_settings else None
             if their_value is not None and getattr(model, key) is None:
                 if name == "layer_types":
@@ -219,9 +225,9 @@ def _differing_settings(
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
     plain_settings = {
-        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in RATES
+        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in NOT_COMPARED
     }
-    groups = [(plain_settings, theirs, _keys(family))]
+    groups = [(plain_settings, theirs, KEYS | family.keys)]
     if family.needs["position"] is Position.rotary:
         their_rope, our_rope = rope_of(theirs), rope_of(ours)
         for layers, keys in ROPE_KEYS.items():
@@ -245,12 +251,6 @@ def _differing_settings(
     return differing
 
 
-def _keys(family: Family) -> dict[str, str]:
-    """Return the key of `model.*` for the name of each setting of a family."""
-    has_experts = family.needs.get("mlp") is Mlp.moe
-    return KEYS | {"intermediate_size": "expert_dim"} if has_experts else KEYS
-
-
 def _tensor_differences(
     folder: Folder, tensors: FamilyTensors, program: Program
 ) -> Iterator[str]:
@@ -263,7 +263,9 @@ def _tensor_differences(
         yield f"{rule}set model.vocab_size={num_tokens} ({file})"
         return
     ours = tensors.shapes(dict(named(program.state.params)))
-    theirs = dict(folder.shapes)
+    first, last = model.num_layers, model.num_layers + folder.num_prediction_layers
+    ignored = tuple(f"model.layers.{layer}." for layer in range(first, last))
+    theirs = {k: v for k, v in folder.shapes.items() if not k.startswith(ignored)}
     if model.tied_head:
         theirs.pop("lm_head.weight", None)
     for name in sorted({*ours} - {*theirs}):
@@ -275,7 +277,8 @@ def _tensor_differences(
         params = tensors.tensors[name].params
         is_extra = not {*params} & {*tensors.infos}
         if is_extra and np.any(folder.read(name, [slice(None)])):
-            yield f"has {name}, which is not zero; set model.bias=true"
+            key = "router_bias_rate" if name.endswith("correction_bias") else "bias"
+            yield f"has {name}, which is not zero; set model.{key}"
         if theirs[name] != ours[name]:
             shapes = f"{list(theirs[name])}, the model {list(ours[name])}"
             yield f"has {name} as {shapes} ({folder.file(name)})"

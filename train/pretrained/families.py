@@ -74,7 +74,33 @@ _EXPERTS = {
     "experts_every": 1,
     "router": Scores.softmax,
     "router_bias_rate": 0.0,
+    "router_groups": 1,
+    "routed_scaling": 1.0,
     "bias": False,
+}
+
+
+def _if_grouped(best: int) -> Callable[[ModelConfig], int]:
+    """Return the need for `router_group_best`, which one group does not read."""
+    return lambda m: m.router_group_best if m.router_groups == 1 else best
+
+
+# The needs of experts and router in DeepSeek V3, and in models that follow it.
+DEEPSEEK_V3_EXPERTS = {
+    "mlp": Mlp.moe,
+    "shared_experts": lambda model: max(1, model.shared_experts),
+    "shared_expert_gate": False,
+    "experts_every": 1,
+    "router": Scores.sigmoid,
+    "router_group_best": _if_grouped(2),
+    "bias": False,
+}
+# V2 has no bias of the router, and transformers ignores its norm_topk_prob.
+DEEPSEEK_V2_EXPERTS = DEEPSEEK_V3_EXPERTS | {
+    "router": Scores.softmax,
+    "router_group_best": _if_grouped(1),
+    "router_bias_rate": 0.0,
+    "router_normalized": False,
 }
 
 
@@ -89,7 +115,9 @@ class Family(NamedTuple):
     settings: a function that returns the settings in config.json.
     compatible_types: other model types whose folders differ only in config.json.
     transposed: whether matrices have the dims [outputs, inputs].
-    zero_biases: whether biases that a Longhaul model lacks are written as zeros.
+    zero_biases: the ends of names of biases that are written as zeros if a Longhaul
+        model lacks them.
+    keys: the keys of `model.*` of settings that have another meaning elsewhere.
     length_key: the setting in config.json that holds the maximum row length.
     """
 
@@ -100,7 +128,8 @@ class Family(NamedTuple):
     settings: Callable[[ModelConfig], dict[str, Any]]
     compatible_types: tuple[str, ...] = ()
     transposed: bool = True
-    zero_biases: bool = False
+    zero_biases: tuple[str, ...] = ()
+    keys: dict[str, str] = {}  # noqa: RUF012, a default of a NamedTuple
     length_key: str = "max_position_embeddings"
 
     @property
@@ -142,6 +171,7 @@ class Family(NamedTuple):
 
 
 _SCALING_KIND = "rope_scaling.kind"
+_EXPERT_SIZE = {"intermediate_size": "expert_dim"}
 FAMILIES = (
     Family(
         "llama",
@@ -233,6 +263,7 @@ FAMILIES = (
         _usual(_SCALING_KIND, "window", **_EXPERTS, router_normalized=True),
         names.MIXTRAL,
         settings.mixtral,
+        keys=_EXPERT_SIZE,
     ),
     Family(
         "qwen3_moe",
@@ -253,6 +284,20 @@ FAMILIES = (
         ),
         names.GPT_OSS,
         settings.gpt_oss,
+        keys=_EXPERT_SIZE,
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _usual(
+            *("rotary_fraction", "qkv_bias", "qk_norm"),
+            **DEEPSEEK_V3_EXPERTS,
+            qk_norm_over=NormSpan.head,
+        ),
+        names.DEEPSEEK_EXPERTS,
+        settings.glm4_moe,
+        zero_biases=(".router.balance",),
+        keys={"attention_bias": "qkv_bias"},
     ),
     Family(
         "gpt2",
@@ -268,7 +313,7 @@ FAMILIES = (
         names.GPT2,
         settings.gpt2,
         transposed=False,
-        zero_biases=True,
+        zero_biases=(".bias",),
         length_key="n_positions",
     ),
 )

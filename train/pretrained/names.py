@@ -1,8 +1,9 @@
 """The tensors of each family of models, and the parameters that make up each tensor.
 
 Source: files from `save_pretrained` of transformers 5.23. {} is the layer's index, a
-second {} the expert's, and * stands for both `weight` and `bias`. A tensor of
-all experts is [E, inputs, outputs], with the outputs of its parameters interleaved.
+second {} the expert's, and * stands for both `weight` and `bias`. A parameter of
+`layers` stands for the same one of `dense_layers` too. A tensor of all experts is
+[E, inputs, outputs], with the outputs of its parameters interleaved.
 """
 
 LLAMA = {
@@ -68,6 +69,13 @@ QWEN3_MOE = LLAMA | {
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": ["layers.mlp.gate"],
     "model.layers.{}.mlp.experts.{}.up_proj.weight": ["layers.mlp.up"],
     "model.layers.{}.mlp.experts.{}.down_proj.weight": ["layers.mlp.down"],
+}
+# The experts of DeepSeek V2 and V3, and of models that follow them.
+DEEPSEEK_EXPERTS = QWEN3_MOE | {
+    "model.layers.{}.mlp.gate.e_score_correction_bias": ["layers.mlp.router.balance"],
+    "model.layers.{}.mlp.shared_experts.gate_proj.*": ["layers.mlp.shared.gate.*"],
+    "model.layers.{}.mlp.shared_experts.up_proj.*": ["layers.mlp.shared.up.*"],
+    "model.layers.{}.mlp.shared_experts.down_proj.*": ["layers.mlp.shared.down.*"],
 }
 GPT_OSS = LLAMA | {
     "model.layers.{}.self_attn.sinks": ["layers.attention.sinks"],

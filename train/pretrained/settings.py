@@ -6,8 +6,13 @@ from typing import Any
 from model.choices import Scaling
 from model.config import ModelConfig
 
-# Dropout settings, which are not compared: a run may train with other rates.
-RATES = ("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop")
+# Settings that are not compared: a run may train with other dropout rates, and leaves
+# out the layers that predict further tokens.
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+NOT_COMPARED = (
+    *("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop"),
+    *PREDICTION_LAYERS,
+)
 
 # Settings for which null means "none". For other settings, null means "not stated".
 NULL_IS_NONE = (
@@ -25,6 +30,10 @@ KEYS = {
     "num_experts_per_tok": "experts_per_token",
     "moe_intermediate_size": "expert_dim",
     "norm_topk_prob": "router_normalized",
+    **{"n_routed_experts": "num_experts", "n_shared_experts": "shared_experts"},
+    **{"n_group": "router_groups", "topk_group": "router_groups_kept"},
+    "routed_scaling_factor": "routed_scaling",
+    **{"first_k_dense_replace": "dense_layers", "use_qk_norm": "qk_norm"},
     **{"rms_norm_eps": "norm_epsilon", "layer_norm_epsilon": "norm_epsilon"},
     **{"attention_bias": "bias", "tie_word_embeddings": "tied_head"},
     **{"sliding_window": "window", "query_pre_attn_scalar": "query_scale_dim"},
@@ -41,12 +50,15 @@ _SCALING = {
     **{"high_freq_factor": "rope_scaling.fast_turns"},
     **{"beta_slow": "rope_scaling.slow_turns", "beta_fast": "rope_scaling.fast_turns"},
     "attention_factor": "rope_scaling.attention_factor",
+    "partial_rotary_factor": "rotary_fraction",
 }
 # Defaults of rope_theta other than 10,000. Source: transformers 5.23,
 # configuration_*.py of these families.
 _DEFAULT_THETAS = {
     **{"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3, "olmo3": 500e3}
 }
+# Defaults of partial_rotary_factor, for families that have it.
+_DEFAULT_FRACTIONS = {"glm4_moe": 0.5}
 # The key of `model.*` for each setting of rotary positions, by kind of layer.
 ROPE_KEYS = {
     "full_attention": _SCALING,
@@ -139,6 +151,36 @@ def qwen3_moe(model: ModelConfig) -> dict[str, Any]:
         "norm_topk_prob": model.router_normalized,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def deepseek_experts(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of experts and router in DeepSeek V2 and V3."""
+    return {
+        "intermediate_size": model.mlp_size,
+        "moe_intermediate_size": model.expert_size,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": model.shared_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "first_k_dense_replace": model.dense_layers,
+        "n_group": model.router_groups,
+        "topk_group": model.router_groups_kept,
+        "norm_topk_prob": model.router_normalized,
+        "routed_scaling_factor": model.routed_scaling,
+        **dict.fromkeys(PREDICTION_LAYERS, 0),
+    }
+
+
+def glm4_moe(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of GLM 4.5 and 4.6."""
+    settings = llama(model) | deepseek_experts(model)
+    del settings["mlp_bias"]
+    fraction = {"partial_rotary_factor": model.rotary_fraction}
+    settings["rope_parameters"] |= fraction
+    return settings | {
+        "attention_bias": model.qkv_bias,
+        "use_qk_norm": model.qk_norm,
+        **fraction,
     }
 
 
@@ -247,6 +289,9 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     model_type = str(settings.get("model_type"))
     theta = settings.get("rope_theta") or _DEFAULT_THETAS.get(model_type, 10e3)
     rope = {"rope_type": "default", "rope_theta": theta}
+    if model_type in _DEFAULT_FRACTIONS:
+        default = _DEFAULT_FRACTIONS[model_type]
+        rope["partial_rotary_factor"] = settings.get("partial_rotary_factor", default)
     rope = rope | (settings.get("rope_scaling") or {}) | parameters
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
     local_thetas = {

@@ -70,8 +70,16 @@ class FamilyTensors:
         return Tensor((repeat, *index[1:]), tuple(names))
 
     def _is_written(self, name: str) -> bool:
-        is_zero_bias = self.family.zero_biases and name.endswith(".bias")
-        return name in self.infos or is_zero_bias
+        """Return whether the model has a parameter, or a zero bias stands for it."""
+        if name in self.infos or not name.endswith(self.family.zero_biases):
+            return name in self.infos
+        return self._sibling(name) in self.infos
+
+    def _sibling(self, name: str) -> str:
+        """Return the parameter whose outputs a bias is added to."""
+        parent, _ = name.rsplit(".", 1)
+        has_scale = f"{parent}.scale" in self.infos
+        return f"{parent}.scale" if has_scale else f"{parent}.weight"
 
     def read(self, params: dict[str, jax.Array], name: str) -> np.ndarray:
         """Return a tensor in host memory; all processes must call this together."""
@@ -79,6 +87,14 @@ class FamilyTensors:
         if array.is_fully_addressable:
             return np.asarray(array)
         return multihost_utils.process_allgather(array, tiled=True)
+
+    def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
+        """Return the dtype of a written tensor; `dtype` is that of most tensors.
+
+        The router's bias is always float32, because its steps are small.
+        """
+        is_bias = self.tensors[name].params[0].endswith(".router.balance")
+        return np.dtype(np.float32) if is_bias else dtype
 
     def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name, without reading arrays."""
@@ -135,9 +151,8 @@ class FamilyTensors:
         model lacks is zero.
         """
         if name not in params:
-            like = name.removesuffix("bias")
-            like += "scale" if like + "scale" in params else "weight"
-            return jnp.zeros(self._flatten(params, like, index).shape[-1:])
+            like = self._flatten(params, self._sibling(name), index)
+            return jnp.zeros(like.shape[-1:])
         x, info = params[name][index], self.infos[name]
         axes = info.axes[len(index) :]
         if "vocab" in axes:

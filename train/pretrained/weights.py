@@ -32,7 +32,10 @@ def write_weights(
     `params` maps names to arrays with any sharding.
     """
     shapes = tensors.shapes(params)
-    sizes = {name: math.prod(s) * dtype.itemsize for name, s in shapes.items()}
+    sizes = {
+        name: math.prod(shape) * tensors.dtype_of(name, dtype).itemsize
+        for name, shape in shapes.items()
+    }
     groups = list(_group_by_file(sizes))
     file_of = dict[str, str]()
     for number, names in enumerate(groups, 1):
@@ -46,7 +49,7 @@ def write_weights(
         file_of |= dict.fromkeys(names, file)
     count = sum(map(math.prod, shapes.values()))
     if len(groups) > 1 and jax.process_index() == 0:
-        size = {"total_size": count * dtype.itemsize}
+        size = {"total_size": sum(sizes.values())}
         index = {"metadata": size, "weight_map": file_of}
         write_json(folder / "model.safetensors.index.json", index)
     return count
@@ -63,17 +66,19 @@ def _file_content(
     Source: safetensors 0.8, README, "Format". Older versions of transformers refuse a
     file whose metadata do not say "pt".
     """
-    dtype_name = {"float32": "F32", "bfloat16": "BF16"}[dtype.name]
+    dtype_names = {"float32": "F32", "bfloat16": "BF16"}
+    dtypes = {name: tensors.dtype_of(name, dtype) for name in shapes}
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        dtype_name = dtype_names[dtypes[name].name]
         offsets = [start, end]
         header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in shapes:
-        yield tensors.read(params, name).astype(dtype).tobytes()
+        yield tensors.read(params, name).astype(dtypes[name]).tobytes()
 
 
 def _group_by_file(sizes: Mapping[str, int]) -> Iterator[list[str]]:

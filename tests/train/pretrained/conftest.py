@@ -57,6 +57,16 @@ MODELS = {
         *("model.rope_scaling.kind=yarn", "model.rope_scaling.truncate=false"),
         *("model.rope_scaling.factor=4", "model.rope_scaling.original_length=16"),
     ),
+    "glm 4.5": (
+        *("model=glm_4_5_nano", "model.embed_dim=32", "model.mlp_dim=48"),
+        *("model.expert_dim=24", "model.num_experts=8", "model.rotary_fraction=0.5"),
+    ),
+    "glm 4.5, one group": (
+        *("model=glm_4_5_nano", "model.embed_dim=32", "model.mlp_dim=48"),
+        *("model.router_groups=1", "model.router_groups_kept=1"),
+        *("model.qk_norm=true", "model.qkv_bias=false", "model.shared_experts=2"),
+        *("model.router_bias_rate=0", "model.router_normalized=false"),
+    ),
     "gpt2": ("model=gpt2_nano", "model.max_sequence_length=48"),
     "gpt2 without biases, untied": (
         "model=gpt2_nano",

@@ -24,7 +24,7 @@ from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_weights
 from train.run.folder import run_folder
 
-SLOW = ("qwen3 with experts", "gpt-oss")
+SLOW = ("qwen3 with experts", "gpt-oss", "glm 4.5, one group")
 
 
 @pytest.fixture(
@@ -153,6 +153,7 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
         ("gpt_oss_20b", 20_914_757_184),
+        ("glm_4_5_air", 106_852_251_264),
         ("gpt2_124m", 124_439_808),
     ],
 )

@@ -52,6 +52,8 @@ def exported(programs, tmp_path_factory):
             marks=pytest.mark.slow,
         ),
         ("gpt-oss", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
+        ("glm 4.5", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
+        pytest.param("glm 4.5, one group", CUBE, marks=pytest.mark.slow),
         pytest.param(
             "gpt2 without biases, untied",
             ("mesh.params.head_dim=fsdp", "mesh.fsdp=2"),
@@ -85,7 +87,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
     [
         *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
         *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt-oss", "gpt2"),
-        "olmo3",
+        *("olmo3", "glm 4.5", "glm 4.5, one group"),
     ],
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):
@@ -210,6 +212,35 @@ def test_an_index_is_held_to_its_files(llama):
         index.write_text(content)
         with pytest.raises(DataError, match="index"):
             check_folder(str(folder), program())
+
+
+@pytest.fixture
+def glm(programs, exported):
+    """A folder of a GLM and its program."""
+    folder, _ = exported("glm 4.5")
+    name, size = MODELS["glm 4.5"], "model.num_layers=2"
+    return folder, lambda *more: programs(*name, size, VOCABULARY, *more, devices=1)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(glm):
+    folder, make = glm
+    tensors = load_file(folder / "model.safetensors")
+    more = {
+        name.replace("layers.1.", "layers.2."): array
+        for name, array in tensors.items()
+        if "layers.1." in name
+    }
+    save_file(tensors | more, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has a tensor model\.layers\.2"):
+        check_folder(str(folder), make())
+    change(folder, num_nextn_predict_layers=1)
+    check_folder(str(folder), make())
+
+
+def test_a_routers_bias_is_never_dropped(glm):
+    folder, make = glm
+    with pytest.raises(ConfigError, match=r"not zero; set model\.router_bias_rate"):
+        check_folder(str(folder), make("model.router_bias_rate=0"))
 
 
 def test_names_of_gpt2_without_prefix_are_the_same(programs, exported):

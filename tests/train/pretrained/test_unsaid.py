@@ -71,10 +71,16 @@ def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other)
         ("mixtral", "rope_theta=1000000", "rope_theta=10000"),
         ("gemma3", "rope_theta_local=10000", "rope_theta_local=20000"),
         ("olmo3", "rope_theta_local=500000", "rope_theta_local=20000"),
+        ("glm 4.5", "rotary_fraction=0.5", "rotary_fraction=0.25"),
     ],
 )
 def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
-    keys = ("rope_parameters", "rope_theta", "rope_local_base_freq")
+    keys = (
+        "rope_parameters",
+        "rope_theta",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+    )
     folder = write(tmp_path, name, **dict.fromkeys(keys))
     family_of_folder(folder, of(name, f"model.{usual}"))
     with pytest.raises(ConfigError, match=f"model.{other.split('=')[0]} is"):
