@@ -146,7 +146,7 @@ def _expert_rules(model: ModelConfig) -> Iterator[_Rule]:
         f"must divide the {model.num_layers - model.dense_layers} layers after "
         "model.dense_layers: the last layer of each group has experts",
     )
-    groups, kept = model.router_groups, model.router_groups_kept
+    groups, num_kept = model.router_groups, model.router_groups_kept
     group_size = model.num_experts // groups
     yield (
         groups == 1
@@ -157,7 +157,7 @@ def _expert_rules(model: ModelConfig) -> Iterator[_Rule]:
         f"model.router_group_best={model.router_group_best} experts",
     )
     yield (
-        kept <= groups and model.experts_per_token <= kept * group_size,
+        num_kept <= groups and model.experts_per_token <= num_kept * group_size,
         "router_groups_kept",
         ("router_groups", "num_experts", "experts_per_token"),
         f"must be at most model.router_groups={groups}, and so large that the kept "

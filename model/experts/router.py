@@ -124,10 +124,10 @@ class Router(nnx.Module):
         0 would beat the scores of kept experts that have a negative bias.
         """
         config = self.config
-        G, kept = config.router_groups, config.router_groups_kept
+        G, num_kept = config.router_groups, config.router_groups_kept
         grouped_BTGE = ranked_BTE.reshape(*ranked_BTE.shape[:2], G, -1)
         best, _ = jax.lax.top_k(grouped_BTGE, config.router_group_best)
-        _, groups_BTk = jax.lax.top_k(jnp.sum(best, axis=-1), kept)
+        _, groups_BTk = jax.lax.top_k(jnp.sum(best, axis=-1), num_kept)
         is_kept_BTkG = groups_BTk[..., None] == jnp.arange(G)[None, None, None]
         is_kept_BTG1 = jnp.any(is_kept_BTkG, axis=2)[..., None]
         masked_BTGE = jnp.where(is_kept_BTG1, grouped_BTGE, -jnp.inf)

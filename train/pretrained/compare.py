@@ -91,11 +91,6 @@ class Folder:
         return self._files[name][2]
 
     @property
-    def num_prediction_layers(self) -> int:
-        """The number of layers after the last one, which predict further tokens."""
-        return max(self.settings.get(key) or 0 for key in PREDICTION_LAYERS)
-
-    @property
     def digest(self) -> str:
         """The hash of settings, names and shapes."""
         description = [self.settings, sorted(self.shapes.items())]
@@ -263,8 +258,8 @@ def _tensor_differences(
         yield f"{rule}set model.vocab_size={num_tokens} ({file})"
         return
     ours = tensors.shapes(dict(named(program.state.params)))
-    first, last = model.num_layers, model.num_layers + folder.num_prediction_layers
-    ignored = tuple(f"model.layers.{layer}." for layer in range(first, last))
+    num_ignored = max(folder.settings.get(key) or 0 for key in PREDICTION_LAYERS)
+    ignored = tuple(f"model.layers.{model.num_layers + i}." for i in range(num_ignored))
     theirs = {k: v for k, v in folder.shapes.items() if not k.startswith(ignored)}
     if model.tied_head:
         theirs.pop("lm_head.weight", None)

@@ -294,7 +294,7 @@ FAMILIES = (
             **DEEPSEEK_V3_EXPERTS,
             qk_norm_over=NormSpan.head,
         ),
-        names.DEEPSEEK_EXPERTS,
+        names.GLM4_MOE,
         settings.glm4_moe,
         zero_biases=(".router.balance",),
         keys={"attention_bias": "qkv_bias"},

@@ -64,19 +64,35 @@ MIXTRAL = LLAMA | {
     "model.layers.{}.block_sparse_moe.experts.{}.w2.weight": ["layers.mlp.down"],
     "model.layers.{}.block_sparse_moe.experts.{}.w3.weight": ["layers.mlp.up"],
 }
-QWEN3_MOE = LLAMA | {
+EXPERTS = {
     "model.layers.{}.mlp.gate.weight": ["layers.mlp.router.weight"],
     "model.layers.{}.mlp.experts.{}.gate_proj.weight": ["layers.mlp.gate"],
     "model.layers.{}.mlp.experts.{}.up_proj.weight": ["layers.mlp.up"],
     "model.layers.{}.mlp.experts.{}.down_proj.weight": ["layers.mlp.down"],
 }
-# The experts of DeepSeek V2 and V3, and of models that follow them.
-DEEPSEEK_EXPERTS = QWEN3_MOE | {
+QWEN3_MOE = LLAMA | EXPERTS
+
+
+def _shared_experts(name: str) -> dict[str, list[str]]:
+    tensors = f"model.layers.{{}}.mlp.{name}"
+    return {
+        f"{tensors}.{part}_proj.weight": [f"layers.mlp.shared.{part}.weight"]
+        for part in ("gate", "up", "down")
+    }
+
+
+# Experts and router of DeepSeek V2 and V3, and of models that follow them.
+DEEPSEEK_EXPERTS = {
+    **EXPERTS,
+    **_shared_experts("shared_experts"),
     "model.layers.{}.mlp.gate.e_score_correction_bias": ["layers.mlp.router.balance"],
-    "model.layers.{}.mlp.shared_experts.gate_proj.*": ["layers.mlp.shared.gate.*"],
-    "model.layers.{}.mlp.shared_experts.up_proj.*": ["layers.mlp.shared.up.*"],
-    "model.layers.{}.mlp.shared_experts.down_proj.*": ["layers.mlp.shared.down.*"],
 }
+QWEN3_NEXT_EXPERTS = {
+    **EXPERTS,
+    **_shared_experts("shared_expert"),
+    "model.layers.{}.mlp.shared_expert_gate.weight": ["layers.mlp.shared_gate"],
+}
+GLM4_MOE = LLAMA | DEEPSEEK_EXPERTS
 GPT_OSS = LLAMA | {
     "model.layers.{}.self_attn.sinks": ["layers.attention.sinks"],
     "model.layers.{}.mlp.router.*": ["layers.mlp.router.*"],

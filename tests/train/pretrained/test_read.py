@@ -14,8 +14,10 @@ from model.gpt import GPT, params_of
 from model.params import is_info, named
 from tests.train.pretrained.conftest import BYTES, MODELS, export, perturbed
 from train.errors import ConfigError
+from train.pretrained import compare, families, names
 from train.pretrained.begin import start_from
 from train.pretrained.compare import check_folder
+from train.pretrained.families import FAMILIES
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"
@@ -241,6 +243,33 @@ def test_a_routers_bias_is_never_dropped(glm):
     folder, make = glm
     with pytest.raises(ConfigError, match=r"not zero; set model\.router_bias_rate"):
         check_folder(str(folder), make("model.router_bias_rate=0"))
+
+
+@pytest.mark.slow
+def test_a_gate_of_shared_experts_comes_back(programs, tmp_path, monkeypatch):
+    """In a family that is GLM's but for the experts of Qwen3-Next."""
+    (glm,) = (family for family in FAMILIES if family.name == "glm4_moe")
+    gated = glm._replace(
+        needs=glm.needs | {"shared_expert_gate": True},
+        names=names.LLAMA | names.QWEN3_NEXT_EXPERTS,
+    )
+    for module in (families, compare):
+        monkeypatch.setattr(module, "FAMILIES", (gated,))
+    overrides = (
+        *(*MODELS["glm 4.5"], "model.num_layers=2", VOCABULARY),
+        *("model.shared_expert_gate=true", "model.router_bias_rate=0"),
+    )
+    program = programs(*overrides, devices=1)
+    params = perturbed(program.config.model)
+    export(tmp_path, program, params)
+    tensor = load_file(tmp_path / "model.safetensors")[
+        "model.layers.1.mlp.shared_expert_gate.weight"
+    ]
+    gate = params["layers"]["mlp"]["shared_gate"]
+    np.testing.assert_array_equal(tensor, gate)  # [1, D] of one layer
+    state = start_from(str(tmp_path), programs(*overrides, "mesh.fsdp=4", devices=4))
+    found = state.params["layers"]["mlp"]["shared_gate"]
+    np.testing.assert_array_equal(found, gate)
 
 
 def test_names_of_gpt2_without_prefix_are_the_same(programs, exported):
