@@ -157,7 +157,8 @@ def _expert_rules(model: ModelConfig) -> Iterator[_Rule]:
         f"model.router_group_best={model.router_group_best} experts",
     )
     yield (
-        num_kept <= groups and model.experts_per_token <= num_kept * group_size,
+        num_kept <= groups
+        and (groups == 1 or model.experts_per_token <= num_kept * group_size),
         "router_groups_kept",
         ("router_groups", "num_experts", "experts_per_token"),
         f"must be at most model.router_groups={groups}, and so large that the kept "

@@ -5,11 +5,12 @@ from operator import attrgetter
 
 import pytest
 
-from model.choices import ComputeDtype, Dtype, RopeScaling, Scaling
+from model.choices import ComputeDtype, Dtype, Mlp, RopeScaling, Scaling
 from model.config import ModelConfig
 from model.config_rules import broken_rules
 from train.cli.schema import convert
 
+MOE = {"mlp": Mlp.moe, "num_experts": 8}
 INT8 = {"compute_dtype": ComputeDtype.int8}
 
 
@@ -42,6 +43,11 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
             ["high_precision_layers"],
         ),
         ({"window": 4, "layer_pattern": ()}, ["layer_pattern"]),
+        (MOE | {"router_groups": 3}, ["router_groups"]),
+        (MOE | {"router_groups": 8, "router_groups_kept": 2}, ["router_groups"]),
+        (MOE | {"router_groups_kept": 2}, ["router_groups_kept"]),
+        (MOE | {"router_groups": 4, "experts_per_token": 3}, ["router_groups_kept"]),
+        (MOE | {"experts_per_token": 9}, ["experts_per_token"]),
     ],
 )
 def test_every_mistake_is_named_with_its_value(change, fields):
