@@ -1,8 +1,8 @@
 """The tensors of each family of models, and the parameters that make up each tensor.
 
 Source: files from `save_pretrained` of transformers 5.23. {} is the layer's index, a
-second {} the expert's, and * stands for both `weight` and `bias`. A parameter of
-`layers` stands for the same one of `dense_layers` too. A tensor of all experts is
+second {} the expert's, and * stands for both `weight` and `bias`. `layers` stands for
+the layer's segment and place too (model/pattern.py). A tensor of all experts is
 [E, inputs, outputs], with the outputs of its parameters interleaved.
 """
 
