@@ -8,8 +8,9 @@ from typing import assert_never
 from flax import nnx
 from jaxtyping import Array, Float
 
-from model.attention.cache import KeysValues
-from model.choices import NormPlacement
+from model.attention.cache import LayerCache
+from model.attention.latent import LatentAttention
+from model.choices import Mixer, NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
@@ -45,7 +46,9 @@ class Block(nnx.Module):
             return Normalize(config, config.norm, embed=config.embed_dim)
 
         self.attention_norm = norm_if(norm_inputs)
-        self.attention = SelfAttention(config, rngs)
+        is_latent = kind.mixer is Mixer.latent_attention
+        make_attention = LatentAttention if is_latent else SelfAttention
+        self.attention = make_attention(config, rngs)
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
         if kind.experts:
@@ -59,9 +62,9 @@ class Block(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-        cache: KeysValues | None,
+        cache: LayerCache | None,
         local_flag: Array | bool,
-    ) -> tuple[Float[Array, "B T D"], KeysValues | None, Routing | None]:
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
         """Return the layer's output, the updated cache, and the routing of experts.
 
         `local_flag` says whether a query sees only the window (a local layer).

@@ -27,8 +27,16 @@ End = Literal["first", "last"]  # names for the first and the last layer
 # the kernel's forward pass again (but `xla` still recomputes the attention weights).
 # All others are results of products with a weight. The result of mlp_down is left out,
 # because only a norm of the MLP's output (`norm_placement`) needs it in its gradient.
+# `latent` are the compressed queries, keys and values of latent attention.
 Intermediate = Literal[
-    "query", "key", "value", "attention", "attention_output", "mlp_gate", "mlp_up"
+    "query",
+    "key",
+    "value",
+    "latent",
+    "attention",
+    "attention_output",
+    "mlp_gate",
+    "mlp_up",
 ]
 INTERMEDIATES: tuple[Intermediate, ...] = get_args(Intermediate)
 
@@ -38,9 +46,15 @@ OffloadName = Literal["residual", Intermediate]
 
 
 class Mixer(StrEnum):
-    """How a layer mixes positions."""
+    """How a layer mixes positions.
+
+    `attention`: each query head has keys and values, or shares them with other heads.
+    `latent_attention`: keys and values of all heads are expanded from one compressed
+    vector for each position (model/attention/latent.py).
+    """
 
     attention = "attention"
+    latent_attention = "latent_attention"
 
 
 class Norm(StrEnum):
@@ -111,8 +125,20 @@ class RopeScaling:
     ] = None
     attention_factor: Annotated[
         Positive | None,
-        Doc("yarn multiplies cosines and sines by this. null: 0.1 ln(factor) + 1."),
+        Doc(
+            "yarn multiplies cosines and sines by this. null: 0.1 ln(factor) + 1, or "
+            "m(mscale) / m(mscale_all_dim) if both are set, where m(a) is "
+            "0.1 a ln(factor) + 1."
+        ),
     ] = None
+    mscale: Annotated[NotNegative, Doc("See attention_factor. 0 is not set.")] = 0.0
+    mscale_all_dim: Annotated[
+        NotNegative,
+        Doc(
+            "latent_attention multiplies its scores by m(mscale_all_dim)². See "
+            "attention_factor. 0 is not set."
+        ),
+    ] = 0.0
     truncate: Annotated[
         bool, Doc("yarn rounds the bounds between pairs to whole numbers.")
     ] = True
@@ -120,7 +146,19 @@ class RopeScaling:
     @property
     def yarn_factor(self) -> float:
         """The factor by which yarn multiplies cosines and sines."""
-        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+        if self.attention_factor or not (self.mscale and self.mscale_all_dim):
+            return self.attention_factor or self._magnitude(1.0)
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor by which latent attention multiplies its scores."""
+        if self.kind is Scaling.none:
+            return 1.0
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1
 
     @property
     def fast_turns_or_default(self) -> float:

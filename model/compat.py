@@ -31,7 +31,7 @@ def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:
     result: Any = fused.dot_product_attention(
         chunks.q_BNTH,
         chunks.k_BKSH,
-        chunks.v_BKSH,
+        chunks.v_BKSV,
         mask=_mask(chunks),
         mask_type=_mask_type(causal),
         qkv_layout="BNTH",
@@ -41,7 +41,7 @@ def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:
 
 
 def cudnn_step_backward(
-    chunks: Chunks, causal: bool, result: Result, do_BNTH: jax.Array
+    chunks: Chunks, causal: bool, result: Result, do_BNTV: jax.Array
 ) -> Sequence[jax.Array]:
     """Return the gradients of q, k and v from one step of a ring."""
     empty, mask = jnp.zeros(0, chunks.q_BNTH.dtype), _mask(chunks)
@@ -49,8 +49,8 @@ def cudnn_step_backward(
     if mask is not None:
         bias = fused.combine_bias_and_mask(None, mask, empty.dtype)
     return fused._dot_product_attention_bwd_p.bind(
-        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, bias, *[empty] * 6),
-        *(result.lse_BNT, result.o_BNTH, do_BNTH),
+        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSV, bias, *[empty] * 6),
+        *(result.lse_BNT, result.o_BNTV, do_BNTV),
         **_parameters(_mask_type(causal), fused.AttentionLayout.BNTH, 1.0),
         variadic_args=(mask is not None, False),  # (has a bias, has its gradient)
         sliding_window_length=None,
@@ -90,7 +90,7 @@ class PackedCall:
         window: int | None,
     ):
         """Check the layout, and collect the operands."""
-        q, k, v = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
+        q, k, v = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKV
         layout, empty = fused.AttentionLayout.BTNH, jnp.zeros(0, q.dtype)
         absent: list[Any] = [None] * 7  # No bias, lengths, offsets or pages.
         fused.check_layout(*[q, k, v, *absent, layout])
@@ -176,30 +176,30 @@ def splash_forward(
 ) -> Result:
     """Return the result of the kernel for one row, without a batch dim."""
     splash, _ = splash_library()
-    o_NTH, (lse_NT,) = splash._splash_attention_forward(
+    o_NTV, (lse_NT,) = splash._splash_attention_forward(
         kernel.fwd_mask_info,
         q=chunks.q_BNTH,
         k=chunks.k_BKSH,
-        v=chunks.v_BKSH,
+        v=chunks.v_BKSV,
         segment_ids=_splash_ids(chunks),
         sinks=sinks_N,
         **kernel.kwargs,
     )
-    return Result(o_NTH, lse_NT)
+    return Result(o_NTV, lse_NT)
 
 
 def splash_backward(
     kernel: Any,
     chunks: Chunks,
     result: Result,
-    do_NTH: jax.Array,
+    do_NTV: jax.Array,
     sinks_N: jax.Array | None = None,
 ) -> Sequence[Any]:
     """Return the gradients of q, k, v and sinks for one row; None without sinks."""
     splash, _ = splash_library()
     residuals = (
-        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSH, _splash_ids(chunks), sinks_N),
-        *(result.o_BNTH, result.lse_BNT, kernel.dq_mask_info, kernel.dkv_mask_info),
+        *(chunks.q_BNTH, chunks.k_BKSH, chunks.v_BKSV, _splash_ids(chunks), sinks_N),
+        *(result.o_BNTV, result.lse_BNT, kernel.dq_mask_info, kernel.dkv_mask_info),
     )
-    grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=do_NTH)
+    grads = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=do_NTV)
     return *grads[3:6], grads[7]

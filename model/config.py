@@ -17,6 +17,7 @@ from model.choices import (
     Dtype,
     End,
     Init,
+    Mixer,
     Mlp,
     Norm,
     NormPlacement,
@@ -66,6 +67,28 @@ class ModelConfig:
     max_sequence_length: Annotated[
         Size | None, Doc("The number of learned positions. null: data.sequence_length.")
     ] = None
+
+    mixer: Annotated[
+        Mixer, Doc("How a layer mixes positions: attention or latent_attention.")
+    ] = Mixer.attention
+    query_rank: Annotated[
+        Size | None,
+        Doc("latent_attention compresses queries to this dim. null: it does not."),
+    ] = None
+    kv_rank: Annotated[
+        Size, Doc("latent_attention compresses keys and values to this dim.")
+    ] = 512
+    nope_head_dim: Annotated[
+        Size,
+        Doc("The dim of a latent_attention head's queries that is not rotated."),
+    ] = 128
+    rope_head_dim: Annotated[
+        Size,
+        Doc("The dim that is rotated. All heads of a layer share this part of keys."),
+    ] = 64
+    value_head_dim: Annotated[
+        Size, Doc("The dim of the values of a latent_attention head.")
+    ] = 128
 
     norm: Annotated[
         Norm, Doc("The normalisation of each layer and of the head's input.")
@@ -271,8 +294,16 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Dim of a head, H."""
+        """Dim of the queries and keys of a head, H."""
+        if self.mixer is Mixer.latent_attention:
+            return self.nope_head_dim + self.rope_head_dim
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def value_size(self) -> int:
+        """Dim of the values of a head."""
+        is_latent = self.mixer is Mixer.latent_attention
+        return self.value_head_dim if is_latent else self.head_size
 
     @property
     def gated(self) -> bool:
@@ -317,4 +348,6 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """The number of a head's dims that are rotated. This number is even."""
+        if self.mixer is Mixer.latent_attention:
+            return self.rope_head_dim
         return int(self.head_size * self.rotary_fraction) // 2 * 2

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from model.choices import Dtype, Mlp, Position, Scaling
+from model.choices import Dtype, Mixer, Mlp, Position, Scaling
 from model.config import ModelConfig
 
 
@@ -24,10 +24,23 @@ class BrokenRule(NamedTuple):
 # Whether a rule holds, and then `field`, `reads` and `text` of `BrokenRule`.
 _Rule = tuple[bool, str, tuple[str, ...], str]
 
+# The values of fields that latent attention does not read.
+_WITH_LATENT_ATTENTION = {
+    **{"num_kv_heads": None, "head_dim": None, "qk_norm": False, "qkv_bias": False},
+    **{"window": None, "query_scale_dim": None, "attention_sinks": False},
+    "attention_soft_cap": None,
+    **{"position": Position.rotary, "rotary_fraction": 1.0, "bias": False},
+}
+
 
 def broken_rules(model: ModelConfig) -> list[BrokenRule]:
     """Return the rules that a config breaks."""
-    rules = *_shape_rules(model), *_choice_rules(model), *_expert_rules(model)
+    rules = (
+        *_shape_rules(model),
+        *_choice_rules(model),
+        *_latent_rules(model),
+        *_expert_rules(model),
+    )
     return [
         BrokenRule(field, attrgetter(field)(model), text, reads)
         for holds, field, reads, text in rules
@@ -37,9 +50,11 @@ def broken_rules(model: ModelConfig) -> list[BrokenRule]:
 
 def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
     yield (
-        model.head_dim is not None or model.embed_dim % model.num_heads == 0,
+        model.head_dim is not None
+        or model.mixer is Mixer.latent_attention
+        or model.embed_dim % model.num_heads == 0,
         "embed_dim",
-        ("num_heads", "head_dim"),
+        ("num_heads", "head_dim", "mixer"),
         f"must be divisible by model.num_heads={model.num_heads}; "
         "change one of them or set model.head_dim",
     )
@@ -120,6 +135,25 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
         ("num_layers",),
         f"must be first, last, or numbers below model.num_layers={model.num_layers},"
         " and leave other layers; otherwise use model.compute_dtype=auto",
+    )
+
+
+def _latent_rules(model: ModelConfig) -> Iterator[_Rule]:
+    if model.mixer is not Mixer.latent_attention:
+        return
+    for field, value in _WITH_LATENT_ATTENTION.items():
+        text = "null" if value is None else str(value).lower()
+        yield (
+            getattr(model, field) == value,
+            field,
+            ("mixer",),
+            f"must be {text} with model.mixer=latent_attention",
+        )
+    yield (
+        model.rope_head_dim % 2 == 0,
+        "rope_head_dim",
+        ("mixer",),
+        "must be even, because pairs of dims are rotated",
     )
 
 

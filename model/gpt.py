@@ -8,6 +8,7 @@ Shapes: B batch, T time, D embed, V vocab, K key/value heads, H head dim.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.attention.cache import KeysValues
+from model.attention.cache import LayerCache
 from model.block import Block
 from model.choices import Init, Position
 from model.config import ModelConfig
@@ -40,8 +41,8 @@ from model.segments import (
 )
 
 _HEAD = "btd,dv->btv"
-# One KeysValues [repeats, B, length, K, H] for each place of each segment.
-Cache = tuple[KeysValues, ...]
+# A cache, of arrays [repeats, ...], for each place of each segment.
+Cache = tuple[LayerCache, ...]
 
 
 class GPT(nnx.Module):
@@ -96,7 +97,7 @@ class GPT(nnx.Module):
             segment_ids_BT=segment_ids_BT,
             rotations=None if is_pipelined else self._rotations(positions_BT),
         )
-        updated_caches, routings = list[KeysValues](), list[Routing]()
+        updated_caches, routings = list[LayerCache](), list[Routing]()
         for number, (segment, blocks) in enumerate(self._segments):
             segment_call, caches = call.fold_in(number), None
             if is_pipelined:
@@ -256,14 +257,16 @@ class GPT(nnx.Module):
 
         Row i begins at position first_B[i], or at 0 if first_B is None.
         """
-        config, caches = self.config, list[KeysValues]()
-        for pattern, repeats, _ in segments_of(config):
-            shape = (repeats, batch, length, config.kv_heads, config.head_size)
-            zeros = jnp.zeros(shape, execution.numerics.activation_dtype)
-            lengths = jnp.zeros((repeats,), jnp.int32)
-            first = None if first_B is None else jnp.tile(first_B, (repeats, 1))
-            caches += [KeysValues(zeros, zeros, lengths, first)] * len(pattern)
+        caches, dtype = list[LayerCache](), execution.numerics.activation_dtype
+        for segment, blocks in self._segments:
+            for block in blocks:
+                cache = block.attention.empty_cache(batch, length, dtype, first_B)
+                caches.append(jax.tree.map(partial(_repeat, segment.repeats), cache))
         return tuple(caches)
+
+
+def _repeat(times: int, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (times, *x.shape))
 
 
 def head_spec(config: ModelConfig) -> str:

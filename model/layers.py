@@ -11,9 +11,10 @@ from typing import Any, assert_never
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from model.attention.cache import KeysValues, cached_attention
+from model.attention.cache import KeysValues, LayerCache, cached_attention
 from model.attention.kernel import attention
 from model.choices import Activation, Attention, Init, Norm, NormSpan
 from model.config import ModelConfig
@@ -117,9 +118,9 @@ class SelfAttention(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-        cache: KeysValues | None,
+        cache: LayerCache | None,
         local_flag: Array | bool,
-    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Return the attention over x and cached positions, and the updated cache."""
         placement, compute = execution.placement, execution.numerics.compute_dtype
         q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
@@ -161,12 +162,20 @@ class SelfAttention(nnx.Module):
                 **options,
             )
         else:
+            assert isinstance(cache, KeysValues)
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(
                 q_BTNH, cache, compute, call.trained_length, **options
             )
         a_BTD = saveable(self.output(o_BTNH, execution, call), "attention_output")
         return a_BTD, cache
+
+    def empty_cache(
+        self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
+    ) -> KeysValues:
+        """Return an empty cache for `length` positions of `batch` rows."""
+        zeros = jnp.zeros((batch, length, *self.key.weight.shape[-2:]), dtype)
+        return KeysValues(zeros, zeros, jnp.int32(0), first_B)
 
 
 def activate(

@@ -48,7 +48,7 @@ def kinds_of(config: ModelConfig) -> list[BlockKind]:
     expert_layers = range(config.dense_layers + every - 1, config.num_layers, every)
     has_experts = config.mlp is Mlp.moe
     return [
-        BlockKind(Mixer.attention, has_experts and layer in expert_layers)
+        BlockKind(config.mixer, has_experts and layer in expert_layers)
         for layer in range(config.num_layers)
     ]
 

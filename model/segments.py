@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from model.attention.cache import KeysValues
+from model.attention.cache import LayerCache
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
@@ -47,13 +47,13 @@ class _Layer(NamedTuple):
 
     number: jax.Array | None
     params: Any
-    cache: KeysValues | None
+    cache: LayerCache | None
     local_flag: jax.Array | None
     high_precision_flag: jax.Array | None
 
 
 class _Outputs(NamedTuple):
-    cache: KeysValues | None
+    cache: LayerCache | None
     routing: Routing | None
     figures: LayerFigures | None
 
@@ -103,9 +103,9 @@ def run_segment(
     *,
     flags: LayerFlags,
     unroll: int,
-    caches: Sequence[KeysValues] | None = None,
+    caches: Sequence[LayerCache] | None = None,
     first_layer: jax.Array | int = 0,
-) -> tuple[Float[Array, "B T D"], tuple[KeysValues, ...] | None, Routing | None]:
+) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...] | None, Routing | None]:
     """Run the layers of a segment, or those of one pipeline stage, by one scan.
 
     `blocks` has a stacked block for each place of the pattern, and `caches` has a cache

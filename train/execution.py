@@ -155,7 +155,8 @@ def _resolve_context_attention(
     row_shards = num_shards(sizes, rules.spec("batch")[0])
     rows = config.data.batch_size // (row_shards * config.train.accumulation_steps)
     # The keys and values are in bfloat16 wherever splash runs.
-    kv_bytes = 2 * rows * length * kv_heads * model.head_size * 2
+    head_dims = model.head_size + model.value_size
+    kv_bytes = 2 * rows * length * kv_heads * head_dims
     if rate := model.dropout.attention:
         rule = (
             f"must be 0 if {devices} devices share a row, because no device has all "
@@ -204,6 +205,7 @@ def _resolve_kernel(config: Config, device: Device) -> Attention:
             device.platform,
             length,
             model.head_size,
+            value_dim=model.value_size,
             soft_cap=model.attention_soft_cap is not None,
             sinks=model.attention_sinks,
             dropout=model.dropout.attention > 0,

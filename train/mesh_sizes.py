@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.choices import Mlp
+from model.choices import Mixer, Mlp
 from model.pattern import segments_of
 from train.config import MESH_AXES, Config, MeshConfig, Platform
 from train.errors import ConfigError, Mistake, check_all, nearest
@@ -163,6 +163,9 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
         ("heads", "num_heads", model.num_heads),
         ("kv_heads", "num_kv_heads", model.kv_heads),
     ]
+    if model.mixer is Mixer.latent_attention:
+        dims += [("embed", "kv_rank", model.kv_rank)]
+        dims += [("embed", "query_rank", model.query_rank)] if model.query_rank else []
     if model.mlp is Mlp.moe:
         dims.append(("experts", "num_experts", model.num_experts))
         dims.append(("mlp", "expert_dim", model.expert_size))

@@ -3,8 +3,9 @@
 A token costs 6 N + 12 L C T. N is the number of parameters in matrix products: the
 matrices and the head, tied or not, but no embedding look-ups or vectors. The head
 counts once more for each module that predicts a token further ahead. Only experts to
-which a token is routed count. C is heads x head dim, and T is at most the window of
-a layer. Causal attention is not halved. Source: PaLM, arXiv:2204.02311, appendix B.
+which a token is routed count. C is heads x head dim, the mean of the dims of keys and
+values, and T is at most the window of a layer. Causal attention is not halved.
+Source: PaLM, arXiv:2204.02311, appendix B.
 """
 
 from typing import Any
@@ -38,4 +39,4 @@ def attention_flops(model: ModelConfig, length: int) -> int:
     """Return 12 L C T: the FLOPs of a token's attention in rows of `length` tokens."""
     windows = *model.windows, *[model.windows[-1]] * model.predict_ahead
     keys = sum(min(length, window or length) for window in windows)
-    return 12 * model.num_heads * model.head_size * keys
+    return 6 * model.num_heads * (model.head_size + model.value_size) * keys

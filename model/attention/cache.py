@@ -1,7 +1,7 @@
 """Attention to keys and values of earlier positions, for generation.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
-L layers.
+V value dim, C latent dim, L layers.
 """
 
 from typing import NamedTuple
@@ -22,21 +22,48 @@ class KeysValues(NamedTuple):
     """
 
     keys: Float[Array, "*L B S K H"]
-    values: Float[Array, "*L B S K H"]
+    values: Float[Array, "*L B S K V"]
     length: Int[Array, "*L"]
     first_B: Int[Array, "*L B"] | None = None
 
     def append(
-        self, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"]
+        self, k_BTKH: Float[Array, "B T K H"], v_BTKV: Float[Array, "B T K V"]
     ) -> "KeysValues":
         """Return the cache with T more positions after the filled positions."""
         start = (0, self.length, 0, 0)
         return KeysValues(
             jax.lax.dynamic_update_slice(self.keys, k_BTKH, start),
-            jax.lax.dynamic_update_slice(self.values, v_BTKH, start),
+            jax.lax.dynamic_update_slice(self.values, v_BTKV, start),
             self.length + k_BTKH.shape[1],
             self.first_B,
         )
+
+
+class Latents(NamedTuple):
+    """The latents of the first `length` positions, in an array of S positions.
+
+    A latent has the normalised values from which keys and values are expanded, and then
+    the rotated part of all keys (model/attention/latent.py). `first_B` is explained in
+    `KeysValues`.
+    """
+
+    latents: Float[Array, "*L B S C"]
+    length: Int[Array, "*L"]
+    first_B: Int[Array, "*L B"] | None = None
+
+    def append(self, x_BTC: Float[Array, "B T C"]) -> "Latents":
+        """Return the cache with T more positions after the filled positions."""
+        start = (0, self.length, 0)
+        latents = jax.lax.dynamic_update_slice(self.latents, x_BTC, start)
+        return self._replace(latents=latents, length=self.length + x_BTC.shape[1])
+
+    def as_keys_values(self, value_dim: int) -> KeysValues:
+        """Return the latents as keys, and their first dims as values, of one head."""
+        k_BS1C = self.latents[:, :, None]
+        return KeysValues(k_BS1C, k_BS1C[..., :value_dim], self.length, self.first_B)
+
+
+LayerCache = KeysValues | Latents
 
 
 def cached_attention(
@@ -49,7 +76,7 @@ def cached_attention(
     local_flag: Bool[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attend causally from the newest T positions of a cache.
 
     The cache already includes the keys and values of these T positions. A query sees at

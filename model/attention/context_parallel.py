@@ -13,7 +13,7 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509; `all_gather`: Llama 3, arXiv:2407.2
 section 3.3.2.
 
 Shapes: B batch, T local positions, S positions of a row, N query heads,
-K key/value heads, H head dim.
+K key/value heads, H head dim, V value dim.
 """
 
 from collections.abc import Callable
@@ -158,10 +158,10 @@ def _attend_in_ring(
 ) -> Array:
     q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5 if scales_queries else q
-    q_BNTH, k_BKTH, v_BKTH = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
-    local_kv = KeyValueChunks(k_BKTH, v_BKTH, ids)
-    o_BNTH: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
-    return o_BNTH.swapaxes(1, 2)
+    q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
+    local_kv = KeyValueChunks(k_BKTH, v_BKTV, ids)
+    o_BNTV: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
+    return o_BNTV.swapaxes(1, 2)
 
 
 def _exchange_and_attend(
@@ -184,9 +184,11 @@ def _exchange_and_attend(
 def _gather_and_attend(
     axes: tuple[str, ...], window: int | None, soft_cap: float | None, inputs: Inputs
 ) -> Array:
-    q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, _ = inputs
+    q_BTNH, k_BTKH, v_BTKV, segment_ids_BT, _ = inputs
     T = q_BTNH.shape[1]
-    k_BSKH, v_BSKH = _gather_positions(k_BTKH, axes), _gather_positions(v_BTKH, axes)
+    k_BSKH, v_BSKV = k_BTKH, v_BTKV
+    if k_BTKH.shape[1] == T:  # Otherwise they are already gathered.
+        k_BSKH, v_BSKV = (_gather_positions(x, axes) for x in (k_BTKH, v_BTKV))
     positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
     mask_BTS = (distance_TS >= 0)[None]
@@ -195,7 +197,7 @@ def _gather_and_attend(
     if segment_ids_BT is not None:
         key_ids_BS = _gather_positions(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == key_ids_BS[:, None]
-    gathered = inputs._replace(k_BSKH=k_BSKH, v_BSKH=v_BSKH)
+    gathered = inputs._replace(k_BSKH=k_BSKH, v_BSKV=v_BSKV)
     return xla.attend_masked(gathered, mask_BTS, q_BTNH.dtype, soft_cap=soft_cap)
 
 

@@ -4,8 +4,8 @@ As in flash kernels, the softmax gradient sums over the head dim of the output i
 of over all keys, and products have four dims. On XLA's CPU backend, this is five times
 as fast as JAX's own softmax gradient with products of five dims (docs/log).
 
-Shapes: B batch, S key time, K key/value heads, H head dim, M queries of all heads that
-share keys.
+Shapes: B batch, S key time, K key/value heads, H head dim, V value dim, M queries of
+all heads that share keys.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ class Operands(NamedTuple):
 
     q_BKMH: Float[Array, "B K M H"]
     k_BSKH: Float[Array, "B S K H"]
-    v_BSKH: Float[Array, "B S K H"]
+    v_BSKV: Float[Array, "B S K V"]
     mask_BMS: Bool[Array, "_ M S"] | None
     factors_BKMS: Float[Array, "B K M S"] | None = None
 
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def attend_grouped(
     x: Operands, compute: DTypeLike, soft_cap: float | None
-) -> tuple[Float[Array, "B K M H"], Float[Array, "B K M"]]:
+) -> tuple[Float[Array, "B K M V"], Float[Array, "B K M"]]:
     """Return the output in the queries' dtype and the scores' float32 log-sum-exps."""
     return _forward(x, compute, soft_cap)[0]
 
@@ -50,26 +50,26 @@ def _forward(x: Operands, compute: DTypeLike, soft_cap: float | None):
     weights_BKMS, lse_BKM = softmax(apply_mask(scores_BKMS, x))
     weights_BKMS = weights_BKMS.astype(compute)
     factored_BKMS = _scale(weights_BKMS, x.factors_BKMS)
-    o_BKMH = einsum("bkms,bskh->bkmh", factored_BKMS, x.v_BSKH, compute, x.q_BKMH.dtype)
+    o_BKMV = einsum("bkms,bskv->bkmv", factored_BKMS, x.v_BSKV, compute, x.q_BKMH.dtype)
     slope_BKMS = soft_cap_slope(scores_BKMS, soft_cap)
-    o_BKMH, lse_BKM = saveable(o_BKMH, "attention"), saveable(lse_BKM, "attention")
-    residuals = x._replace(mask_BMS=None), weights_BKMS, o_BKMH, slope_BKMS
-    return (o_BKMH, lse_BKM), residuals
+    o_BKMV, lse_BKM = saveable(o_BKMV, "attention"), saveable(lse_BKM, "attention")
+    residuals = x._replace(mask_BMS=None), weights_BKMS, o_BKMV, slope_BKMS
+    return (o_BKMV, lse_BKM), residuals
 
 
 def _backward(compute: DTypeLike, soft_cap: float | None, residuals, cotangents):
-    x, weights_BKMS, o_BKMH, slope_BKMS = residuals
-    do_BKMH, dlse_BKM = cotangents
+    x, weights_BKMS, o_BKMV, slope_BKMS = residuals
+    do_BKMV, dlse_BKM = cotangents
     dq, dk, dv = gradients(
         x,
         weights_BKMS=weights_BKMS,
-        o_BKMH=o_BKMH,
-        do_BKMH=do_BKMH,
+        o_BKMV=o_BKMV,
+        do_BKMV=do_BKMV,
         dlse_BKM=dlse_BKM,
         compute=compute,
         slope_BKMS=slope_BKMS,
     )
-    dk, dv = dk.astype(x.k_BSKH.dtype), dv.astype(x.v_BSKH.dtype)
+    dk, dv = dk.astype(x.k_BSKH.dtype), dv.astype(x.v_BSKV.dtype)
     return (Operands(dq.astype(x.q_BKMH.dtype), dk, dv, None, None),)
 
 
@@ -114,8 +114,8 @@ def gradients(
     x: Operands,
     *,
     weights_BKMS: Array,
-    o_BKMH: Array,
-    do_BKMH: Array,
+    o_BKMV: Array,
+    do_BKMV: Array,
     compute: DTypeLike,
     dlse_BKM: Array | None = None,
     slope_BKMS: Array | None = None,
@@ -126,10 +126,10 @@ def gradients(
     The gradient of the scores is P (do v - do o + dlse), times the slope of a soft cap.
     """
     product = partial(einsum, compute=compute, out=jnp.float32)
-    dot_BKM = jnp.sum(do_BKMH.astype(jnp.float32) * o_BKMH.astype(jnp.float32), axis=-1)
+    dot_BKM = jnp.sum(do_BKMV.astype(jnp.float32) * o_BKMV.astype(jnp.float32), axis=-1)
     if dlse_BKM is not None:
         dot_BKM -= dlse_BKM
-    dscores_BKMS = product("bkmh,bskh->bkms", do_BKMH, x.v_BSKH)
+    dscores_BKMS = product("bkmv,bskv->bkms", do_BKMV, x.v_BSKV)
     dscores_BKMS = _scale(dscores_BKMS, x.factors_BKMS) - dot_BKM[..., None]
     dscores_BKMS = _scale(weights_BKMS.astype(jnp.float32) * dscores_BKMS, slope_BKMS)
     dq_BKMH = product("bkms,bskh->bkmh", dscores_BKMS, x.k_BSKH)
@@ -137,5 +137,5 @@ def gradients(
     # of this form to its matrix library.
     dk_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(x.q_BKMH, 2, 3), dscores_BKMS)
     factored_BKMS = _scale(weights_BKMS, x.factors_BKMS)
-    dv_BKHS = product("bkhm,bkms->bkhs", jnp.swapaxes(do_BKMH, 2, 3), factored_BKMS)
-    return dq_BKMH, jnp.moveaxis(dk_BKHS, 3, 1), jnp.moveaxis(dv_BKHS, 3, 1)
+    dv_BKVS = product("bkvm,bkms->bkvs", jnp.swapaxes(do_BKMV, 2, 3), factored_BKMS)
+    return dq_BKMH, jnp.moveaxis(dk_BKHS, 3, 1), jnp.moveaxis(dv_BKVS, 3, 1)

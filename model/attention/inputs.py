@@ -1,6 +1,7 @@
 """The operands and results of attention kernels.
 
-Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
+V value dim.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class Inputs(NamedTuple):
 
     q_BTNH: Float[Array, "B T N H"]
     k_BSKH: Float[Array, "B S K H"]
-    v_BSKH: Float[Array, "B S K H"]
+    v_BSKV: Float[Array, "B S K V"]
     segment_ids_BS: Int[Array, "B S"] | None = None
     sinks_N: Float[Array, "N"] | None = None
 
@@ -32,7 +33,7 @@ class Chunks(NamedTuple):
 
     q_BNTH: Float[Array, "B N T H"]
     k_BKSH: Float[Array, "B K S H"]
-    v_BKSH: Float[Array, "B K S H"]
+    v_BKSV: Float[Array, "B K S V"]
     documents: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
 
     @property
@@ -47,5 +48,5 @@ class Chunks(NamedTuple):
 class Result(NamedTuple):
     """The output over the keys seen so far, and the log-sum-exp of their scores."""
 
-    o_BNTH: Float[Array, "B N T H"]
+    o_BNTV: Float[Array, "B N T V"]
     lse_BNT: Float[Array, "B N T"]

@@ -8,7 +8,8 @@
 
 No kernel falls back to another: a feature that a kernel lacks is an error.
 
-Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
+V value dim.
 """
 
 from collections.abc import Callable
@@ -35,11 +36,14 @@ def choose_kernel(
     sequence_length: int,
     head_dim: int,
     *,
+    value_dim: int | None = None,
     soft_cap: bool = False,
     sinks: bool = False,
     dropout: bool = False,
 ) -> Attention:
     """Return the kernel for a setting; `auto` selects the platform's own kernel.
+
+    `value_dim` is the dim of a head's values if it differs from that of its queries.
 
     Raises:
         ValueError: if the kernel cannot compute this attention. `auto` does not fall
@@ -64,6 +68,7 @@ def choose_kernel(
         rules += [
             (platform in ("cuda", "gpu"), "needs an NVIDIA GPU"),
             (head_dim_fits, "needs a head dim that is a multiple of 8, up to 256"),
+            ((value_dim or 0) <= head_dim, f"needs model.value_head_dim <= {head_dim}"),
             (length_fits, "needs an even sequence length"),
             (not soft_cap, "does not cap scores (model.attention_soft_cap)"),
             (not sinks, "has no sinks (model.attention_sinks)"),
@@ -80,7 +85,7 @@ def choose_kernel(
 def attention(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    v_BSKV: Float[Array, "B S K V"],
     segment_ids_BT: Int[Array, "B T"] | None,
     *,
     implementation: Attention,
@@ -92,12 +97,14 @@ def attention(
     local_flag: Bool[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attend from each position to itself and to earlier positions of its document.
 
-    S equals T, and the result has the dtype of the queries. `implementation` and
-    `context` must not be `auto`. Each device runs the kernel on its local shard. The
-    queries of `splash` are already scaled by 1/sqrt(H); other kernels scale them.
+    S equals T, unless keys and values are already gathered for `all_gather`. The result
+    has the dtype of the queries. `implementation` and `context` must not be `auto`.
+    Each device runs the kernel on its local shard. The queries of `splash` are already
+    scaled by 1/sqrt(H); other kernels scale them. V may differ from H: for cuDNN, whose
+    kernel takes a single dim, values are padded with zeros.
 
     A query sees at most `window` keys, its own included. `local_flag` decides at run
     time whether the window applies to this layer. A soft cap c turns scores into
@@ -108,7 +115,7 @@ def attention(
     T, shares_rows = q_BTNH.shape[1], bool(placement.sequence_axes)
     if window is not None and window >= T * jax.lax.psum(1, placement.sequence_axes):
         window = None
-    inputs = Inputs(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, sinks_N)
+    inputs = Inputs(q_BTNH, k_BSKH, v_BSKV, segment_ids_BT, sinks_N)
     if implementation is Attention.xla and not shares_rows:
         layer_window = masks.layer_window(window, local_flag, T)
         mask_BTS = masks.causal_mask(T, segment_ids_BT, layer_window)
@@ -116,7 +123,7 @@ def attention(
             inputs, mask_BTS, compute, soft_cap=soft_cap, drop=drop, causal=True
         )
     assert drop is None, "train/execution.py refuses dropout here"
-    q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKH))
+    q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKV))
     kv_axis = "kv_heads"
     if placement.spec("heads") != placement.spec("kv_heads"):
         # Key heads are not sharded like query heads, so a device may lack the key heads
@@ -124,6 +131,10 @@ def attention(
         # and shard k and v like q.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         kv_axis = "heads"
+    V, H = v.shape[-1], q.shape[-1]
+    is_padded = V < H and implementation.is_cudnn
+    if is_padded:
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, H - V)))
     make_attend = partial(
         _make_attend_on_shards,
         implementation,
@@ -143,7 +154,9 @@ def attention(
             make_attend(window=window),
             make_attend(window=None),
         )
-    return attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N)).astype(q_BTNH.dtype)
+    o_BTNV = attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N))
+    o_BTNV = o_BTNV[..., :V] if is_padded else o_BTNV
+    return o_BTNV.astype(q_BTNH.dtype)
 
 
 def _make_attend_on_shards(

@@ -18,7 +18,7 @@ Source: Ring Attention, arXiv:2310.01889; the order of chunks: Llama 3,
 arXiv:2407.21783, section 3.3.2.
 
 Shapes: B batch, T local query time, S local key time, N query heads, K key/value heads,
-H head dim, c devices.
+H head dim, V value dim, c devices.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,13 +55,13 @@ class KeyValueChunks(NamedTuple):
     """Keys, values and their documents, which travel from device to device."""
 
     keys_BKTH: Array
-    values_BKTH: Array
+    values_BKTV: Array
     segment_ids_BT: Array | None
 
 
 def _take_half_result(result: Result, start: Start) -> Result:
     """Return the result of half of the queries."""
-    return Result(_take_half(result.o_BNTH, start), _take_half(result.lse_BNT, start))
+    return Result(_take_half(result.o_BNTV, start), _take_half(result.lse_BNT, start))
 
 
 def _merge(result: Result, other: Result, start: Start) -> Result:
@@ -71,9 +71,9 @@ def _merge(result: Result, other: Result, start: Start) -> Result:
     """
     old = _take_half_result(result, start)
     lse_BNT = jnp.logaddexp(old.lse_BNT, other.lse_BNT)
-    o_BNTH = _weigh(old, lse_BNT) + _weigh(other, lse_BNT)
+    o_BNTV = _weigh(old, lse_BNT) + _weigh(other, lse_BNT)
     return Result(
-        _replace_half(result.o_BNTH, o_BNTH, start),
+        _replace_half(result.o_BNTV, o_BNTV, start),
         _replace_half(result.lse_BNT, lse_BNT, start),
     )
 
@@ -81,7 +81,7 @@ def _merge(result: Result, other: Result, start: Start) -> Result:
 def _weigh(result: Result, lse_BNT: Array) -> Array:
     """Return a result's share of the merged result, whose log-sum-exp is `lse_BNT`."""
     share_BNT = jnp.exp(result.lse_BNT - lse_BNT)
-    return result.o_BNTH.astype(jnp.float32) * share_BNT[..., None]
+    return result.o_BNTV.astype(jnp.float32) * share_BNT[..., None]
 
 
 def _take_half(x: Array, start: Start, axis: int = 2) -> Array:
@@ -103,7 +103,7 @@ def ring(
     q_BNTH: Float[Array, "B N T H"],
     local_kv: KeyValueChunks,
     sinks_N: Float[Array, "N"] | None = None,
-) -> Float[Array, "B N T H"]:
+) -> Float[Array, "B N T V"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
     Queries are scaled, T is even, and q, keys and values have the compute dtype.
@@ -127,7 +127,7 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks,
         return (attend_step(result, received, n), next_received), None
 
     result = kernel.forward(_local_chunks(q, local_kv), True)
-    result = result._replace(o_BNTH=result.o_BNTH.astype(jnp.float32))
+    result = result._replace(o_BNTV=result.o_BNTV.astype(jnp.float32))
     initial = result, _send(local_kv, axes)
     (result, received), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     result = attend_step(result, received, c - 1)
@@ -170,16 +170,16 @@ def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
     (dq, received, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     dq, kv_grads = differentiate_step(dq, received, kv_grads, c - 1)
     dk, dv = _send(kv_grads, axes)
-    dk, dv = dk.astype(local_kv.keys_BKTH.dtype), dv.astype(local_kv.values_BKTH.dtype)
+    dk, dv = dk.astype(local_kv.keys_BKTH.dtype), dv.astype(local_kv.values_BKTV.dtype)
     dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
     return dq.astype(q.dtype), KeyValueChunks(dk, dv, None), dsinks
 
 
-def _sinks_gradient(sinks_N: Array, result: Result, do_BNTH: Array) -> Array:
+def _sinks_gradient(sinks_N: Array, result: Result, do_BNTV: Array) -> Array:
     """Return the gradient of sinks. A sink only reduces the weights of the keys."""
-    o_BNTH, do_BNTH = (x.astype(jnp.float32) for x in (result.o_BNTH, do_BNTH))
+    o_BNTV, do_BNTV = (x.astype(jnp.float32) for x in (result.o_BNTV, do_BNTV))
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[:, None] - result.lse_BNT)
-    lost_BNT = weight_BNT * jnp.sum(do_BNTH * o_BNTH, axis=-1)
+    lost_BNT = weight_BNT * jnp.sum(do_BNTV * o_BNTV, axis=-1)
     return -jnp.sum(lost_BNT, axis=(0, 2)).astype(sinks_N.dtype)
 
 
@@ -213,7 +213,7 @@ def _chunk_pairs(
                 _take_half(received.segment_ids_BT, key_start, 1),
             )
         k_chunk = _take_half(received.keys_BKTH, key_start)
-        v_chunk = _take_half(received.values_BKTH, key_start)
+        v_chunk = _take_half(received.values_BKTV, key_start)
         q_chunk = _take_half(q, query_start)
         yield query_start, key_start, Chunks(q_chunk, k_chunk, v_chunk, documents)
 

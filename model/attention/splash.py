@@ -1,6 +1,7 @@
 """Attention by jax's Pallas kernel for TPU ("splash").
 
-Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
+Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
+V value dim.
 """
 
 import math
@@ -29,7 +30,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     interpret: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Run the Pallas kernel on local rows and heads. Queries are already scaled.
 
     With a window, the kernel also skips blocks before the window. `interpret` runs the
@@ -50,8 +51,8 @@ def attend(
     q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
     ids = inputs.segment_ids_BS
     documents = None if ids is None else (ids[:, S - T :], ids)
-    o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
-    return o_BNTH.swapaxes(1, 2)
+    o_BNTV = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
+    return o_BNTV.swapaxes(1, 2)
 
 
 @jax.custom_vjp
@@ -69,10 +70,10 @@ def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
     return o, (kernel, chunks, sinks_N, Result(o, lse))
 
 
-def _attend_backward(residuals, do_BNTH: Array):
+def _attend_backward(residuals, do_BNTV: Array):
     kernel, chunks, sinks_N, result = residuals
     run = jax.vmap(partial(compat.splash_backward, kernel, sinks_N=sinks_N))
-    dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTH)
+    dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTV)
     # Without the barrier, XLA could compute dq later, and keep gathered keys for it.
     dq, dk, dv = jax.lax.optimization_barrier((dq, dk, dv))
     # The kernel returns the gradient of the sinks in the dtype of the queries.
@@ -90,7 +91,7 @@ def attend_gathered(
     axis_steps: tuple[AxisSteps, ...] = (),
     soft_cap: float | None = None,
     interpret: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attend from a device's two chunks to the gathered keys of whole rows.
 
     Devices share rows over the manual mesh axes `axes`, in the order of a ring. A query
@@ -98,16 +99,10 @@ def attend_gathered(
     gradients of keys and values are reduce-scattered in their dtype.
     """
     _, masks = compat.splash_library()
-    q, *local_kv = (x.swapaxes(1, 2) for x in inputs[:3])
-    placement = WeightPlacement(
-        sharded_dims=((0, axes),),
-        reduce_dtype=q.dtype,
-        platform="cpu" if interpret else "tpu",
-        axis_steps=axis_steps,
-    )
-    k: Any
-    v: Any
-    k, v = (_gather_positions(placement, x) for x in local_kv)
+    q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
+    if k.shape[2] == q.shape[2]:  # Otherwise keys and values are already gathered.
+        platform = "cpu" if interpret else "tpu"
+        k, v = (gather_positions(x, axes, axis_steps, platform) for x in (k, v))
     documents = None
     if (ids := inputs.segment_ids_BS) is not None:
         documents = ids, jax.lax.all_gather(ids, axes, axis=1, tiled=True)
@@ -122,8 +117,27 @@ def attend_gathered(
     )
     seen_blocks = _seen_blocks(T // 2 // size, axes)
     kernel = compat.splash_with_blocks(kernel, seen_blocks, size)
-    o_BNTH = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
-    return o_BNTH.swapaxes(1, 2)
+    o_BNTV = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
+    return o_BNTV.swapaxes(1, 2)
+
+
+def gather_positions(
+    x_BKTH: Float[Array, "B K T H"],
+    axes: tuple[str, ...],
+    axis_steps: tuple[AxisSteps, ...] = (),
+    platform: str = "tpu",
+) -> Float[Array, "B K S H"]:
+    """Gather the positions of whole rows, in the order of the devices.
+
+    The gradient is reduce-scattered in its dtype.
+    """
+    placement = WeightPlacement(
+        sharded_dims=((0, axes),),
+        reduce_dtype=x_BKTH.dtype,
+        platform=platform,
+        axis_steps=axis_steps,
+    )
+    return _gather_positions(placement, x_BKTH)  # pyright: ignore[reportReturnType]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -180,14 +194,14 @@ def backward(
     chunks: Chunks,
     causal: bool,
     result: Result,
-    do_BNTH: Float[Array, "B N T H"],
+    do_BNTV: Float[Array, "B N T V"],
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Sequence[Array]:
     """Compute one step of a ring's backward pass."""
     kernel = _make_step_kernel(chunks, causal, soft_cap, interpret)
     run = jax.vmap(partial(compat.splash_backward, kernel))
-    return run(chunks, result, do_BNTH)[:3]
+    return run(chunks, result, do_BNTV)[:3]
 
 
 def _make_step_kernel(

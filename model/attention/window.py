@@ -9,7 +9,8 @@ its chunks. All devices do the same amount of work. As in all inputs of kernels
 (`Inputs`), the queries are the last of the keys' positions.
 
 Shapes: B batch, T local positions, C = T/2 positions of a chunk, F positions fetched
-for a chunk, N query heads, K key/value heads, H head dim.
+for a chunk, N query heads, K key/value heads, H head dim,
+V value dim.
 """
 
 from collections.abc import Callable
@@ -27,14 +28,14 @@ def attend_in_window(
     multiple: int,
     axes: tuple[str, ...],
     inputs: Inputs,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attend from a device's two chunks to the keys in the window.
 
     `attend` is the kernel. It needs numbers of positions that are divisible by
     `multiple`, which divides the length of a chunk. The window is shorter than a row.
     Devices share rows over the manual mesh axes `axes`. Segment ids are at least 0.
     """
-    q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N = inputs
+    q_BTNH, k_BTKH, v_BTKV, segment_ids_BT, sinks_N = inputs
     B, T = q_BTNH.shape[:2]
     if segment_ids_BT is None:
         segment_ids_BT = jnp.zeros((B, T), jnp.int32)
@@ -52,12 +53,12 @@ def attend_in_window(
         Inputs(
             q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
             with_earlier_keys(k_BTKH),
-            with_earlier_keys(v_BTKH),
+            with_earlier_keys(v_BTKV),
             with_earlier_keys(segment_ids_BT + 1),
             sinks_N,
         )
     )
-    return output.reshape(q_BTNH.shape)
+    return output.reshape(*q_BTNH.shape[:3], -1)
 
 
 def _fetch_size(num_keys: int, chunk: int, multiple: int) -> int:

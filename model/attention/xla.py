@@ -5,7 +5,7 @@ One product handles the queries of all heads that share keys, as rows
 block leaves out the keys after the block (docs/log).
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
-M = T N/K queries that share keys, head by head.
+V value dim, M = T N/K queries that share keys, head by head.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].
 
 def attend(
     inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attend on local rows and heads, with the signature of the other kernels."""
     mask_BTS = masks.causal_mask(inputs.q_BTNH.shape[1], inputs.segment_ids_BS, window)
     compute = inputs.q_BTNH.dtype
@@ -44,7 +44,7 @@ def attend_masked(
     soft_cap: float | None = None,
     drop: Drop | None = None,
     causal: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
     Only the mask separates documents: segment ids are not read. `drop` applies dropout
@@ -69,21 +69,21 @@ def attend_masked(
         operands = Operands(
             q_BNTH[:, :, block].reshape(B, K, -1, H),
             inputs.k_BSKH[:, keys],
-            inputs.v_BSKH[:, keys],
+            inputs.v_BSKV[:, keys],
             _repeat_for_heads(mask_BTS[:, block, keys], N // K),
             factors_BKMS,
         )
-        o_BKMH, lse_BKM = dense.attend_grouped(operands, compute, soft_cap)  # pyright: ignore[reportGeneralTypeIssues]
-        outputs.append(o_BKMH.reshape(B, N, block_size, H))
+        o_BKMV, lse_BKM = dense.attend_grouped(operands, compute, soft_cap)  # pyright: ignore[reportGeneralTypeIssues]
+        outputs.append(o_BKMV.reshape(B, N, block_size, -1))
         lses.append(lse_BKM.reshape(B, N, block_size))
-    o_BNTH, lse_BNT = jnp.concatenate(outputs, axis=2), jnp.concatenate(lses, axis=2)
-    o_BTNH = jnp.swapaxes(o_BNTH, 1, 2)
+    o_BNTV, lse_BNT = jnp.concatenate(outputs, axis=2), jnp.concatenate(lses, axis=2)
+    o_BTNV = jnp.swapaxes(o_BNTV, 1, 2)
     if inputs.sinks_N is None:
-        return o_BTNH
+        return o_BTNV
     sinks_N = inputs.sinks_N.astype(jnp.float32)
     # The sink has the remaining weight, and its value is zero.
     share_BNT = jax.nn.sigmoid(lse_BNT - sinks_N[None, :, None])
-    return o_BTNH * jnp.swapaxes(share_BNT, 1, 2)[..., None].astype(o_BTNH.dtype)
+    return o_BTNV * jnp.swapaxes(share_BNT, 1, 2)[..., None].astype(o_BTNV.dtype)
 
 
 def _num_blocks(T: int) -> int:
@@ -98,17 +98,17 @@ def forward(chunks: Chunks, causal: bool, soft_cap: float | None = None) -> Resu
     x, shape = _operands(chunks, causal), chunks.q_BNTH.shape
     scores_BKMS = dense.scores(x, chunks.q_BNTH.dtype, soft_cap)
     weights_BKMS, lse_BKM = dense.softmax(dense.apply_mask(scores_BKMS, x))
-    o_BKMH = einsum(
-        "bkms,bskh->bkmh", weights_BKMS, x.v_BSKH, x.v_BSKH.dtype, jnp.float32
+    o_BKMV = einsum(
+        "bkms,bskv->bkmv", weights_BKMS, x.v_BSKV, x.v_BSKV.dtype, jnp.float32
     )
-    return Result(o_BKMH.reshape(shape), lse_BKM.reshape(shape[:3]))
+    return Result(o_BKMV.reshape(*shape[:3], -1), lse_BKM.reshape(shape[:3]))
 
 
 def backward(
     chunks: Chunks,
     causal: bool,
     result: Result,
-    do_BNTH: Float[Array, "B N T H"],
+    do_BNTV: Float[Array, "B N T V"],
     soft_cap: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """Compute one step of a ring's backward pass; the gradients are float32."""
@@ -117,16 +117,16 @@ def backward(
     scores_BKMS = dense.scores(x, compute, soft_cap)
     lse_BKM1 = result.lse_BNT.reshape(*shape[:3], 1)
     weights_BKMS = jnp.exp(dense.apply_mask(scores_BKMS, x) - lse_BKM1)
-    dq_BKMH, dk_BSKH, dv_BSKH = dense.gradients(
+    dq_BKMH, dk_BSKH, dv_BSKV = dense.gradients(
         x,
         weights_BKMS=weights_BKMS.astype(compute),
-        o_BKMH=result.o_BNTH.reshape(shape),
-        do_BKMH=do_BNTH.reshape(shape),
+        o_BKMV=result.o_BNTV.reshape(*shape[:3], -1),
+        do_BKMV=do_BNTV.reshape(*shape[:3], -1),
         compute=compute,
         slope_BKMS=dense.soft_cap_slope(scores_BKMS, soft_cap),
     )
-    dk_BKSH, dv_BKSH = jnp.swapaxes(dk_BSKH, 1, 2), jnp.swapaxes(dv_BSKH, 1, 2)
-    return dq_BKMH.reshape(do_BNTH.shape), dk_BKSH, dv_BKSH
+    dk_BKSH, dv_BKSV = jnp.swapaxes(dk_BSKH, 1, 2), jnp.swapaxes(dv_BSKV, 1, 2)
+    return dq_BKMH.reshape(chunks.q_BNTH.shape), dk_BKSH, dv_BKSV
 
 
 def _operands(chunks: Chunks, causal: bool) -> Operands:
@@ -140,7 +140,7 @@ def _operands(chunks: Chunks, causal: bool) -> Operands:
     return Operands(
         chunks.q_BNTH.reshape(B, K, -1, H),
         jnp.swapaxes(chunks.k_BKSH, 1, 2),
-        jnp.swapaxes(chunks.v_BKSH, 1, 2),
+        jnp.swapaxes(chunks.v_BKSV, 1, 2),
         _repeat_for_heads(mask_BTS, N // K),
     )
 

@@ -67,7 +67,7 @@ def advise(prediction: Prediction, config: Config) -> Advice:
         return _for_less_traffic(bottleneck, config)
     bottleneck = "bound by computing: matrix products take "
     bottleneck += share(prediction.products)
-    policies = policies_keeping_more(config.train)
+    policies = policies_keeping_more(config)
     if policies and prediction.recomputed > _MUCH_RECOMPUTED:
         bottleneck += f", {prediction.recomputed:.2f} x what the model needs"
         change = "recompute less, if the saved activations fit"

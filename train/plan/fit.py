@@ -65,7 +65,7 @@ def _proposals(program: Program) -> list[list[Proposal]]:
     shard = [Change("mesh", "data", data, more), Change("mesh", "fsdp", fsdp, more)]
     recompute = [
         [Change("train", "remat", policy, "recompute more of each layer")]
-        for policy in policies_keeping_less(train)
+        for policy in policies_keeping_less(config)
     ]
     split, steps = [], 2 * train.accumulation_steps
     while steps <= config.data.batch_size:

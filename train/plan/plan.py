@@ -89,7 +89,7 @@ class Plan:
     def _choose_policy(self, advice: Advice) -> Advice:
         """Return advice with the fastest policy that recomputes less, by estimates."""
         train, step_times = self.program.config.train, dict[str, float]()
-        for policy in (train.remat, *policies_keeping_more(train)):
+        for policy in (train.remat, *policies_keeping_more(self.program.config)):
             changed = self.program.with_train_config(replace(train, remat=policy))
             plan = estimate(changed, self.budget)
             if plan.prediction and (plan.fits or policy == train.remat):

@@ -1,13 +1,14 @@
 """The rematerialisation policies that a plan compares.
 
-Attention's result is saved first, because it is small for its time. Next come the
-query, key, value and output projections, and then the MLP's large intermediates.
+Attention's result is saved first, because it is small for its time. Next come latents,
+if the model has latent attention, the query, key, value and output projections, and
+then the MLP's large intermediates.
 """
 
 from typing import Any
 
-from model.choices import INTERMEDIATES, Intermediate
-from train.config import Config, Remat, TrainConfig
+from model.choices import INTERMEDIATES, Intermediate, Mixer
+from train.config import Config, Remat
 
 RematPolicy = Remat | tuple[Intermediate, ...]
 
@@ -17,6 +18,7 @@ _MLP: tuple[Intermediate, ...] = ("mlp_gate", "mlp_up")
 POLICIES: tuple[RematPolicy, ...] = (
     Remat.full,
     ("attention",),
+    ("attention", "latent"),
     ("attention", *_QKVO),
     Remat.dots,
     ("attention", *_QKVO, *_MLP),
@@ -25,7 +27,7 @@ POLICIES: tuple[RematPolicy, ...] = (
 _OTHERS = "intermediates other than products"
 _SAVED: dict[RematPolicy, tuple[str, ...]] = {
     Remat.full: (),
-    Remat.dots: (*_QKVO, *_MLP),
+    Remat.dots: (*_QKVO, "latent", *_MLP),
     Remat.none: (*INTERMEDIATES, _OTHERS),
 }
 
@@ -45,24 +47,36 @@ def policies_for(config: Config) -> list[RematPolicy]:
     """Return the policies that are distinct for a model, in the order of POLICIES."""
     model = config.model
     no_mlp = model.expert_layers == model.num_layers and not model.shared_experts
-    return [p for p in _allowed(config.train) if not (no_mlp and {*_MLP} <= {*p})]
+    return [p for p in _allowed(config) if not (no_mlp and {*_MLP} <= {*p})]
 
 
-def policies_keeping_less(train: TrainConfig) -> list[RematPolicy]:
+def policies_keeping_less(config: Config) -> list[RematPolicy]:
     """Return the policies that save less than a config's, from most to least saved."""
-    return [p for p in reversed(_allowed(train)) if _saved(p) < _saved(train.remat)]
+    saved = _saved(config.train.remat, config)
+    return [p for p in reversed(_allowed(config)) if _saved(p, config) < saved]
 
 
-def policies_keeping_more(train: TrainConfig) -> list[RematPolicy]:
+def policies_keeping_more(config: Config) -> list[RematPolicy]:
     """Return the policies that save more than a config's, in the order of POLICIES."""
-    return [p for p in _allowed(train) if _saved(p) > _saved(train.remat)]
+    saved = _saved(config.train.remat, config)
+    return [p for p in _allowed(config) if _saved(p, config) > saved]
 
 
-def _allowed(train: TrainConfig) -> list[RematPolicy]:
-    """Return the policies that save no offloaded result on the device."""
-    names = {*train.offload, _OTHERS} if train.offload else set()
-    return [p for p in POLICIES if not _saved(p) & names]
+def _allowed(config: Config) -> list[RematPolicy]:
+    """Return the policies that save no offloaded result on the device.
+
+    Policies that name results which the model lacks are left out.
+    """
+    offload = config.train.offload
+    names = {*offload, _OTHERS} if offload else set()
+    return [
+        p
+        for p in POLICIES
+        if not _saved(p, config) & names
+        and (isinstance(p, Remat) or {*p} == _saved(p, config))
+    ]
 
 
-def _saved(policy: RematPolicy) -> frozenset[str]:
-    return frozenset(_SAVED.get(policy, policy))
+def _saved(policy: RematPolicy, config: Config) -> frozenset[str]:
+    is_latent = config.model.mixer is Mixer.latent_attention
+    return frozenset(_SAVED.get(policy, policy)) - (set() if is_latent else {"latent"})

@@ -43,7 +43,8 @@ class Decoder(NamedTuple):
         vocabulary and are never drawn.
     trained_length: the row length in training. A query sees at most this number of
         keys, the newest ones.
-    cache_sharding: the sharding of keys and values [L, B, S, K, H].
+    cache_sharding: the sharding of keys and values [L, B, S, K, H], or latents
+        [L, B, S, C].
     """
 
     model: GPT
@@ -69,14 +70,14 @@ class Decoder(NamedTuple):
         return x_BTD, self.constrain(new_cache)
 
     def constrain(self, cache: Cache) -> Cache:
-        """Constrain the sharding of keys and values."""
-        constrain = partial(
-            jax.lax.with_sharding_constraint, shardings=self.cache_sharding
-        )
-        return tuple(
-            c._replace(keys=constrain(c.keys), values=constrain(c.values))
-            for c in cache
-        )
+        """Constrain the sharding of arrays that have positions."""
+
+        def constrain(x: jax.Array) -> jax.Array:
+            if x.ndim <= 2:  # lengths and first positions
+                return x
+            return jax.lax.with_sharding_constraint(x, self.cache_sharding)
+
+        return jax.tree.map(constrain, cache)
 
 
 def generate(

@@ -20,10 +20,6 @@ from train.plan.estimated.walk import Walk
 from train.program import Program
 from train.sharding import bytes_per_device
 
-# Products of attention's backward pass: Splash has two kernels, and each recomputes the
-# scores and their cotangent; cuDNN recomputes the scores and computes four gradients.
-_SPLASH_BACKWARD, _CUDNN_BACKWARD = 7, 5
-
 
 @dataclass(frozen=True)
 class LocalStep:
@@ -87,13 +83,18 @@ class LocalStep:
 
     def _attention_flops(self, op: Operation, work: Work) -> Flops:
         flops, computed = op.position.count * work.flops, work.computed
+        model = self.program.config.model
+        H, V = model.head_size, model.value_size
         if self.program.execution.attention.is_cudnn:  # the traced kernel is Splash's
-            if op.position.is_backward:
-                flops *= _CUDNN_BACKWARD / _SPLASH_BACKWARD
+            # cuDNN pads V to H. Backward, Splash has two kernels, and each recomputes
+            # the scores and their cotangent; cuDNN recomputes the scores and computes
+            # four gradients.
+            is_backward = op.position.is_backward
+            flops *= 5 * H / (4 * H + 3 * V) if is_backward else 2 * H / (H + V)
             # cuDNN computes half of a causal square, for any size of blocks.
             computed = computed if computed == 1 else min(computed, 0.5)
         useful = flops * computed
-        padded = useful * self._padding([self.program.config.model.head_size])
+        padded = useful * (H * self._padding([H]) + V * self._padding([V])) / (H + V)
         return Flops(attention=useful, whole_attention=flops, padded=padded)
 
     def _used_fraction(self, grouped: Operation) -> float:
