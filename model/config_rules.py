@@ -93,8 +93,11 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
         "were when the model was trained without it",
     )
     fast_turns = scaling.fast_turns_or_default
+    is_between = scaling.slow_turns < fast_turns
+    if scaling.kind is Scaling.yarn:  # Kimi K2 has equal bounds.
+        is_between = scaling.slow_turns <= fast_turns
     yield (
-        not scales_by_frequency or scaling.slow_turns < fast_turns,
+        not scales_by_frequency or is_between,
         "rope_scaling.slow_turns",
         ("rope_scaling.kind", "rope_scaling.fast_turns"),
         f"must be below model.rope_scaling.fast_turns={fast_turns:g}",

@@ -2,8 +2,8 @@
 
 Sources: transformers 5.23, models/*/modeling_*.py and configuration_*.py, for names,
 layouts and settings. Rotary positions (model/rope.py) pair the same dims (i, i + P) as
-transformers, so no dim is permuted. Norms that multiply by 1 + scale store the same
-scale as transformers.
+transformers, except in families that pair neighbours (`interleaved`). Norms that
+multiply by 1 + scale store the same scale as transformers.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from model.choices import (
     Activation,
+    Mixer,
     Mlp,
     Norm,
     NormPlacement,
@@ -27,6 +28,7 @@ from train.pretrained import names, settings
 NOT_NULL = object()  # any value but null
 # The values that a family needs unless its entry in FAMILIES says otherwise.
 _USUAL: dict[str, Any] = {
+    "mixer": Mixer.attention,
     "norm": Norm.rmsnorm,
     "norm_placement": NormPlacement.before,
     "norm_unit_offset": False,
@@ -102,6 +104,10 @@ DEEPSEEK_V2_EXPERTS = DEEPSEEK_V3_EXPERTS | {
     "router_bias_rate": 0.0,
     "router_normalized": False,
 }
+_INTERLEAVED = tuple(
+    f"layers.attention.{name}.weight"
+    for name in ("query", "query_up", "key_value_down")
+)
 
 
 class Family(NamedTuple):
@@ -119,6 +125,8 @@ class Family(NamedTuple):
         model lacks them.
     keys: the keys of `model.*` of settings that have another meaning elsewhere.
     length_key: the setting in config.json that holds the maximum row length.
+    interleaved: the parameters whose last `rope_head_dim` outputs of each head are
+        rotated in pairs (2 i, 2 i + 1), and are stored in this order.
     """
 
     name: str
@@ -131,6 +139,7 @@ class Family(NamedTuple):
     zero_biases: tuple[str, ...] = ()
     keys: dict[str, str] = {}  # noqa: RUF012, a default of a NamedTuple
     length_key: str = "max_position_embeddings"
+    interleaved: tuple[str, ...] = ()
 
     @property
     def embedding_tensor(self) -> str:
@@ -256,6 +265,23 @@ FAMILIES = (
         ),
         names.GEMMA,
         settings.gemma3,
+    ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        _usual(_SCALING_KIND, mixer=Mixer.latent_attention, router=Scores.softmax),
+        names.DEEPSEEK,
+        settings.deepseek_v2,
+        interleaved=_INTERLEAVED,
+    ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _usual(_SCALING_KIND, mixer=Mixer.latent_attention, router=Scores.sigmoid),
+        names.DEEPSEEK,
+        settings.deepseek_v3,
+        compatible_types=("kimi_k2",),
+        interleaved=_INTERLEAVED,
     ),
     Family(
         "mixtral",

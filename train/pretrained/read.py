@@ -117,6 +117,18 @@ class _Reader:
         self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
         """Return the given spans of one layer's or expert's parameter."""
+        size = self._abstract[name].shape[-1]
+        order = self._tensors.rope_order(name, size)
+        if order is None:
+            return self._read_as_stored(name, index, spans)
+        whole_heads = [*spans[:-1], (0, size)]
+        stored = self._read_as_stored(name, index, whole_heads)
+        return stored[..., order[slice(*spans[-1])]]
+
+    def _read_as_stored(
+        self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
+    ) -> np.ndarray:
+        """Return the given spans, with the outputs of each head as they are stored."""
         num_stacked, holds_all = len(index), (name, index) not in self._tensor_of
         experts = [slice(e, e + 1) for e in index[1:]] if holds_all else []
         tensor, siblings = self._tensor_of[name, index[: num_stacked - len(experts)]]

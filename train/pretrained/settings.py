@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from model.choices import Scaling
+from model.choices import Mixer, Scaling
 from model.config import ModelConfig
 
 # Settings that are not compared: a run may train with other dropout rates, and leaves
@@ -17,6 +17,7 @@ NOT_COMPARED = (
 # Settings for which null means "none". For other settings, null means "not stated".
 NULL_IS_NONE = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "q_lora_rank",
 )
 
 # The key of `model.*` that determines each setting.
@@ -41,6 +42,9 @@ KEYS = {
     "final_logit_softcapping": "logit_soft_cap",
     **{"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
     "layer_types": "layer_pattern",
+    **{"q_lora_rank": "query_rank", "kv_lora_rank": "kv_rank"},
+    **{"qk_nope_head_dim": "nope_head_dim", "qk_rope_head_dim": "rope_head_dim"},
+    "v_head_dim": "value_head_dim",
 }
 _SCALING = {
     **{"rope_theta": "rope_theta", "rope_type": "rope_scaling.kind"},
@@ -51,6 +55,8 @@ _SCALING = {
     **{"beta_slow": "rope_scaling.slow_turns", "beta_fast": "rope_scaling.fast_turns"},
     "attention_factor": "rope_scaling.attention_factor",
     "partial_rotary_factor": "rotary_fraction",
+    "mscale": "rope_scaling.mscale",
+    "mscale_all_dim": "rope_scaling.mscale_all_dim",
 }
 # Defaults of rope_theta other than 10,000. Source: transformers 5.23,
 # configuration_*.py of these families.
@@ -83,6 +89,12 @@ def _rope_settings(model: ModelConfig) -> dict[str, Any]:
         }
         scaling_settings["truncate"] = scaling.truncate
         scaling_settings["attention_factor"] = scaling.yarn_factor
+        if model.mixer is Mixer.latent_attention:
+            scaling_settings |= {
+                "attention_factor": scaling.attention_factor,
+                "mscale": scaling.mscale,
+                "mscale_all_dim": scaling.mscale_all_dim,
+            }
     parameters = {"rope_type": "default", "rope_theta": model.rope_theta}
     return {
         "rope_parameters": parameters | scaling_settings,
@@ -126,6 +138,27 @@ def qwen2(model: ModelConfig) -> dict[str, Any]:
 def mistral(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of Mistral."""
     return llama(model) | {"sliding_window": model.window}
+
+
+def deepseek_v2(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of DeepSeek V2."""
+    settings = llama(model)
+    del settings["head_dim"]  # which transformers sets to qk_rope_head_dim
+    return settings | {
+        "q_lora_rank": model.query_rank,
+        "kv_lora_rank": model.kv_rank,
+        "qk_nope_head_dim": model.nope_head_dim,
+        "qk_rope_head_dim": model.rope_head_dim,
+        "v_head_dim": model.value_head_dim,
+        "first_k_dense_replace": model.num_layers - model.expert_layers,
+    }
+
+
+def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of DeepSeek V3, without prediction of further tokens."""
+    settings = deepseek_v2(model)
+    del settings["mlp_bias"]
+    return settings | {"rope_interleave": True, "num_nextn_predict_layers": 0}
 
 
 def mixtral(model: ModelConfig) -> dict[str, Any]:
@@ -294,6 +327,8 @@ def rope_of(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
         rope["partial_rotary_factor"] = settings.get("partial_rotary_factor", default)
     rope = rope | (settings.get("rope_scaling") or {}) | parameters
     rope["rope_type"] = rope.pop("type", rope["rope_type"])
+    if rope["rope_type"] == "yarn" and "kv_lora_rank" in settings:
+        rope = {"mscale": 0.0, "mscale_all_dim": 0.0} | rope
     local_thetas = {
         "gemma3_text": settings.get("rope_local_base_freq") or 10e3,
         "olmo3": rope["rope_theta"],

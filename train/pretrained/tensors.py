@@ -40,6 +40,7 @@ class FamilyTensors:
             vocab_size: the number of tokens; padded vocabulary rows are left out.
         """
         self.family, self.vocab_size = family, vocab_size
+        self._rope_dim = model.rope_head_dim
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
         self._locations = {
             layer: (name.split(".")[:3], repeat)
@@ -137,6 +138,16 @@ class FamilyTensors:
         is_matrix = name in self.infos and self.infos[name].kind is Kind.matrix
         return name == "head.weight" or (self.family.transposed and is_matrix)
 
+    def rope_order(self, name: str, size: int) -> np.ndarray | None:
+        """Return where each of the last dim's outputs lies in a head of its tensor.
+
+        `size` is the size of the last dim. The result is None if the order is the same.
+        """
+        if name not in self.family.interleaved:
+            return None
+        rotated = np.arange(size - self._rope_dim, size)
+        return np.concatenate([np.arange(rotated[0]), rotated[::2], rotated[1::2]])
+
     def num_input_dims(self, name: str) -> int:
         """Return how many dims of one layer's or expert's parameter are inputs."""
         info = self.infos[name]
@@ -157,6 +168,8 @@ class FamilyTensors:
         axes = info.axes[len(index) :]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))
+        if (order := self.rope_order(name, x.shape[-1])) is not None:
+            x = x[..., np.argsort(order)]
         num_stacked = max(0, info.stack_dims - len(index))
         first_output = num_stacked + self.num_input_dims(name)
         shape = x.shape[:num_stacked]

@@ -46,6 +46,14 @@ MODELS = {
         *("model=gemma3_nano", "model.window=7", "model.layer_pattern=[local,global]"),
         *("model.rope_scaling.kind=linear", "model.rope_scaling.factor=4"),
     ),
+    "deepseek v2": (
+        *("model=deepseek_v2_nano", "model.rope_scaling.original_length=16"),
+        *("model.rope_scaling.mscale=1.2", "model.embed_dim=32"),
+    ),
+    "deepseek v3": (
+        *("model=deepseek_v3_nano", "model.rope_scaling.original_length=16"),
+        *("model.rope_scaling.mscale_all_dim=0.6", "model.embed_dim=32"),
+    ),
     "mixtral": ("model=mixtral_nano", "model.embed_dim=32", "model.window=7"),
     "qwen3 with experts": (
         *("model=mixtral_nano", "model.embed_dim=32", "model.qk_norm=true"),

@@ -56,6 +56,13 @@ def exported(programs, tmp_path_factory):
         ("gpt-oss", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
         ("glm 4.5", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
         pytest.param("glm 4.5, one group", CUBE, marks=pytest.mark.slow),
+        pytest.param("deepseek v3", CUBE, marks=pytest.mark.slow),
+        # A device has half of each head's rotated dims.
+        pytest.param(
+            "deepseek v2",
+            ("mesh.params.head_dim=fsdp", "mesh.fsdp=2"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "gpt2 without biases, untied",
             ("mesh.params.head_dim=fsdp", "mesh.fsdp=2"),
@@ -89,7 +96,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
     [
         *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
         *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt-oss", "gpt2"),
-        *("olmo3", "glm 4.5", "glm 4.5, one group"),
+        *("olmo3", "glm 4.5", "glm 4.5, one group", "deepseek v2", "deepseek v3"),
     ],
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):

@@ -79,7 +79,11 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "gpt-oss", "olmo3", "glm 4.5", "glm 4.5, one group"]
+    "family",
+    [
+        *("llama", "gemma3", "gpt-oss", "olmo3", "deepseek v2", "deepseek v3"),
+        *("glm 4.5", "glm 4.5, one group"),
+    ],
 )
 def test_gradients_are_the_same(programs, tmp_path, family):
     """The trainer's, laid out as weights are written, beside torch's."""
@@ -158,7 +162,11 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "mixtral", "gpt-oss", "glm 4.5", "gpt2"]
+    "family",
+    [
+        *("llama", "gemma3", "mixtral", "gpt-oss", "glm 4.5", "gpt2"),
+        *("deepseek v2", "deepseek v3"),
+    ],
 )
 def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
