@@ -11,6 +11,7 @@ import pytest
 from model.choices import (
     Activation,
     Init,
+    Mixer,
     Mlp,
     Norm,
     NormPlacement,
@@ -76,6 +77,20 @@ TINY = {
         qkv_bias=True,
         scaled_embedding=True,
         tied_head=True,
+    ),
+    "latent": ModelConfig(
+        num_layers=2,
+        num_heads=3,
+        embed_dim=16,
+        mlp_dim=20,
+        vocab_size=32,
+        mixer=Mixer.latent_attention,
+        query_rank=14,
+        kv_rank=12,
+        nope_head_dim=6,
+        rope_head_dim=4,
+        value_head_dim=7,
+        norm_epsilon=1e-2,
     ),
     "moe": ModelConfig(
         num_layers=7,

@@ -1,5 +1,6 @@
 """The model written straight through, apart from its own code: a reference."""
 
+import dataclasses
 import math
 
 import jax
@@ -21,7 +22,8 @@ def reference_loss(params, config: ModelConfig, tokens):
         layer = layer_of(p, config, index)
         after = config.norm_placement == "both"
         h = norm(x, config, **layer["attention_norm"])
-        h = attention(h, layer["attention"], config, index)
+        mix = latent_attention if config.mixer == "latent_attention" else attention
+        h = mix(h, layer["attention"], config, index)
         x = x + (norm(h, config, **layer["attention_output_norm"]) if after else h)
         h, mlp = norm(x, config, **layer["mlp_norm"]), layer["mlp"]
         if "router" in mlp:
@@ -60,6 +62,27 @@ def attention(h, part, config: ModelConfig, index: int):
     seen = mask(h.shape[1], config.windows[index])[None, None]
     cap, sinks = config.attention_soft_cap, part.get("sinks")
     heads = attend(q, k, v, seen, scale=scale, soft_cap=cap, sinks=sinks)
+    return linear(heads, part["output"], 2)
+
+
+def latent_attention(h, part, config: ModelConfig, index: int):
+    config = dataclasses.replace(config, norm_epsilon=1e-6)
+    P, R = config.nope_head_dim, config.rope_head_dim
+
+    def rotated(x):
+        return turned(x, config.rope_theta, R)
+
+    q = linear(h, part["query_down"])
+    q = norm(q, config, part["query_norm"]["scale"], centre=False)
+    q = linear(q, part["query_up"])
+    latent = linear(h, part["key_value_down"])
+    c, k_rope = latent[..., : config.kv_rank], latent[..., None, config.kv_rank :]
+    c = norm(c, config, part["key_value_norm"]["scale"], centre=False)
+    kv = linear(c, part["key_value_up"])
+    k_rope = jnp.repeat(rotated(k_rope), config.num_heads, 2)
+    k = jnp.concatenate([kv[..., :P], k_rope], -1)
+    q = jnp.concatenate([q[..., :P], rotated(q[..., P:])], -1)
+    heads = attend(q, k, kv[..., P:], mask(h.shape[1], None)[None, None])
     return linear(heads, part["output"], 2)
 
 

@@ -206,6 +206,27 @@ def test_splash_is_the_formula_forward_and_backward(window):
         np.testing.assert_allclose(own / scale, other / scale, atol=2e-5)
 
 
+@pytest.mark.parametrize("kernel", [XLA, CUDNN])
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_may_have_fewer_dims_than_keys(monkeypatch, kernel, packed):
+    """A kernel that takes one dim only stands for cuDNN's."""
+
+    def of_one_dim(inputs, **more):
+        assert inputs.v_BSKV.shape[-1] == inputs.q_BTNH.shape[-1]
+        return xla.attend(inputs, **more)
+
+    monkeypatch.setattr(cudnn, "attend", of_one_dim)
+    q, k, v = inputs(2)
+    v = v[..., :5]
+    documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]]) if packed else None
+    seen = mask(9, None)[None, None]
+    if packed:
+        same = documents[:, :, None] == documents[:, None]
+        seen = seen & np.asarray(same)[:, None]
+    found = attention(q, k, v, documents, implementation=kernel, compute=jnp.float32)
+    np.testing.assert_allclose(found, by_formula(q, k, v, seen), atol=2e-6)
+
+
 def test_a_step_of_a_ring_backward_is_cudnns():
     """With jax's private primitive, whose parameters differ between versions."""
 

@@ -1,7 +1,8 @@
-"""Latent attention beside transformers', packed, and with a cache."""
+"""Latent attention beside transformers', and with a cache."""
 
 import dataclasses
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,11 @@ def rows(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
-def attend(graph, params, x, config, ids=None, positions=None, cache=None):
+def attend_in(graph, config, params, x, positions=None, cache=None):
     """Return the layer's output and the cache."""
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    call = CallContext(ids, make_rotations(positions, config))
+    call = CallContext(None, make_rotations(positions, config))
     return nnx.merge(graph, params)(x, Execution(), call, cache, False)
 
 
@@ -148,7 +149,7 @@ def test_a_layer_and_its_gradients_are_transformers(version, query_rank, scaling
     (expected * torch.tensor(cotangent)).sum().backward()
 
     def loss(params, x):
-        y, _ = attend(graph, params, x, config)
+        y, _ = attend_in(graph, config, params, x)
         return jnp.sum(y * cotangent), y
 
     (dparams, dx), y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
@@ -165,30 +166,18 @@ def close(found, expected, limit=1e-5):
     assert np.abs(found - expected).max() < limit * np.abs(expected).max()
 
 
-def test_a_packed_document_is_as_if_alone():
-    graph, params = layer_of(CONFIG)
-    x = rows(1, T, 24)
-    ids = jnp.asarray([[1] * 5 + [2] * 7])
-    positions = jnp.asarray([[*range(5), *range(7)]])
-    packed, _ = attend(graph, params, x, CONFIG, ids, positions)
-    for part in (slice(0, 5), slice(5, T)):
-        alone, _ = attend(graph, params, x[:, part], CONFIG)
-        close(packed[:, part], alone)
-
-
-@pytest.mark.parametrize(
-    "scaling", [RopeScaling(), yarn(mscale=1.0, mscale_all_dim=1.0)]
-)
-def test_attention_to_cached_latents_is_attention_to_the_row(scaling):
+def test_attention_to_cached_latents_is_attention_to_the_row():
+    scaling = yarn(mscale=1.0, mscale_all_dim=1.0)
     config = dataclasses.replace(CONFIG, rope_scaling=scaling)
     graph, params = layer_of(config)
     x = rows(2, T, 24)
-    whole, _ = attend(graph, params, x, config)
+    attend = jax.jit(partial(attend_in, graph, config))
+    whole, _ = attend(params, x)
     # What is not yet written is huge.
     cache = Latents(jnp.full((2, 15, 22), 1e30), jnp.int32(0))
     for start, end in itertools.pairwise((0, 7, 8, T)):
         positions = jnp.broadcast_to(jnp.arange(start, end), (2, end - start))
         part = x[:, start:end]
-        y, cache = attend(graph, params, part, config, None, positions, cache)
+        y, cache = attend(params, part, positions, cache)
         close(y, whole[:, start:end])
     assert cache.length == T

@@ -9,6 +9,7 @@ from jax.extend.core import jaxprs_in_params
 from model.attention.kernel import attention
 from model.choices import INTERMEDIATES, Attention
 from model.remat import rematerialized
+from tests.model.conftest import MODELS
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -56,10 +57,18 @@ def test_each_policy_keeps_less_than_the_next(tiny):
     assert kept_bytes(tiny, ()) == sizes[0]
 
 
-@pytest.mark.parametrize("name", INTERMEDIATES)
+@pytest.mark.parametrize("name", [n for n in INTERMEDIATES if n != "latent"])
 def test_what_is_kept_is_not_computed_again(llama, name):
     """One product of a layer each; of attention that of weights and values."""
     assert products(llama, (name,)) == products(llama, "full") - 1
+
+
+def test_latents_are_kept_instead_of_keys_and_values():
+    """The two products that compress, and the one that expands keys and values."""
+    tiny, full = MODELS["latent"], products(MODELS["latent"], "full")
+    assert products(tiny, ("latent",)) == full - 2
+    assert products(tiny, ("key", "value")) == full - 1
+    assert kept_bytes(tiny, ("latent",)) < kept_bytes(tiny, ("key", "value"))
 
 
 @pytest.mark.parametrize(

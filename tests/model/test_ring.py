@@ -39,14 +39,35 @@ vars(INTERPRETED).update(
         scaled(inputs), interpret=True, **more
     ),
 )
+
+
+def gathered(inputs: Inputs) -> Inputs:
+    k, v = (
+        splash.gather_positions(x.swapaxes(1, 2), AXES, platform="cpu").swapaxes(1, 2)
+        for x in inputs[1:3]
+    )
+    return inputs._replace(k_BSKH=k, v_BSKV=v)
+
+
+GATHERED_BEFORE = ModuleType("gathered_before")
+vars(GATHERED_BEFORE).update(
+    attend=INTERPRETED.attend,
+    attend_gathered=lambda inputs, **more: INTERPRETED.attend_gathered(
+        gathered(inputs), **more
+    ),
+)
 SINKS = np.array([0.5, -1, 2, 0])
 CAPPED = {"soft_cap": 2.0, "sinks": SINKS}
 
 
 def operands(T, H=H, seed=0):
-    """Give queries, keys, values and a cotangent, float64 [B, T, heads, H]."""
+    """Give queries, keys, values and a cotangent, float64 [B, T, heads, dim].
+
+    Values, and so the cotangent, have half of the others' dim.
+    """
     drawn = np.random.default_rng(seed)
-    return [drawn.normal(size=(B, T, heads, H)) for heads in (N, K, K, N)]
+    dims = ((N, H), (K, H), (K, H // 2), (N, H // 2))
+    return [drawn.normal(size=(B, T, *heads_and_dim)) for heads_and_dim in dims]
 
 
 def documents(T, chunks):
@@ -163,3 +184,9 @@ def test_gathered_keys_in_a_rings_order_are_too(c, chunk, more):
     """Each device computes only the blocks that its queries see."""
     gather = ContextAttention.all_gather
     check(INTERPRETED, c, T=2 * c * chunk, H=64, algorithm=gather, **more)
+
+
+@pytest.mark.slow
+def test_keys_may_be_gathered_before():
+    gather = ContextAttention.all_gather
+    check(GATHERED_BEFORE, 2, T=2 * 2 * 128, H=64, algorithm=gather)

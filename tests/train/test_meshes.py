@@ -41,6 +41,12 @@ MODELS = {
         *(*MOE, "model.num_layers=2", "model.predict_ahead=2"),
         "model.router_bias_rate=0.01",
     ),
+    "latent": (
+        *("model.num_layers=4", "model.embed_dim=16", "model.mixer=latent_attention"),
+        *("model.query_rank=16", "model.kv_rank=8", "model.nope_head_dim=6"),
+        *("model.rope_head_dim=4", "model.value_head_dim=7", "model.qk_norm=false"),
+        "model.rotary_fraction=1",
+    ),
     "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
     "grouped": (
         *(*MOE, "model.router_groups=4", "model.router_groups_kept=2"),
@@ -65,6 +71,10 @@ SLOW = [
     ("grouped", "data=2 expert=2 tensor=2"),
     ("grouped", "context=2 expert=2 fsdp=2"),
     ("grouped", "pipeline=2 fsdp=2 context=2 train.accumulation_steps=2"),
+    ("latent", "fsdp=2 context=2 tensor=2"),
+    ("latent", "fsdp=2 context=2 tensor=2 context_attention=all_gather"),
+    ("latent", "fsdp=4 context=2 context_attention=ulysses train.remat=[latent]"),
+    ("latent", "pipeline=2 fsdp=2 tensor=2 train.remat=full"),
     ("dense", "pipeline=4 data=2"),
     ("near", "pipeline=2 data=2 tensor=2"),
     ("near", "pipeline=2 fsdp=2 context=2 train.remat=dots"),

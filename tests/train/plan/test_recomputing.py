@@ -2,8 +2,9 @@
 
 import pytest
 
+from model.choices import Mixer
 from train.cli.command import compose
-from train.config import Remat, TrainConfig
+from train.config import Remat
 from train.plan.plan import estimate
 from train.plan.recomputing import (
     POLICIES,
@@ -20,23 +21,37 @@ def test_a_formatted_policy_is_parsed_by_plans_and_configs(policy):
     assert compose([f"train.remat={format_policy(policy)}"]).train.remat == policy
 
 
-def test_policies_are_listed_from_the_next_one_on():
-    none, dots, full = (TrainConfig(remat=remat) for remat in Remat)
-    attention = TrainConfig(remat=("attention",))
-    assert policies_keeping_more(full) == [*POLICIES[1:]]
-    assert policies_keeping_less(none) == [*reversed(POLICIES[:-1])]
+LATENT = ("attention", "latent")
+
+
+@pytest.mark.parametrize("mixer", Mixer)
+def test_policies_are_listed_from_the_next_one_on(mixer):
+    def config(remat, *offload: str):
+        named = ",".join(offload)
+        remat = f"train.remat={format_policy(remat)}"
+        return compose([remat, f"train.offload=[{named}]", f"model.mixer={mixer}"])
+
+    none, dots, full = map(config, Remat)
+    attention = config(("attention",))
+    known = [p for p in POLICIES if p != LATENT or mixer is Mixer.latent_attention]
+    assert policies_keeping_more(full) == known[1:]
+    assert policies_keeping_less(none) == [*reversed(known[:-1])]
     assert policies_keeping_more(none) == policies_keeping_less(full) == []
     # Saving attention saves neither more nor less than saving products.
     assert policies_keeping_less(dots) == policies_keeping_less(attention)
-    assert {*policies_keeping_more(attention)} == {*POLICIES[2:]} - {Remat.dots}
-    offloaded = TrainConfig(remat=Remat.full, offload=("attention",))
+    assert {*policies_keeping_more(attention)} == {*known[2:]} - {Remat.dots}
+    offloaded = config(Remat.full, "attention")
     assert policies_keeping_more(offloaded) == [Remat.dots]
 
 
 @pytest.mark.slow
 def test_a_policy_that_saves_more_needs_more_memory_and_fewer_flops(programs):
     swiglu = "model.activation=swiglu"
-    remats = (f"train.remat={format_policy(policy)}" for policy in POLICIES)
+    remats = (
+        f"train.remat={format_policy(policy)}"
+        for policy in POLICIES
+        if policy != LATENT
+    )
     plans = [estimate(programs(remat, swiglu)) for remat in remats]
     memory = [plan.memory.needed.bytes for plan in plans]
     flops = [plan.cost.flops.total for plan in plans]
