@@ -16,6 +16,9 @@ pytestmark = pytest.mark.usefixtures("strict")
         ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
         ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
         ("glm_4_5_air", 106_852_251_264, 13_424_129_664),
+        ("deepseek_v2_lite", 15_706_484_224, 2_661_150_208),
+        ("deepseek_v3", 671_026_419_200, 37_552_297_472),
+        ("kimi_k2", 1_026_408_232_448, 32_861_500_928),
         # The published 3.61 B and 5.13 B are without the table that looks tokens up.
         ("gpt_oss_20b", 20_914_757_184, 4_187_440_704),
         ("gpt_oss_120b", 116_829_156_672, 5_711_982_912),
