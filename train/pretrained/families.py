@@ -105,8 +105,7 @@ DEEPSEEK_V2_EXPERTS = DEEPSEEK_V3_EXPERTS | {
     "router_normalized": False,
 }
 _INTERLEAVED = tuple(
-    f"layers.attention.{name}.weight"
-    for name in ("query", "query_up", "key_value_down")
+    f".attention.{name}.weight" for name in ("query", "query_up", "key_value_down")
 )
 
 
@@ -125,8 +124,8 @@ class Family(NamedTuple):
         model lacks them.
     keys: the keys of `model.*` of settings that have another meaning elsewhere.
     length_key: the setting in config.json that holds the maximum row length.
-    interleaved: the parameters whose last `rope_head_dim` outputs of each head are
-        rotated in pairs (2 i, 2 i + 1), and are stored in this order.
+    interleaved: the ends of names of parameters whose last `rope_head_dim` outputs of
+        each head are rotated in pairs (2 i, 2 i + 1), and are stored in this order.
     """
 
     name: str
@@ -269,7 +268,7 @@ FAMILIES = (
     Family(
         "deepseek_v2",
         "DeepseekV2ForCausalLM",
-        _usual(_SCALING_KIND, mixer=Mixer.latent_attention, router=Scores.softmax),
+        _usual(_SCALING_KIND, **DEEPSEEK_V2_EXPERTS, mixer=Mixer.latent_attention),
         names.DEEPSEEK,
         settings.deepseek_v2,
         interleaved=_INTERLEAVED,
@@ -277,9 +276,10 @@ FAMILIES = (
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        _usual(_SCALING_KIND, mixer=Mixer.latent_attention, router=Scores.sigmoid),
+        _usual(_SCALING_KIND, **DEEPSEEK_V3_EXPERTS, mixer=Mixer.latent_attention),
         names.DEEPSEEK,
         settings.deepseek_v3,
+        zero_biases=(".router.balance",),
         compatible_types=("kimi_k2",),
         interleaved=_INTERLEAVED,
     ),

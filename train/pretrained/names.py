@@ -58,18 +58,6 @@ GEMMA = (
     | _OUTPUT_NORMS
     | {"model.layers.{}.pre_feedforward_layernorm.weight": ["layers.mlp_norm.scale"]}
 )
-DEEPSEEK = {k: v for k, v in LLAMA.items() if "attn" not in k or "o_proj" in k} | {
-    f"model.layers.{{}}.self_attn.{tensor}.weight": [f"layers.attention.{param}"]
-    for tensor, param in {
-        "q_proj": "query.weight",
-        "q_a_proj": "query_down.weight",
-        "q_a_layernorm": "query_norm.scale",
-        "q_b_proj": "query_up.weight",
-        "kv_a_proj_with_mqa": "key_value_down.weight",
-        "kv_a_layernorm": "key_value_norm.scale",
-        "kv_b_proj": "key_value_up.weight",
-    }.items()
-}
 MIXTRAL = LLAMA | {
     "model.layers.{}.block_sparse_moe.gate.weight": ["layers.mlp.router.weight"],
     "model.layers.{}.block_sparse_moe.experts.{}.w1.weight": ["layers.mlp.gate"],
@@ -98,6 +86,23 @@ DEEPSEEK_EXPERTS = {
     **EXPERTS,
     **_shared_experts("shared_experts"),
     "model.layers.{}.mlp.gate.e_score_correction_bias": ["layers.mlp.router.balance"],
+}
+_LATENT_ATTENTION = {
+    "q_proj": "query.weight",
+    "q_a_proj": "query_down.weight",
+    "q_a_layernorm": "query_norm.scale",
+    "q_b_proj": "query_up.weight",
+    "kv_a_proj_with_mqa": "key_value_down.weight",
+    "kv_a_layernorm": "key_value_norm.scale",
+    "kv_b_proj": "key_value_up.weight",
+}
+DEEPSEEK = {
+    **{k: v for k, v in LLAMA.items() if "attn" not in k or "o_proj" in k},
+    **{
+        f"model.layers.{{}}.self_attn.{tensor}.weight": [f"layers.attention.{param}"]
+        for tensor, param in _LATENT_ATTENTION.items()
+    },
+    **DEEPSEEK_EXPERTS,
 }
 QWEN3_NEXT_EXPERTS = {
     **EXPERTS,

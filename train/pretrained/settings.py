@@ -150,7 +150,8 @@ def deepseek_v2(model: ModelConfig) -> dict[str, Any]:
         "qk_nope_head_dim": model.nope_head_dim,
         "qk_rope_head_dim": model.rope_head_dim,
         "v_head_dim": model.value_head_dim,
-        "first_k_dense_replace": model.num_layers - model.expert_layers,
+        "topk_method": "group_limited_greedy" if model.router_groups > 1 else "greedy",
+        **deepseek_experts(model),
     }
 
 
@@ -158,7 +159,12 @@ def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of DeepSeek V3, without prediction of further tokens."""
     settings = deepseek_v2(model)
     del settings["mlp_bias"]
-    return settings | {"rope_interleave": True, "num_nextn_predict_layers": 0}
+    # transformers does not read the last two, but other engines do.
+    return settings | {
+        "rope_interleave": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
 
 
 def mixtral(model: ModelConfig) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class FamilyTensors:
 
         `size` is the size of the last dim. The result is None if the order is the same.
         """
-        if name not in self.family.interleaved:
+        if not name.endswith(self.family.interleaved):
             return None
         rotated = np.arange(size - self._rope_dim, size)
         return np.concatenate([np.arange(rotated[0]), rotated[::2], rotated[1::2]])
