@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 # with several of them, the first in this order is the run's exit code.
 NO_RESTART_CODES = (errors.STOPPED, errors.WRONG_CONFIG, errors.DOES_NOT_FIT)
 NO_RESTART_CODES += (errors.WRONG_DATA, errors.DIVERGED, errors.CRASHES_AGAIN)
+NO_RESTART_CODES += (errors.NOT_PROVED,)
 # Restarts after these codes are unlimited. All codes that are not listed are crashes,
 # except FINISHED.
 RESTART_CODES = (errors.PREEMPTED, errors.ABORTED, errors.OWNED)

@@ -15,6 +15,7 @@ FINISHED = 0
 CRASHED = 1  # The reason is unknown; another start may succeed.
 DIVERGED = 3
 DOES_NOT_FIT = 4
+NOT_PROVED = 5  # a mesh or a kernel computes something else
 PREEMPTED = 42
 WRONG_DATA = 65
 CRASHES_AGAIN = 70  # three times at the same step
@@ -37,6 +38,7 @@ _MEANINGS = {
     FINISHED: "finished",
     DIVERGED: "diverged",
     DOES_NOT_FIT: "does not fit in the devices' memory",
+    NOT_PROVED: "a mesh or a kernel computes something else",
     PREEMPTED: "preempted",
     WRONG_DATA: "data missing or damaged",
     CRASHES_AGAIN: "crashed at one step again and again",

@@ -30,6 +30,7 @@ from train.loop import CompiledSteps, Trainer
 from train.masking import mask
 from train.preflight import Prepared, settled_run_dir
 from train.program import Program, make_program
+from train.prove.kernels import check_kernels
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
@@ -64,6 +65,9 @@ def start_run(config: Config, command: str) -> int:
             prepared = Prepared(config, cluster, watchdog.beat)
             config, sources = prepared.config, prepared.sources
             prepared.check_initial_weights(folder)
+            if config.runtime.prove_kernels:
+                execution = prepared.program.execution
+                cluster.agree(lambda: check_kernels(config, execution))
             with open_run(config, sources, cluster, preemption) as run:
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)

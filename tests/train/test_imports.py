@@ -27,7 +27,7 @@ train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
     train.plan.config train.plan.aot train.plan.cost train.plan.budget \
 train.plan.memory train.plan.sections train.plan.branches
     train.plan.compiled | train.plan.estimated
-    train.plan | train.profile | train.pretrained | train.log_window train.due \
+    train.plan | train.profile | train.prove | train.pretrained | train.log_window train.due \
 train.loop train.evaluate.results train.load_run
     train.plan.search
     train.preflight
@@ -35,6 +35,7 @@ train.loop train.evaluate.results train.load_run
     launch
     train.__main__ train.plan.__main__ train.evaluate.__main__ train.sample.__main__ \
 train.export train.checkpoints train.status train.report train.profile.__main__ \
+train.prove.__main__ \
 data.prepare data.inspect data.verify data.train_tokenizer launch.__main__
 """
 RANK = {

@@ -52,6 +52,13 @@ class RuntimeConfig:
             "or ~/.cache/longhaul/xla if that is not set."
         ),
     ] = None
+    prove_kernels: Annotated[
+        bool,
+        Doc(
+            "Compare the kernels with plain formulas before the first step. The run "
+            "ends with exit code 5 if they differ."
+        ),
+    ] = False
     allow_fault_injection: Annotated[
         bool, Doc("Let the variable LONGHAUL_DRILL break this run on purpose.")
     ] = False

@@ -32,12 +32,14 @@ from train.evaluate.__main__ import EvaluateConfig
 from train.export import ExportConfig
 from train.plan.config import PlanConfig
 from train.profile.__main__ import ProfileConfig
+from train.prove.__main__ import ProveConfig
 from train.report import ReportConfig
 from train.sample.__main__ import SampleConfig
 from train.status import StatusConfig
 
 COMMANDS = {
     "train.plan": PlanConfig,
+    "train.prove": ProveConfig,
     "train.evaluate": EvaluateConfig,
     "train.sample": SampleConfig,
     "train.export": ExportConfig,

@@ -1,0 +1,145 @@
+"""Compare the kernels of attention and experts with plain formulas, on one device.
+
+The shapes are those of the run, with fewer rows, heads and experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.attention import xla
+from model.attention.context_parallel import KERNELS
+from model.attention.inputs import Inputs
+from model.choices import Grouped
+from model.execution import Execution
+from model.experts.grouped import grouped_product
+from train.config import Config
+from train.errors import NOT_PROVED, Exit
+from train.mesh import Device
+from train.prove.parity import Difference, Key, relative_error
+
+_TOLERANCE = 2e-2  # Operands and results have eight bits of precision in bfloat16.
+_MAX_LENGTH = 8192  # Scores of longer rows do not fit into memory.
+_ROWS, _MAX_QUERY_HEADS, _EXPERT_ROWS, _MAX_EXPERTS = 2, 4, 1024, 4
+
+
+def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
+    """Compare the kernels on a local device, or raise Exit with NOT_PROVED."""
+    differences = compare_kernels(config, execution, jax.local_devices()[0])
+    if wrong := [difference for difference in differences if difference.is_wrong]:
+        lines = [f"{d.key}: {d.error:.2g}, at most {d.tolerance}" for d in wrong]
+        text = "Kernels differ from the plain formula, in relative terms:\n  "
+        text += "\n  ".join(lines) + "\nUse model.attention=xla (slower), or update "
+        raise Exit(NOT_PROVED, f"{text}jax and the driver.")
+    return {}
+
+
+def compare_kernels(
+    config: Config, execution: Execution, device: Device
+) -> list[Difference]:
+    """Return how much results and gradients of the run's kernels are off.
+
+    Attention is compared with each window that a layer has. Operands of the plain
+    formulas are the same rounded numbers, and their products are in float32.
+    """
+    model, rng = config.model, np.random.default_rng(0)
+    with jax.default_device(device):
+        differences = [
+            difference
+            for window in dict.fromkeys(model.windows)
+            for difference in _compare_attention(config, execution, window, rng)
+        ]
+        if model.expert_layers:
+            for swapped in (False, True):
+                differences += _compare_experts(config, execution, swapped, rng)
+    return differences
+
+
+def _compare_attention(
+    config: Config, execution: Execution, window: int | None, rng: np.random.Generator
+) -> Iterator[Difference]:
+    """Yield the differences of attention over documents of several lengths."""
+    model, dtype = config.model, execution.numerics.compute_dtype
+    T, H = min(config.data.sequence_length, _MAX_LENGTH), model.head_size
+    N, scale = min(_MAX_QUERY_HEADS, model.num_heads // model.kv_heads), H**-0.5
+    if window is not None and window >= T:
+        window = None
+    ids_BT = None
+    if config.data.document_mask:
+        ids_BT = np.cumsum(rng.random((_ROWS, T)) < 8 / T, axis=1).astype(np.int32) + 1
+    q, k, v, dy = (_normal(rng, (_ROWS, T, n, H), dtype) for n in (N, 1, 1, N))
+    sinks_N = _normal(rng, (N,), jnp.float32) if model.attention_sinks else None
+    kernel = KERNELS[execution.attention]
+
+    def attend(module: Any, scales_queries: bool, *operands: Any) -> jax.Array:
+        q, k, v, sinks_N = operands
+        q = q if scales_queries else (q * scale).astype(q.dtype)
+        inputs = Inputs(q, k, v, ids_BT, sinks_N)
+        return module.attend(inputs, window=window, soft_cap=model.attention_soft_cap)
+
+    run = partial(attend, kernel, kernel.SCALES_QUERIES)
+    name = f"{execution.attention} attention, window {window or 'none'}:"
+    operands = {"queries": q, "keys": k, "values": v, "sinks": sinks_N}
+    yield from _compare(name, run, partial(attend, xla, True), operands, dy)
+
+
+def _compare_experts(
+    config: Config, execution: Execution, swapped: bool, rng: np.random.Generator
+) -> Iterator[Difference]:
+    """Yield the differences of products of rows, grouped by expert."""
+    model, dtype = config.model, execution.numerics.compute_dtype
+    D, F, E = model.embed_dim, model.expert_size, min(model.num_experts, _MAX_EXPERTS)
+    if swapped:  # the product of `down`
+        D, F = F, D
+    x, dy = (_normal(rng, (_EXPERT_ROWS, n), dtype) for n in (D, F))
+    w = _normal(rng, (E, D, F), dtype) * jnp.asarray(D**-0.5, dtype)
+    # The last expert has no rows, and the last rows belong to no expert.
+    sizes_E = np.arange(E, 0, -1) * (_EXPERT_ROWS * 7 // 8) // (E * (E + 1) // 2)
+    sizes_E[-1] = 0 if E > 1 else sizes_E[-1]
+
+    def multiply(kernel: Grouped, x: jax.Array, w: jax.Array) -> jax.Array:
+        sizes = jnp.asarray(sizes_E, jnp.int32)
+        return grouped_product(x, w, sizes, x.dtype, kernel, swapped=swapped)
+
+    run, plain = partial(multiply, execution.grouped), partial(multiply, Grouped.scan)
+    name = f"{execution.grouped} products of experts, {D} x {F}:"
+    yield from _compare(name, run, plain, {"rows": x, "matrices": w}, dy)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+
+def _compare(
+    name: str,
+    kernel: Callable[..., jax.Array],
+    plain: Callable[..., jax.Array],
+    operands: Mapping[str, jax.Array | None],
+    dy: jax.Array,
+) -> Iterator[Difference]:
+    """Yield the differences of a kernel's result, and of its gradients, from a formula.
+
+    `dy` is the gradient of the result. The operands of `plain` are float32.
+    """
+
+    def run(function: Callable[..., jax.Array], dy: Any, operands: Any) -> Any:
+        y, backward = jax.vjp(function, *operands)
+        return y, *backward(dy.astype(y.dtype))
+
+    def in_float32(dy: Any, operands: Any) -> Any:
+        as_float32 = partial(jnp.asarray, dtype=jnp.float32)
+        return run(plain, *jax.tree.map(as_float32, (dy, operands)))
+
+    arrays = [*operands.values()]
+    found = jax.jit(partial(run, kernel))(dy, arrays)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(in_float32)(dy, arrays)
+    names = ("result", *(f"gradient of {operand}" for operand in operands))
+    for part, x, y in zip(names, found, expected, strict=True):
+        if y is not None:
+            error = relative_error(np.asarray(x, np.float32), np.asarray(y))
+            yield Difference(Key("kernel", f"{name} {part}"), error, _TOLERANCE)

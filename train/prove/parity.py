@@ -1,0 +1,291 @@
+"""Compare steps of a program on its mesh with steps of one device.
+
+Both begin with the same weights, none of whose gradients should be zero, and get the
+same packed rows of random tokens. If they differ, mesh axes are switched off one after
+another to find the axis that causes the difference.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from data.batch import Batch
+from data.rows import make_batch
+from model.choices import Dtype
+from model.params import named
+from train.config import Config, MomentDtype
+from train.feed import place
+from train.mesh import Device
+from train.optimizer.moments import decode_moments
+from train.program import Program, make_program
+from train.prove.forward_order import forward_order
+from train.prove.shrink import mesh_of, without_axes
+from train.state import TrainState
+from train.step import make_gradients
+
+_NUM_STEPS = 2
+_PADDING_IDS = 3  # The last ids of the vocabulary; the tokenizer lacks them.
+_NOISE = 0.05  # the standard deviation of what is added to each initial weight
+# A gradient is weak if its elements are this small relative to those of all parameters.
+# Its rounding errors are those of larger numbers, which cancel each other.
+_WEAK, _ROUNDING_ERROR = 1e-2, 1e-5
+
+
+class Key(NamedTuple):
+    """What is compared: a quantity, such as the gradient, of the array `name`."""
+
+    quantity: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Return the key as people read it."""
+        return f"{self.quantity} {self.name}".rstrip()
+
+
+Values = dict[Key, np.ndarray]
+
+# The largest relative difference that float32 explains, and the largest one if gradients
+# travel, or moments are stored, in fewer bits.
+TOLERANCES = {
+    "counts": (0.0, 0.0),
+    "loss": (1e-5, 1e-3),
+    "gradient": (1e-4, 3e-2),
+    "metric": (1e-4, 3e-2),
+    "update": (2e-2, 0.3),
+    "optimizer": (1e-3, 0.1),
+    "weights": (1e-3, 3e-2),
+}
+
+
+class Difference(NamedTuple):
+    """The relative difference of an array, and the largest that is allowed."""
+
+    key: Key
+    error: float
+    tolerance: float
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the difference exceeds the tolerance, or is not a number."""
+        return not self.error <= self.tolerance
+
+
+class Comparison(NamedTuple):
+    """A mesh compared with one device.
+
+    differences: of every array, in the order of the forward pass.
+    axes: the mesh axes without which the runs agree; see `find_axes`.
+    no_gradient: the parameters whose gradient is zero, so that it proves nothing.
+    """
+
+    differences: list[Difference]
+    axes: tuple[str, ...] = ()
+    no_gradient: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """The differences that exceed their tolerance."""
+        return [difference for difference in self.differences if difference.is_wrong]
+
+
+def compare_with_one_device(
+    config: Config,
+    devices: Sequence[Device],
+    batches: Sequence[Batch] | None = None,
+    reference: "Reference | None" = None,
+) -> Comparison:
+    """Compare the steps of a small config on its mesh with those of one device.
+
+    The updates are compared only if the loss and the gradients agree.
+
+    Args:
+        config: the config; all its mesh axes have explicit sizes.
+        devices: at least as many devices as the mesh has.
+        batches: the global batches. None makes `random_batches`.
+        reference: the steps of one device. None runs them.
+    """
+    batches = random_batches(config) if batches is None else batches
+    reference = reference or Reference(config, devices, batches)
+    differences = list[Difference]()
+    for measure in (measure_gradients, measure_steps):
+
+        def differences_on(config: Config, measure=measure) -> list[Difference]:
+            values = measure(_program(config, devices), reference.state, batches)
+            return reference.compare(values, measure, config)
+
+        def differs(config: Config, differences_on=differences_on) -> bool:
+            return any(d.is_wrong for d in differences_on(config))
+
+        differences += differences_on(config)
+        if any(difference.is_wrong for difference in differences):
+            axes = find_axes(config, differs)
+            return Comparison(differences, axes, reference.no_gradient)
+    return Comparison(differences, no_gradient=reference.no_gradient)
+
+
+def find_axes(config: Config, differs: Callable[[Config], bool]) -> tuple[str, ...]:
+    """Return the mesh axes that cause a difference.
+
+    These are the axes without which the runs agree. If there are none, they are the
+    axes with each of which alone the runs differ.
+    """
+    axes = tuple(mesh_of(config))
+    if len(axes) == 1:
+        return axes
+    needed = tuple(a for a in axes if not differs(without_axes(config, [a])))
+    others = ({*axes} - {axis} for axis in axes)
+    alone = (differs(without_axes(config, rest)) for rest in others)
+    return needed or tuple(
+        a for a, is_cause in zip(axes, alone, strict=True) if is_cause
+    )
+
+
+class Reference:
+    """The steps of one device, and their initial state.
+
+    no_gradient: the parameters whose gradient is zero, except for rounding errors.
+    """
+
+    def __init__(
+        self, config: Config, devices: Sequence[Device], batches: Sequence[Batch]
+    ):
+        """Make the weights; each kind of step runs when it is first compared."""
+        self._batches, self._values = batches, dict[Callable[..., Values], Values]()
+        self._program = _program(without_axes(config, mesh_of(config)), devices)
+        self.state = perturbed_state(self._program)
+        order = {name: i for i, name in enumerate(forward_order(self._program))}
+        self._rank = lambda key: order.get(key.name, 0)
+        gradients = self.values(measure_gradients)
+        sizes = {k.name: _size(v) for k, v in gradients.items() if k[0] == "gradient"}
+        self._typical_size = float(np.median([*sizes.values()]))
+        least_size = _ROUNDING_ERROR * self._typical_size
+        self.no_gradient = tuple(k for k, size in sizes.items() if size < least_size)
+        # An optimizer may turn the rounding errors into a whole step.
+        self._random = [name for name in self.no_gradient if sizes[name] > 0]
+
+    def values(self, measure: Callable[..., Values]) -> Values:
+        """Return what one device measures with `measure_gradients` or another."""
+        if measure not in self._values:
+            values = measure(self._program, self.state, self._batches)
+            groups = groupby(values, lambda key: key.quantity)
+            keys = (sorted(group, key=self._rank) for _, group in groups)
+            self._values[measure] = {k: values[k] for group in keys for k in group}
+        return self._values[measure]
+
+    def compare(
+        self, values: Values, measure: Callable[..., Values], config: Config
+    ) -> list[Difference]:
+        """Return the difference of each array from that of one device."""
+        is_rounded = config.train.reduce_dtype is Dtype.bfloat16
+        is_rounded |= config.optimizer.moment_dtype is not MomentDtype.float32
+        differences = []
+        for key, expected in self.values(measure).items():
+            if key[0] != "gradient" and any(n in key.name for n in self._random):
+                continue
+            floor = self._typical_size * _WEAK if key.quantity == "gradient" else 0.0
+            error = relative_error(values[key], expected, floor)
+            tolerance = TOLERANCES[key.quantity][is_rounded]
+            differences.append(Difference(key, error, tolerance))
+        return differences
+
+
+def _size(x: np.ndarray) -> float:
+    """Return the root of the mean square of an array's elements."""
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def relative_error(
+    found: np.ndarray, expected: np.ndarray, floor: float = 0.0
+) -> float:
+    """Return the size of the difference over the size of `expected`, or `floor`."""
+    error = _size(np.subtract(found, expected, dtype=np.float64))
+    return error and error / max(_size(expected), floor, 1e-30)
+
+
+def measure_gradients(
+    program: Program, state: TrainState, batches: Sequence[Batch]
+) -> Values:
+    """Return the loss, counts and gradients of the first batch."""
+    step = make_gradients(
+        program.model,
+        program.execution,
+        program.config.train,
+        num_tokens=program.num_tokens,
+    )
+    params = jax.device_put(state.params, program.shardings.params)
+    results = jax.jit(step)(params, place(batches[0], program.batch))
+    loss, grads, load_LE, num_targets, _ = jax.device_get(results)
+    values = {Key("counts", "of targets"): num_targets, Key("loss"): loss}
+    if load_LE is not None:
+        values[Key("counts", "of experts' tokens")] = load_LE
+    return values | _by_parameter("gradient", grads)
+
+
+def measure_steps(
+    program: Program, state: TrainState, batches: Sequence[Batch]
+) -> Values:
+    """Return the metrics, updates and moments of the first batch, and all losses."""
+    losses, first, initial = dict[Key, Any](), dict[Key, Any](), state.params
+    state = jax.device_put(state, program.shardings)
+    for step, batch in enumerate(batches):
+        state, metrics = program.train_step(state, place(batch, program.batch))
+        jax.block_until_ready((state, metrics))  # see train/loop.py
+        metrics = jax.device_get(metrics)
+        losses[Key("loss", f"of step {step}")] = metrics.pop("loss")
+        if step == 0:
+            first = {Key("metric", name): value for name, value in metrics.items()}
+            updates = jax.tree.map(np.subtract, jax.device_get(state.params), initial)
+            first |= _by_parameter("update", updates)
+            moments = jax.device_get(jax.jit(decode_moments)(state.optimizer))
+            first |= {Key("optimizer", name): x for name, x in named(moments)}
+    weights = _by_parameter("weights", jax.device_get(state.params))
+    return first | losses | weights
+
+
+def _by_parameter(quantity: str, tree: Any) -> Values:
+    """Return the arrays of a tree of parameters by their names."""
+    return {Key(quantity, name): array for name, array in named(tree)}
+
+
+def _program(config: Config, devices: Sequence[Device]) -> Program:
+    """Return the program of a config on the first of the devices."""
+    count = int(np.prod([*mesh_of(config).values()], dtype=int))
+    num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
+    return make_program(config, devices[:count], num_tokens=num_tokens)
+
+
+def perturbed_state(program: Program) -> TrainState:
+    """Return initial weights that are neither zero nor equal, and their moments."""
+    rng = np.random.default_rng(0)
+
+    def perturb(x: np.ndarray) -> np.ndarray:
+        return x + rng.normal(0, _NOISE, x.shape).astype(x.dtype)
+
+    state = jax.device_get(program.init())
+    params = jax.tree.map(perturb, state.params)
+    moments = jax.device_get(jax.jit(program.optimizer.init)(params))
+    return state._replace(params=params, optimizer=moments)
+
+
+def random_batches(config: Config, count: int = _NUM_STEPS) -> list[Batch]:
+    """Return global batches of random tokens, with documents of several lengths.
+
+    The last row ends with padding. Small ids are more frequent than large ones.
+    """
+    data, rng = config.data, np.random.default_rng(1)
+    num_rows, length = data.batch_size, data.sequence_length
+    num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
+    num_remaining = np.full(num_rows, length + 1)
+    num_remaining[-1] = 2 * length // 3
+    batches = []
+    for _ in range(count):
+        uniform = rng.random((num_rows, length + 1))
+        tokens = (num_tokens * uniform**2).astype(np.int32)
+        is_start = rng.random((num_rows, length + 1)) < 8 / length
+        is_start[:, [0, 1]] = False, data.document_mask
+        rows, columns = np.nonzero(is_start & data.document_mask)
+        batches.append(make_batch(tokens, rows, columns, num_remaining))
+    return batches
