@@ -3,17 +3,20 @@
 In float32, with packed documents, and weights none of whose gradients are zero.
 """
 
-from typing import NamedTuple
+import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from data.batches import Order
-from model.params import named
-from tests.train.conftest import distance, take_steps
+from tests.train.conftest import take_steps
 from train.config import CheckpointConfig
+from train.prove.parity import (
+    Reference,
+    compare_with_one_device,
+    measure_steps,
+    random_batches,
+)
 from train.run.checkpoint import Checkpoints
 
 DENSE = ("model.num_layers=4", "model.num_kv_heads=2", "model.embed_dim=16")
@@ -93,47 +96,21 @@ SLOW = [
 ]
 
 
-class Run(NamedTuple):
-    """What twenty steps gave; moments are the first step's gradients but for scale."""
-
-    moments: dict
-    params: dict
-    norm: float
-    load: np.ndarray | None
-    losses: list[float]
-
-
 @pytest.fixture(scope="module")
-def run(programs, store):
-    """Train from the same weights: (overrides, devices) -> Run."""
+def alone(configure):
+    """The twenty steps of one device, by the model."""
 
-    def run(*overrides, devices):
-        program = programs(*overrides, devices=devices)
-        batch = Order(store, program.config.data, 0).read(0)
-        assert (batch.segment_ids.max(axis=1) > 1).any()
-        state, (first,) = take_steps(program, store, program.init(), 1)
-        moments = jax.device_get(optax.tree.get(state.optimizer.transform, "mu"))
-        state, rest = take_steps(program, store, state, 19)
-        losses = [float(found["loss"]) for found in (first, *rest)]
-        load = first.get("expert_load")
-        params = jax.device_get(state.params)
-        return Run(moments, params, first["grad_norm"], load, losses)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def alone(run):
-    """The run of one device, by the model."""
-    known = {}
-
+    @functools.cache
     def alone(model):
-        if model not in known:
-            known[model] = run(*MODELS[model], devices=1)
-            zero = [k for k, leaf in named(known[model].moments) if not leaf.any()]
-            assert all(k.endswith("router.balance") for k in zero)  # has no gradient
-            assert known[model].losses[-1] < known[model].losses[0] - 0.1  # it learns
-        return known[model]
+        config = configure(*MODELS[model])
+        batches = random_batches(config, 20)
+        assert (batches[0].segment_ids.max(axis=1) > 1).any()
+        reference = Reference(config, jax.devices(), batches)
+        assert all(name.endswith("router.balance") for name in reference.no_gradient)
+        values = reference.values(measure_steps)
+        losses = [x for key, x in values.items() if key.quantity == "loss"]
+        assert losses[-1] < losses[0] - 0.1  # it learns
+        return reference
 
     return alone
 
@@ -142,13 +119,13 @@ def alone(run):
     ("model", "mesh"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_a_run_is_that_of_one_device(run, alone, model, mesh):
-    expected, found = alone(model), run(*MODELS[model], *sizes(mesh), devices=8)
-    assert distance(found.moments, expected.moments) < 1e-5
-    assert found.norm == pytest.approx(expected.norm, rel=1e-5)
-    np.testing.assert_array_equal(found.load, expected.load)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    assert distance(found.params, expected.params) < 1e-3
+def test_a_run_is_that_of_one_device(configure, alone, model, mesh):
+    config = configure(*MODELS[model], *sizes(mesh))
+    reference = alone(model)
+    comparison = compare_with_one_device(config, jax.devices(), reference)
+    losses = [d for d in comparison.differences if d.key.quantity == "loss"]
+    assert len(losses) == 1 + 20
+    assert not comparison.wrong
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """Shrink a run's config until virtual CPU devices compute its step in seconds.
 
-Every switch stays: norms, windows, patterns, rematerialisation, accumulation, packing,
-the optimizer and so on. Sizes become small, and mesh axes become two devices, or four
-where two devices could hide a wrong direction. A size shrinks to the first of its
-candidates with which the config breaks no rule. A key without candidates stays as it
-is.
+Every switch stays: norms, windows, rematerialisation, accumulation, the optimizer and
+so on. Sizes become small, and mesh axes become two devices, or four where two could
+hide a wrong direction. Each size shrinks to the first of its candidates with which the
+config breaks no rule. A key without candidates stays as it is.
 """
 
 import math
@@ -12,35 +11,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from model.choices import Attention, ComputeDtype, Dtype, Mlp
-from model.config import ModelConfig
+from model.choices import Attention, ComputeDtype, Dtype
 from train.cli.rules import config_mistakes
 from train.config import MESH_AXES, Config, DcnConfig
 from train.errors import ConfigError, Mistake
 from train.execution import batch_shards, choose_execution
 from train.identity import flatten
 from train.mesh import Device
-from train.mesh_sizes import mesh_mistakes, pipeline_of
+from train.mesh_sizes import mesh_mistakes
 from train.sharding import axis_rules
 
+ACCUMULATION = "train.accumulation_steps"
 MAX_DEVICES = 8
-_LENGTH, _LARGE_VOCAB = 64, 96  # the length of a row, and ids that exceed its tokens
-# The axes that are left out first if their product exceeds MAX_DEVICES.
+# The axes that are left out first if the mesh has more devices.
 _DISPENSABLE = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
-# The axes whose devices form a ring or a line: two of them have only one neighbour.
+# Devices along these axes send to the next one. Of two devices, each is the next.
 _DIRECTED = ("context", "pipeline")
-
-Changes = dict[str, Any]  # Values by their full key.
-
-# The small value of each size that depends on no other. A size that this value does not
-# suit becomes two, four or eight times as large.
+# The size of each key that depends on no other. If it breaks a rule, the next multiple
+# is tried.
 SIZES = {
     "model.embed_dim": 32,
     "model.mlp_dim": 48,
     "model.expert_dim": 24,
     "model.shared_experts": 1,
-    "model.query_scale_dim": 12,
 }
+
+Changes = dict[str, Any]  # Values by their full key.
 
 
 class Shrunk(NamedTuple):
@@ -61,28 +57,16 @@ def shrink(config: Config, device: Device) -> Shrunk:
     Raises:
         ConfigError: if the reduced mesh does not divide the run's dims.
     """
-    small = with_changes(config, _fixed_choices(config))
-    small = with_changes(small, _axis_sizes(config))
-    for step in (_row_candidates, _depth_candidates, _head_candidates):
-        small = _first_valid(small, step(config, small), device)
-    for key, size in SIZES.items():
-        value = value_of(small, key)
-        sizes = [size * factor for factor in (1, 2, 4, 8)]
-        smaller = [{key: n} for n in sizes if value is not None and n < value]
-        small = _first_valid(small, smaller, device)
-    for step in (_expert_candidates, _vocab_candidates):
-        small = _first_valid(small, step(config, small), device)
+    small = with_changes(config, _axis_sizes(config) | _choices(config))
+    small = with_changes(small, _rows(config, small))
+    for candidates in _candidates(config, small):
+        valid = (with_changes(small, changes) for changes in candidates)
+        small = next((c for c in valid if not _mistakes(c, device)), small)
     if mistakes := _mistakes(small, device):
         raise ConfigError(mistakes)
     old, new = flatten(config), flatten(small)
     changes = {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key]}
     return Shrunk(small, changes, _left_out(config, small))
-
-
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a key such as `model.embed_dim`."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -94,13 +78,14 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def without_axes(config: Config, axes: Iterable[str]) -> Config:
-    """Return the config with one device along each of these mesh axes."""
-    ones = dict.fromkeys(axes, 1)
-    changes = {f"mesh.{axis}": 1 for axis in ones}
-    return with_changes(
-        config, changes | {"mesh.dcn": replace(config.mesh.dcn, **ones)}
-    )
+def without(config: Config, parts: Iterable[str]) -> Config:
+    """Return the config with one device along mesh axes, or without microbatches."""
+    axes = dict.fromkeys({*parts} - {ACCUMULATION}, 1)
+    changes: Changes = {f"mesh.{axis}": 1 for axis in axes}
+    changes["mesh.dcn"] = replace(config.mesh.dcn, **axes)
+    if ACCUMULATION in parts:
+        changes[ACCUMULATION] = 1
+    return with_changes(config, changes)
 
 
 def mesh_of(config: Config) -> dict[str, int]:
@@ -109,21 +94,10 @@ def mesh_of(config: Config) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size != 1}
 
 
-def _fixed_choices(config: Config) -> Changes:
-    """Return what no run on a CPU in float32 can have, and a schedule that moves."""
-    changes: Changes = {
-        "model.compute_dtype": ComputeDtype.float32,
-        "model.param_dtype": Dtype.float32,
-        "model.high_precision_layers": (),
-        "schedule.warmup_steps": 0,
-    }
-    if config.model.attention is not Attention.auto:
-        changes["model.attention"] = Attention.xla
-    if config.mesh.pipeline != 1:
-        # This loss depends on the other rows of a microbatch, and microbatches of
-        # stages have fewer rows.
-        changes["model.router_aux_weight"] = 0.0
-    return changes
+def parts_of(config: Config) -> list[str]:
+    """Return what divides a step: mesh axes of several devices, and microbatches."""
+    has_parts = config.train.accumulation_steps > 1
+    return [*mesh_of(config), *[ACCUMULATION] * has_parts]
 
 
 def _axis_sizes(config: Config) -> Changes:
@@ -139,140 +113,108 @@ def _axis_sizes(config: Config) -> Changes:
             sizes[axis] = 4
     factors = {a: math.gcd(getattr(config.mesh.dcn, a), n) for a, n in sizes.items()}
     changes: Changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
-    repeats = min(config.mesh.pipeline_repeats, 2)
-    return changes | {
-        "mesh.dcn": DcnConfig(**factors),
-        "mesh.pipeline_repeats": repeats,
-    }
+    return changes | {"mesh.dcn": DcnConfig(**factors)}
 
 
 def _smallest_factor(size: int) -> int:
     """Return the smallest prime factor; 1 for 1, and 2 for -1 (unknown)."""
-    if size == -1:
-        return 2
-    return next((n for n in range(2, size + 1) if size % n == 0), 1)
+    candidates = range(2, max(2, size) + 1)
+    return 1 if size == 1 else next(n for n in candidates if size % n == 0 or size < 0)
 
 
-def _row_candidates(config: Config, small: Config) -> Iterable[Changes]:
-    """Yield lengths of rows, with two rows of a microbatch on each device."""
-    length, sizes = config.data.sequence_length, dict.fromkeys(MESH_AXES, 1)
+def _choices(config: Config) -> Changes:
+    """Return the choices that a comparison in float32 needs."""
+    changes: Changes = {
+        "model.compute_dtype": ComputeDtype.float32,
+        "model.param_dtype": Dtype.float32,
+        "model.high_precision_layers": (),
+        "schedule.warmup_steps": 0,  # A first update of zero would prove nothing.
+        "mesh.pipeline_repeats": min(config.mesh.pipeline_repeats, 2),
+        ACCUMULATION: min(config.train.accumulation_steps, 2),
+    }
+    if config.model.attention is not Attention.auto:
+        changes["model.attention"] = Attention.xla
+    if config.mesh.pipeline != 1 or config.train.accumulation_steps > 1:
+        # This loss depends on the other rows of a microbatch.
+        changes["model.router_aux_weight"] = 0.0
+    return changes
+
+
+def _rows(config: Config, small: Config) -> Changes:
+    """Return rows of 64 positions, two of a microbatch on each device."""
+    data, model, train = config.data, config.model, config.train
+    length, sizes = min(64, data.sequence_length), dict.fromkeys(MESH_AXES, 1)
     shards = batch_shards(axis_rules(small.mesh), sizes | mesh_of(small)).rows
-    accumulation = min(config.train.accumulation_steps, 2)
-    microbatches, stages = config.train.pipeline_microbatches, small.mesh.pipeline
-    rounds = 1
-    if microbatches is not None:
-        rounds = 2 if microbatches > max(1, config.mesh.pipeline) else 1
-        microbatches = rounds * stages
-    chunk = config.train.loss_chunk_tokens
-    if chunk is None and (config.model.vocab_size or 0) >= 8192:
-        chunk = length // 4  # `auto` divides the logits of so many ids.
-    for small_length in (_LENGTH, 2 * _LENGTH, 4 * _LENGTH):
-        if small_length > length:
-            return
+    microbatches, stages = train.pipeline_microbatches, small.mesh.pipeline
+    rounds = 2 if microbatches and microbatches > abs(config.mesh.pipeline) else 1
+    chunk = train.loss_chunk_tokens
+    if chunk is None and model.vocab_rows >= 8192:  # Then `auto` divides the logits.
+        chunk = data.sequence_length // 4
+    positions = {
+        "train.loss_chunk_tokens": chunk,
+        "model.window": model.window,
+        "model.max_sequence_length": model.max_sequence_length and data.sequence_length,
+    }
+    scaled = {
+        key: value and max(3, value * length // data.sequence_length)
+        for key, value in positions.items()
+    }
+    return scaled | {
+        "data.sequence_length": length,
+        "data.batch_size": 2 * shards * small.train.accumulation_steps * rounds,
+        "train.pipeline_microbatches": microbatches and rounds * stages,
+    }
 
-        def scale(value: int | None, least: int, full: int = small_length) -> Any:
-            return value and max(least, value * full // length)
 
-        yield {
-            "data.sequence_length": small_length,
-            "data.batch_size": 2 * shards * accumulation * rounds,
-            "train.accumulation_steps": accumulation,
-            "train.pipeline_microbatches": microbatches,
-            "train.loss_chunk_tokens": scale(chunk, small_length // 8),
-            "model.window": scale(config.model.window, 3),
-            "model.max_sequence_length": config.model.max_sequence_length
-            and small_length,
+def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
+    """Yield alternative changes of depth, heads, other sizes, experts, vocabulary."""
+    model, mesh = config.model, small.mesh
+    # Two repeats of the pattern of layers, which is the same on each stage.
+    period = math.lcm(len(model.layer_pattern or "1"), model.experts_every)
+    groups = mesh.pipeline * mesh.pipeline_repeats if mesh.pipeline > 1 else 1
+    dense = min(model.dense_layers, groups)
+    depths = dense + math.lcm(2 * period, groups), dense + 2 * period * groups
+    yield [
+        {"model.dense_layers": dense, "model.num_layers": depth}
+        for depth in depths
+        if depth < model.num_layers
+    ]
+    ratio = min(8, model.num_heads // model.kv_heads)
+    yield [
+        {
+            "model.head_dim": min(model.head_size, head_dim),
+            "model.num_heads": kv_heads * ratio,
+            "model.num_kv_heads": model.num_kv_heads and kv_heads,
         }
-
-
-def _depth_candidates(config: Config, small: Config) -> Iterable[Changes]:
-    """Yield the depth of two repeats of the layer pattern, and then more."""
-    model = config.model
-    stages, repeats, _ = pipeline_of(small, small.mesh.pipeline)
-    groups = stages * repeats
-    dense = min(model.layers_before_experts, groups)
-    for repeat in (2, 3, 4):
-        period = math.lcm(layer_period(model), groups)
-        depth = dense + max(period, repeat * layer_period(model))
-        if depth < model.num_layers:
-            yield {"model.dense_layers": dense, "model.num_layers": depth}
-    yield {"model.num_layers": model.num_layers}
-
-
-def layer_period(model: ModelConfig) -> int:
-    """Return the number of layers after which the kinds of layers repeat."""
-    experts_every = model.experts_every if model.expert_layers else 1
-    return math.lcm(len(model.layer_pattern or "1"), experts_every)
-
-
-def _head_candidates(config: Config, small: Config) -> Iterable[Changes]:
-    """Yield numbers of heads, with the run's ratio of query heads to key heads."""
-    model = config.model
-    ratio = model.num_heads // model.kv_heads
-    head_dim = min(model.head_size, 8 if model.rotary_fraction >= 0.25 else 32)
-    for ratio_limit in (8, ratio):
-        for kv_heads in (1, 2, 4, 8, 16):
-            is_least = kv_heads == min(2, model.kv_heads)
-            if kv_heads <= model.kv_heads and (kv_heads > 2 or is_least):
-                heads = kv_heads * min(ratio, ratio_limit)
-                yield {
-                    "model.head_dim": head_dim,
-                    "model.num_heads": heads,
-                    "model.num_kv_heads": model.num_kv_heads and kv_heads,
-                }
-    yield {"model.head_dim": model.head_size}
-
-
-def _expert_candidates(config: Config, small: Config) -> Iterable[Changes]:
-    """Yield numbers of experts, with the run's ratio to those of a token if small."""
-    model = config.model
-    if model.mlp is not Mlp.moe:
-        return
-    used = min(model.experts_per_token, 2)
-    ratio = model.num_experts // model.experts_per_token
-    for experts in (used * min(ratio, 8), 4, 8, 16, 32, model.num_experts):
-        if experts >= used:
-            changes: Changes = {"model.num_experts": experts}
-            yield changes | {"model.experts_per_token": used}
-            yield changes
-
-
-def _vocab_candidates(config: Config, small: Config) -> Iterable[Changes]:
-    """Yield vocabularies that are as before smaller or larger than a device's tokens.
-
-    Devices exchange rows of a table that has more ids than they have tokens.
-    """
-    if _has_more_ids(config):
-        yield {"model.vocab_size": _LARGE_VOCAB}
-    yield {"model.vocab_size": 24}
-    yield {"model.vocab_size": 48}
-    yield {"model.vocab_size": _LARGE_VOCAB}
-
-
-def _has_more_ids(config: Config) -> bool:
-    """Return whether the vocabulary has more ids than a device's microbatch tokens."""
-    sizes = dict.fromkeys(MESH_AXES, 1)
-    sizes |= {axis: max(2, size) for axis, size in mesh_of(config).items()}
-    shards = batch_shards(axis_rules(config.mesh), sizes)
-    data, microbatches = config.data, config.train.accumulation_steps
-    parts = microbatches * shards.rows * shards.sequence
-    return data.batch_size * data.sequence_length // parts < config.model.vocab_rows
-
-
-def _first_valid(
-    config: Config, candidates: Iterable[Changes], device: Device
-) -> Config:
-    """Return the config with the first changes that break no rule, or unchanged."""
-    for changes in candidates:
-        candidate = with_changes(config, changes)
-        if not _mistakes(candidate, device):
-            return candidate
-    return config
+        for head_dim in (8, 32, 128)
+        for kv_heads in (min(2, model.kv_heads), 4, 8)
+        if kv_heads <= model.kv_heads
+    ]
+    for key, size in SIZES.items():
+        value = flatten(config)[key]
+        sizes = [size * factor for factor in (1, 2, 3, 4, 8)]
+        yield [{key: n} for n in sizes if isinstance(value, int) and n < value]
+    if model.expert_layers:
+        used = min(2, model.experts_per_token)
+        ratio = min(8, model.num_experts // model.experts_per_token)
+        yield [
+            {"model.num_experts": experts, "model.experts_per_token": each}
+            for each in (used, model.experts_per_token)
+            for experts in (used * ratio, 4, 8, 16, 32, 64)
+            if experts <= model.num_experts
+        ]
+    # Devices exchange rows of a table that has more ids than they have tokens.
+    full_mesh = {axis: abs(getattr(config.mesh, axis)) for axis in MESH_AXES}
+    shards = batch_shards(axis_rules(config.mesh), full_mesh)
+    tokens = config.data.batch_size * config.data.sequence_length
+    parts = config.train.accumulation_steps * shards.rows * shards.sequence
+    has_more_ids = tokens // parts < model.vocab_rows
+    yield [{"model.vocab_size": n} for n in ((160, 24) if has_more_ids else (24, 160))]
 
 
 def _mistakes(config: Config, device: Device) -> list[Mistake]:
     """Return every rule that a config breaks on its mesh of virtual devices."""
-    sizes = dict.fromkeys(MESH_AXES, 1) | mesh_of(config)
+    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
     mistakes = config_mistakes(config)
     mistakes = mistakes or mesh_mistakes(config, math.prod(sizes.values()))
     if not mistakes:
@@ -284,21 +226,19 @@ def _mistakes(config: Config, device: Device) -> list[Mistake]:
 
 
 def _left_out(config: Config, small: Config) -> list[str]:
-    """Return sentences about what a proof on a CPU does not cover."""
+    """Return sentences about what a comparison on a CPU does not cover."""
     sentences = [
-        "Attention and experts run XLA's plain kernels, in float32, and not those of "
-        "an accelerator."
+        "The CPU computes in float32, with XLA's attention and plain loops of experts."
     ]
-    full, reduced = mesh_of(config), mesh_of(small)
-    for axis in (axis for axis in full if axis not in reduced):
+    for axis in mesh_of(config).keys() - mesh_of(small).keys():
         sentences.append(
-            f"mesh.{axis} has one device, because there are only {MAX_DEVICES} virtual "
-            f"devices. To include it, set another axis to 1."
+            f"mesh.{axis} is 1 because there are {MAX_DEVICES} virtual devices; to "
+            "include it, set another axis to 1."
         )
     if config.model.router_aux_weight != small.model.router_aux_weight:
         sentences.append(
-            "model.router_aux_weight is 0, because the stages of a pipeline balance "
-            "experts over smaller microbatches than one device does."
+            "model.router_aux_weight is 0 because that loss depends on how a batch is "
+            "divided into microbatches."
         )
     if config.init_from is not None:
         sentences.append("The weights are random, and not those of init_from.")

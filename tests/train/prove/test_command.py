@@ -1,0 +1,99 @@
+"""`python -m train.prove`: what it prints and writes, and its exit code."""
+
+import json
+
+import pytest
+
+SMALL = (
+    *("model.num_layers=2", "model.num_heads=2", "tracker=none", "train.num_steps=2"),
+    *("data.sequence_length=32", "data.batch_size=8", "optimizer=adamw"),
+    *("eval.final_num_batches=1", "run.dir=run"),
+)
+# Plants a fault before the command runs.
+BROKEN = """
+import runpy, sys
+from pytest import MonkeyPatch
+from tests.train.prove.mutations import MUTATIONS
+
+module, name, *sys.argv[1:] = sys.argv[1:]
+next(m for m in MUTATIONS if m.name == name).patch(MonkeyPatch())
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+BROKEN_KERNEL = """
+import runpy, sys
+from model.attention import xla
+
+attend = xla.attend
+calls = []
+
+def wrong(inputs, **options):
+    calls.append(inputs)
+    return attend(inputs, **options) * (2 if len(calls) == 1 else 1)
+
+xla.attend = wrong
+runpy.run_module("train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_proved_mesh_is_recorded_and_the_run_starts_there(forks, tmp_path):
+    words = *SMALL, "mesh.fsdp=-1", "runtime.prove_kernels=true"
+    result = forks.run(["-m", "train.prove", *words], tmp_path)
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last == "proved      The steps on the mesh fsdp 2 are those of one device."
+    record = json.loads((tmp_path / "run/prove.json").read_text())
+    assert record["proved"]
+    assert record["mesh"] == {"fsdp": 2}
+    assert record["changed"]["mesh.fsdp"] == [-1, 2]
+    assert record["compared"] > 50
+    assert {"jax", "code"} <= record["versions"].keys()
+    assert {"loss", "gradient"} <= {entry["quantity"] for entry in record["largest"]}
+    result = forks.run(["-m", "train", *words], tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_a_fault_ends_with_exit_code_5_and_its_place(forks, tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN)
+    words = str(program), "train.prove", "no sum of tables"
+    more = *SMALL, "mesh.data=2", "mesh.fsdp=2"
+    result = forks.run([*words, *more], tmp_path)
+    assert result.returncode == 5, result.stderr
+    *_, difference, cause = result.stdout.splitlines()
+    mesh = "not proved  The first difference on the mesh data 2 x fsdp 2"
+    assert difference.startswith(f"{mesh}: gradient embedding.weight: ")
+    assert cause == "cause       data"
+    result = forks.run([*words, *more, "json=true"], tmp_path)
+    assert result.returncode == 5
+    record = json.loads(result.stdout)
+    assert record == json.loads((tmp_path / "run/prove.json").read_text())
+    assert not record["proved"]
+    assert record["cause"] == ["data"]
+    assert record["differences"][0]["name"] == "embedding.weight"
+
+
+@pytest.mark.slow
+def test_a_run_does_not_start_with_a_wrong_kernel(forks, tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text(BROKEN_KERNEL)
+    words = [str(program), *SMALL, "runtime.prove_kernels=true"]
+    result = forks.run(words, tmp_path)
+    assert result.returncode == 5, result.stderr
+    assert "xla attention, window none: result" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("mesh=planned", "has no sizes of mesh axes yet"),
+        ("mesh=single", "has only one device"),
+        ("mesh.tensor=3", "puts model.num_heads=2 on 3 devices"),
+    ],
+)
+def test_nothing_to_compare_is_a_mistake(forks, tmp_path, word, text):
+    result = forks.run(["-m", "train.prove", *SMALL, word], tmp_path)
+    assert result.returncode == 78, result.stderr
+    assert text in result.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,91 @@
+"""A kernel that computes something else than the plain formula is named."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from model.attention import xla
+from model.attention.context_parallel import KERNELS
+from model.choices import Attention, Grouped
+from train.config import MESH_AXES
+from train.errors import NOT_PROVED, Exit
+from train.execution import choose_execution
+from train.prove.kernels import check_kernels, compare_kernels
+
+MODEL = (
+    *("model=gpt_oss_nano", "model.window=16", "data.sequence_length=128"),
+    *("model.compute_dtype=bfloat16", "model.embed_dim=32", "model.expert_dim=24"),
+)
+
+
+@pytest.fixture
+def case(configure):
+    """A config with windows, sinks and experts, and its execution."""
+    config = configure(*MODEL)
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    execution = choose_execution(config, jax.devices()[0], sizes)
+    return config, execution._replace(grouped=Grouped.ragged)
+
+
+def wrong_parts(case):
+    differences = compare_kernels(*case, jax.devices()[0])
+    return {d.key.name.split(": ")[1] for d in differences if d.is_wrong}
+
+
+def use(monkeypatch, attend):
+    kernel = SimpleNamespace(attend=attend, SCALES_QUERIES=True)
+    monkeypatch.setitem(KERNELS, Attention.xla, kernel)
+
+
+def test_right_kernels_agree_in_bfloat16(case):
+    differences = compare_kernels(*case, jax.devices()[0])
+    assert not any(difference.is_wrong for difference in differences)
+    # The result and four gradients, with and without a window; two products, each with
+    # a result and two gradients.
+    assert len(differences) == 2 * 5 + 2 * 3
+    assert all(difference.error > 0 for difference in differences)
+    assert check_kernels(*case) == {}
+
+
+def test_a_window_that_is_too_long_is_found(case, monkeypatch):
+    def attend(inputs, *, window, soft_cap):
+        window = window and window + 1
+        return xla.attend(inputs, window=window, soft_cap=soft_cap)
+
+    use(monkeypatch, attend)
+    with pytest.raises(Exit, match="window 16: result") as raised:
+        check_kernels(*case)
+    assert raised.value.code == NOT_PROVED
+    assert "window none" not in str(raised.value)
+
+
+def test_documents_that_see_each_other_are_found(case, monkeypatch):
+    def attend(inputs, *, window, soft_cap):
+        inputs = inputs._replace(segment_ids_BS=None)
+        return xla.attend(inputs, window=window, soft_cap=soft_cap)
+
+    use(monkeypatch, attend)
+    assert "result" in wrong_parts(case)
+
+
+def test_a_wrong_gradient_alone_is_found(case, monkeypatch):
+    def attend(inputs, *, window, soft_cap):
+        k = inputs.k_BSKH
+        half = 0.5 * k + 0.5 * jax.lax.stop_gradient(k)
+        inputs = inputs._replace(k_BSKH=half)
+        return xla.attend(inputs, window=window, soft_cap=soft_cap)
+
+    use(monkeypatch, attend)
+    assert wrong_parts(case) == {"gradient of keys"}
+
+
+def test_wrong_products_of_experts_are_found(case, monkeypatch):
+    def product(*args, **options):
+        return 1.1 * jax.lax.ragged_dot_general(*args, **options)
+
+    monkeypatch.setattr("model.experts.grouped.ragged_dot_general", product)
+    jax.clear_caches()
+    assert wrong_parts(case) == {"result", "gradient of rows", "gradient of matrices"}
+    monkeypatch.undo()
+    jax.clear_caches()
