@@ -15,7 +15,6 @@ from train.prove.parity import (
     Reference,
     compare_with_one_device,
     measure_steps,
-    random_batches,
 )
 from train.run.checkpoint import Checkpoints
 
@@ -103,9 +102,8 @@ def alone(configure):
     @functools.cache
     def alone(model):
         config = configure(*MODELS[model])
-        batches = random_batches(config, 20)
-        assert (batches[0].segment_ids.max(axis=1) > 1).any()
-        reference = Reference(config, jax.devices(), batches)
+        reference = Reference(config, jax.devices(), num_steps=20)
+        assert (reference.batches[0].segment_ids.max(axis=1) > 1).any()
         assert all(name.endswith("router.balance") for name in reference.no_gradient)
         values = reference.values(measure_steps)
         losses = [x for key, x in values.items() if key.quantity == "loss"]
@@ -125,7 +123,7 @@ def test_a_run_is_that_of_one_device(configure, alone, model, mesh):
     comparison = compare_with_one_device(config, jax.devices(), reference)
     losses = [d for d in comparison.differences if d.key.quantity == "loss"]
     assert len(losses) == 1 + 20
-    assert not comparison.wrong
+    assert not comparison.failures
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from train.identity import run_dir, training_config
 
 if TYPE_CHECKING:
     from train.mesh import Device
-    from train.prove.parity import Difference
+    from train.prove.parity import ArrayDifference, Comparison
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main(config: ProveConfig) -> int:
 
     from data.storage import write_atomically
     from train.prove.parity import compare_with_one_device
-    from train.prove.shrink import mesh_of, shrink
+    from train.prove.shrink import mesh_of, parts_of, shrink
     from train.run.folder import run_folder
     from train.run.versions import code_version, versions
 
@@ -56,7 +56,7 @@ def main(config: ProveConfig) -> int:
     settled = _settled(training_config(config))
     kernels = _compare_kernels(settled) if jax.default_backend() != "cpu" else []
     small, changes, left_out = shrink(settled, cpus[0])
-    if not (mesh_of(small) or kernels):
+    if not (parts_of(small) or kernels):
         rule = "has only one device, so there is nothing to compare; set mesh.fsdp=2, "
         raise ConfigError([Mistake("mesh", "", f"{rule}for example")])
     # To optimize the small steps would take longer than to run them.
@@ -64,29 +64,39 @@ def main(config: ProveConfig) -> int:
     with jax.default_device(cpus[0]):
         comparison = compare_with_one_device(small, cpus)
     differences = [*comparison.differences, *kernels]
-    wrong = [difference for difference in differences if difference.is_wrong]
-    summary = _most_different(differences)
-    path = run_folder(run_dir(settled)) / "prove.json"
+    failures = [difference for difference in differences if difference.is_wrong]
     record = {
-        "proved": not wrong,
+        "proved": not failures,
         "mesh": mesh_of(small),
         "cause": comparison.cause,
-        "differences": [difference.as_json() for difference in wrong],
-        "largest": [difference.as_json() for difference in summary],
+        "differences": [difference.as_json() for difference in failures],
+        "largest": [entry.as_json() for entry in _most_different(differences)],
         "compared": len(differences),
         "no_gradient": comparison.no_gradient,
         "changed": changes,
         "left_out": left_out,
         "versions": versions() | {"code": code_version()},
     }
-    text = json.dumps(record, indent=1) + "\n"
-    write_atomically(path, text)
+    path = run_folder(run_dir(settled)) / "prove.json"
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
     if config.json:
-        print(text, end="")
-        return NOT_PROVED if wrong else FINISHED
+        print(json.dumps(record))
+    else:
+        print(f"record      {path}")
+        _print(differences, comparison, left_out, mesh_of(small))
+    return NOT_PROVED if failures else FINISHED
+
+
+def _print(
+    differences: "list[ArrayDifference]",
+    comparison: "Comparison",
+    left_out: list[str],
+    mesh: dict[str, int],
+) -> None:
+    """Print the largest differences, what was left out, and the verdict."""
     rows = [
         (d.key.quantity, f"{d.error:.1e}", f"{d.tolerance:g}", d.key.name)
-        for d in summary
+        for d in _most_different(differences)
     ]
     headers = ["compared", "difference", "at most", "largest in"]
     print_table(rows, headers, "relative differences from one device")
@@ -94,15 +104,15 @@ def main(config: ProveConfig) -> int:
         print(f"unproved    {name} has no gradient")
     for sentence in left_out:
         print(f"left out    {sentence}")
-    print(f"record      {path}")
-    mesh = " x ".join(f"{axis} {size}" for axis, size in mesh_of(small).items())
-    if not wrong:
-        print(f"proved      The steps on the mesh {mesh} are those of one device.")
-        return FINISHED
-    print(f"not proved  The first difference on the mesh {mesh}: {wrong[0]}.")
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+    target = f"the mesh {axes}" if mesh else "one device"
+    failures = [difference for difference in differences if difference.is_wrong]
+    if not failures:
+        print(f"proved      The steps on {target} are those of one device.")
+        return
+    print(f"not proved  The first difference on {target}: {failures[0]}.")
     if comparison.cause:
         print(f"cause       {' or '.join(comparison.cause)}")
-    return NOT_PROVED
 
 
 def _set_up(config: Config) -> "Sequence[Device]":
@@ -138,7 +148,7 @@ def _settled(config: Config) -> Config:
         return settle(config, 2**15)
 
 
-def _compare_kernels(config: Config) -> "list[Difference]":
+def _compare_kernels(config: Config) -> "list[ArrayDifference]":
     """Compare the kernels that the run has on this machine's accelerator."""
     import jax
 
@@ -150,14 +160,14 @@ def _compare_kernels(config: Config) -> "list[Difference]":
     return compare_kernels(config, choose_execution(config, device, sizes), device)
 
 
-def _most_different(differences: "list[Difference]") -> "list[Difference]":
+def _most_different(differences: "list[ArrayDifference]") -> "list[ArrayDifference]":
     """Return, for each quantity, the difference that is the most above its limit."""
-    most = dict[str, Any]()
+    largest = dict[str, Any]()
     for new in differences:
-        old = most.setdefault(new.key.quantity, new)
+        old = largest.setdefault(new.key.quantity, new)
         if (new.is_wrong, new.error) > (old.is_wrong, old.error):
-            most[new.key.quantity] = new
-    return [*most.values()]
+            largest[new.key.quantity] = new
+    return [*largest.values()]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from model.experts.grouped import grouped_product
 from train.config import Config
 from train.errors import NOT_PROVED, Exit
 from train.mesh import Device
-from train.prove.parity import Difference, Key, relative_error
+from train.prove.parity import ArrayDifference, Key, relative_error
 
 _TOLERANCE = 2e-2  # Operands and results have eight bits of precision in bfloat16.
 _MAX_LENGTH = 8192  # Scores of longer rows do not fit into memory.
@@ -30,8 +30,8 @@ _ROWS, _MAX_QUERY_HEADS, _EXPERT_ROWS, _MAX_EXPERTS = 1, 2, 1024, 4
 def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
     """Compare the kernels on a local device, or raise Exit with NOT_PROVED."""
     differences = compare_kernels(config, execution, jax.local_devices()[0])
-    if wrong := [difference for difference in differences if difference.is_wrong]:
-        text = "\n  ".join(["Kernels differ from plain formulas:", *map(str, wrong)])
+    if failures := [difference for difference in differences if difference.is_wrong]:
+        text = "\n  ".join(["Kernels differ from plain formulas:", *map(str, failures)])
         remedy = "Update jax and the driver, or set model.attention=xla (slower)."
         raise Exit(NOT_PROVED, f"{text}\n{remedy}")
     return {}
@@ -39,7 +39,7 @@ def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
 
 def compare_kernels(
     config: Config, execution: Execution, device: Device
-) -> list[Difference]:
+) -> list[ArrayDifference]:
     """Return how much results and gradients of the run's kernels are off.
 
     Attention is compared with each window that a layer has. Operands of the plain
@@ -60,7 +60,7 @@ def compare_kernels(
 
 def _compare_attention(
     config: Config, execution: Execution, window: int | None, rng: np.random.Generator
-) -> Iterator[Difference]:
+) -> Iterator[ArrayDifference]:
     """Yield the differences of attention over documents of several lengths."""
     model, dtype = config.model, execution.numerics.compute_dtype
     T, H = min(config.data.sequence_length, _MAX_LENGTH), model.head_size
@@ -89,7 +89,7 @@ def _compare_attention(
 
 def _compare_experts(
     config: Config, execution: Execution, swapped: bool, rng: np.random.Generator
-) -> Iterator[Difference]:
+) -> Iterator[ArrayDifference]:
     """Yield the differences of products of rows, grouped by expert."""
     model, dtype = config.model, execution.numerics.compute_dtype
     D, F, E = model.embed_dim, model.expert_size, min(model.num_experts, _MAX_EXPERTS)
@@ -120,7 +120,7 @@ def _compare(
     plain: Callable[..., jax.Array],
     operands: Mapping[str, jax.Array | None],
     dy: jax.Array,
-) -> Iterator[Difference]:
+) -> Iterator[ArrayDifference]:
     """Yield the differences of a kernel's result, and of its gradients, from a formula.
 
     `dy` is the gradient of the result. The operands of `plain` are float32.
@@ -135,11 +135,11 @@ def _compare(
         return run(plain, *jax.tree.map(as_float32, (dy, operands)))
 
     arrays = [*operands.values()]
-    found = jax.jit(partial(run, kernel))(dy, arrays)
+    actual = jax.jit(partial(run, kernel))(dy, arrays)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(in_float32)(dy, arrays)
     names = ("result", *(f"gradient of {operand}" for operand in operands))
-    for part, x, y in zip(names, found, expected, strict=True):
+    for part, x, y in zip(names, actual, expected, strict=True):
         if y is not None:
             error = relative_error(np.asarray(x, np.float32), np.asarray(y))
-            yield Difference(Key("kernel", f"{name} {part}"), error, _TOLERANCE)
+            yield ArrayDifference(Key("kernel", f"{name} {part}"), error, _TOLERANCE)

@@ -24,9 +24,10 @@ from train.program import Program, make_program
 from train.prove.forward_order import forward_order
 from train.prove.shrink import mesh_of, parts_of, without
 from train.state import TrainState
-from train.step import make_gradients
+from train.step import Gradients, make_gradients
 
 _NUM_STEPS = 2
+_NUM_ROUNDINGS, _MAX_TRIES = 3, 10  # to find batches in which experts are clear
 _PADDING_IDS = 3  # The last ids of the vocabulary; the tokenizer lacks them.
 _NOISE = 0.05  # the standard deviation of what is added to each initial weight
 # A gradient is weak if its elements are this small relative to those of all parameters.
@@ -35,7 +36,7 @@ _WEAK, _ROUNDING_ERROR = 1e-2, 1e-5
 
 
 class Key(NamedTuple):
-    """What is compared: a quantity, such as the gradient, of the array `name`."""
+    """The key of a compared array: a quantity, such as the gradient, and a name."""
 
     quantity: str
     name: str = ""
@@ -60,7 +61,29 @@ TOLERANCES = {
 }
 
 
-class Difference(NamedTuple):
+class Steps(NamedTuple):
+    """A program, and its jitted gradients."""
+
+    program: Program
+    gradients: Callable[..., Gradients]
+
+    @classmethod
+    def of(cls, config: Config, devices: Sequence[Device]) -> "Steps":
+        """Return the steps of a config on the first of the devices."""
+        count = int(np.prod([*mesh_of(config).values()], dtype=int))
+        num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
+        program = make_program(config, devices[:count], num_tokens=num_tokens)
+        model, execution = program.model, program.execution
+        gradients = make_gradients(
+            model, execution, config.train, num_tokens=num_tokens
+        )
+        return cls(program, jax.jit(gradients))
+
+
+Measure = Callable[[Steps, TrainState, Sequence[Batch]], Values]
+
+
+class ArrayDifference(NamedTuple):
     """The relative difference of an array, and the largest that is allowed."""
 
     key: Key
@@ -90,12 +113,12 @@ class Comparison(NamedTuple):
     no_gradient: the parameters whose gradient is zero, so that it proves nothing.
     """
 
-    differences: list[Difference]
+    differences: list[ArrayDifference]
     cause: tuple[str, ...]
     no_gradient: tuple[str, ...]
 
     @property
-    def wrong(self) -> list[Difference]:
+    def failures(self) -> list[ArrayDifference]:
         """The differences that exceed their tolerance."""
         return [difference for difference in self.differences if difference.is_wrong]
 
@@ -113,12 +136,12 @@ def compare_with_one_device(
         reference: the steps of one device. None runs them.
     """
     reference = reference or Reference(config, devices)
-    differences, cause = list[Difference](), ()
+    differences, cause = list[ArrayDifference](), ()
     for measure in (measure_gradients, measure_steps):
 
-        def compare(config: Config, measure=measure) -> list[Difference]:
-            program = _program(config, devices)
-            values = measure(program, reference.state, reference.batches)
+        def compare(config: Config, measure=measure) -> list[ArrayDifference]:
+            steps = Steps.of(config, devices)
+            values = measure(steps, reference.state, reference.batches)
             return reference.compare(values, measure, config)
 
         def differs(config: Config, compare=compare) -> bool:
@@ -155,15 +178,18 @@ class Reference:
         self,
         config: Config,
         devices: Sequence[Device],
-        batches: Sequence[Batch] | None = None,
+        num_steps: int = _NUM_STEPS,
     ):
-        """Make weights, and `random_batches` unless there are batches."""
-        self.batches = random_batches(config) if batches is None else batches
-        self._values = dict[Callable[..., Values], Values]()
-        self._program = _program(without(config, parts_of(config)), devices)
-        self.state = perturbed_state(self._program)
-        order = {name: i for i, name in enumerate(forward_order(self._program))}
+        """Make weights, and batches in which experts are chosen clearly."""
+        self._steps = Steps.of(without(config, parts_of(config)), devices)
+        self.state = perturbed_state(self._steps.program)
+        order = {name: i for i, name in enumerate(forward_order(self._steps.program))}
         self._rank = lambda key: order.get(key.name, 0)
+        for seed in range(_MAX_TRIES):
+            self._values = dict[Measure, Values]()
+            self.batches = random_batches(config, num_steps, seed)
+            if not config.model.expert_layers or self._is_stable():
+                break
         gradients = self.values(measure_gradients)
         sizes = {k.name: _size(v) for k, v in gradients.items() if k[0] == "gradient"}
         self._typical_size = float(np.median([*sizes.values()]))
@@ -172,18 +198,40 @@ class Reference:
         # An optimizer may turn the rounding errors into a whole step.
         self._random = [name for name in self.no_gradient if sizes[name] > 0]
 
-    def values(self, measure: Callable[..., Values]) -> Values:
+    def _is_stable(self) -> bool:
+        """Return whether rounding errors change neither counts nor losses.
+
+        A token whose scores of two experts are almost equal may go to either of them.
+        """
+        rng = np.random.default_rng(0)
+
+        def round_off(x: np.ndarray) -> np.ndarray:
+            return (x * (1 + rng.normal(0, 1e-6, x.shape))).astype(x.dtype)
+
+        for _ in range(_NUM_ROUNDINGS):
+            params = jax.tree.map(round_off, self.state.params)
+            for measure in (measure_gradients, measure_steps):
+                state = self.state._replace(params=params)
+                values = measure(self._steps, state, self.batches)
+                for key, expected in self.values(measure).items():
+                    error = relative_error(values[key], expected)
+                    is_judged = key.quantity in ("counts", "loss")
+                    if is_judged and error > TOLERANCES[key.quantity][0]:
+                        return False
+        return True
+
+    def values(self, measure: Measure) -> Values:
         """Return what one device measures with `measure_gradients` or another."""
         if measure not in self._values:
-            values = measure(self._program, self.state, self.batches)
+            values = measure(self._steps, self.state, self.batches)
             groups = groupby(values, lambda key: key.quantity)
             keys = (sorted(group, key=self._rank) for _, group in groups)
             self._values[measure] = {k: values[k] for group in keys for k in group}
         return self._values[measure]
 
     def compare(
-        self, values: Values, measure: Callable[..., Values], config: Config
-    ) -> list[Difference]:
+        self, values: Values, measure: Measure, config: Config
+    ) -> list[ArrayDifference]:
         """Return the difference of each array from that of one device."""
         is_rounded = config.train.reduce_dtype is Dtype.bfloat16
         if measure is measure_steps:
@@ -195,7 +243,7 @@ class Reference:
             floor = self._typical_size * _WEAK if key.quantity == "gradient" else 0.0
             error = relative_error(values[key], expected, floor)
             tolerance = TOLERANCES[key.quantity][is_rounded]
-            differences.append(Difference(key, error, tolerance))
+            differences.append(ArrayDifference(key, error, tolerance))
         return differences
 
 
@@ -205,25 +253,20 @@ def _size(x: np.ndarray) -> float:
 
 
 def relative_error(
-    found: np.ndarray, expected: np.ndarray, floor: float = 0.0
+    actual: np.ndarray, expected: np.ndarray, floor: float = 0.0
 ) -> float:
     """Return the size of the difference over the size of `expected`, or `floor`."""
-    error = _size(np.subtract(found, expected, dtype=np.float64))
+    error = _size(np.subtract(actual, expected, dtype=np.float64))
     return error and error / max(_size(expected), floor, 1e-30)
 
 
 def measure_gradients(
-    program: Program, state: TrainState, batches: Sequence[Batch]
+    steps: Steps, state: TrainState, batches: Sequence[Batch]
 ) -> Values:
     """Return the loss, counts and gradients of the first batch."""
-    step = make_gradients(
-        program.model,
-        program.execution,
-        program.config.train,
-        num_tokens=program.num_tokens,
-    )
+    program = steps.program
     params = jax.device_put(state.params, program.shardings.params)
-    results = jax.jit(step)(params, place(batches[0], program.batch))
+    results = steps.gradients(params, place(batches[0], program.batch))
     loss, grads, load_LE, num_targets, _ = jax.device_get(results)
     values = {Key("counts", "of targets"): num_targets, Key("loss"): loss}
     if load_LE is not None:
@@ -231,10 +274,9 @@ def measure_gradients(
     return values | _by_parameter("gradient", grads)
 
 
-def measure_steps(
-    program: Program, state: TrainState, batches: Sequence[Batch]
-) -> Values:
+def measure_steps(steps: Steps, state: TrainState, batches: Sequence[Batch]) -> Values:
     """Return the metrics, updates and moments of the first batch, and all losses."""
+    program = steps.program
     losses, first, initial = dict[Key, Any](), dict[Key, Any](), state.params
     state = jax.device_put(state, program.shardings)
     for step, batch in enumerate(batches):
@@ -257,13 +299,6 @@ def _by_parameter(quantity: str, tree: Any) -> Values:
     return {Key(quantity, name): array for name, array in named(tree)}
 
 
-def _program(config: Config, devices: Sequence[Device]) -> Program:
-    """Return the program of a config on the first of the devices."""
-    count = int(np.prod([*mesh_of(config).values()], dtype=int))
-    num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
-    return make_program(config, devices[:count], num_tokens=num_tokens)
-
-
 def perturbed_state(program: Program) -> TrainState:
     """Return initial weights that are neither zero nor equal, and their moments."""
     rng = np.random.default_rng(0)
@@ -277,12 +312,12 @@ def perturbed_state(program: Program) -> TrainState:
     return state._replace(params=params, optimizer=moments)
 
 
-def random_batches(config: Config, count: int = _NUM_STEPS) -> list[Batch]:
+def random_batches(config: Config, count: int, seed: int) -> list[Batch]:
     """Return global batches of random tokens, with documents of several lengths.
 
     The last row ends with padding. Small ids are more frequent than large ones.
     """
-    data, rng = config.data, np.random.default_rng(1)
+    data, rng = config.data, np.random.default_rng(seed)
     num_rows, length = data.batch_size, data.sequence_length
     num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
     num_remaining = np.full(num_rows, length + 1)

@@ -57,10 +57,10 @@ def shrink(config: Config, device: Device) -> Shrunk:
     Raises:
         ConfigError: if the reduced mesh does not divide the run's dims.
     """
-    small = with_changes(config, _axis_sizes(config) | _choices(config))
-    small = with_changes(small, _rows(config, small))
+    small = with_values(config, _axis_sizes(config) | _choices(config))
+    small = with_values(small, _rows(config, small))
     for candidates in _candidates(config, small):
-        valid = (with_changes(small, changes) for changes in candidates)
+        valid = (with_values(small, changes) for changes in candidates)
         small = next((c for c in valid if not _mistakes(c, device)), small)
     if mistakes := _mistakes(small, device):
         raise ConfigError(mistakes)
@@ -69,7 +69,7 @@ def shrink(config: Config, device: Device) -> Shrunk:
     return Shrunk(small, changes, _left_out(config, small))
 
 
-def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a config with other values of some keys such as `model.embed_dim`."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -85,7 +85,7 @@ def without(config: Config, parts: Iterable[str]) -> Config:
     changes["mesh.dcn"] = replace(config.mesh.dcn, **axes)
     if ACCUMULATION in parts:
         changes[ACCUMULATION] = 1
-    return with_changes(config, changes)
+    return with_values(config, changes)
 
 
 def mesh_of(config: Config) -> dict[str, int]:
@@ -198,8 +198,8 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
         used = min(2, model.experts_per_token)
         ratio = min(8, model.num_experts // model.experts_per_token)
         yield [
-            {"model.num_experts": experts, "model.experts_per_token": each}
-            for each in (used, model.experts_per_token)
+            {"model.num_experts": experts, "model.experts_per_token": num_used}
+            for num_used in (used, model.experts_per_token)
             for experts in (used * ratio, 4, 8, 16, 32, 64)
             if experts <= model.num_experts
         ]
@@ -230,7 +230,7 @@ def _left_out(config: Config, small: Config) -> list[str]:
     sentences = [
         "The CPU computes in float32, with XLA's attention and plain loops of experts."
     ]
-    for axis in mesh_of(config).keys() - mesh_of(small).keys():
+    for axis in (axis for axis in mesh_of(config) if axis not in mesh_of(small)):
         sentences.append(
             f"mesh.{axis} is 1 because there are {MAX_DEVICES} virtual devices; to "
             "include it, set another axis to 1."

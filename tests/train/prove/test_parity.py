@@ -6,9 +6,12 @@ import jax
 import pytest
 
 from tests.train.prove.mutations import CUBE, DENSE, MUTATIONS, Mutation
+from train.program import make_program
+from train.prove.forward_order import forward_order
 from train.prove.parity import (
     Reference,
     compare_with_one_device,
+    find_cause,
     measure_gradients,
     measure_steps,
 )
@@ -60,15 +63,48 @@ def test_a_fault_is_found_and_its_cause_is_named(
     comparison = compare(mutation.model, mutation.mesh)
     monkeypatch.undo()
     jax.clear_caches()
-    assert comparison.wrong
-    assert str(comparison.wrong[0].key).startswith(mutation.first)
+    assert comparison.failures
+    assert str(comparison.failures[0].key).startswith(mutation.first)
     assert comparison.cause
     assert {*comparison.cause} <= {*mutation.cause}
 
 
 def test_a_right_program_is_proved(compare):
     comparison = compare(DENSE, CUBE)
-    assert not comparison.wrong
+    assert not comparison.failures
     assert not comparison.cause
     quantities = {difference.key.quantity for difference in comparison.differences}
     assert quantities >= {"counts", "loss", "gradient", "update", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("differs", "cause"),
+    [
+        (lambda mesh: mesh.fsdp > 1, ("fsdp",)),
+        (lambda mesh: mesh.fsdp > 1 and mesh.tensor > 1, ("fsdp", "tensor")),
+        (lambda mesh: mesh.data > 1 or mesh.tensor > 1, ("data", "tensor")),
+        (lambda mesh: True, ("data", "fsdp", "tensor")),
+    ],
+)
+def test_the_cause_is_found_by_switching_axes_off(configure, differs, cause):
+    config = configure("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+    assert find_cause(config, lambda config: differs(config.mesh)) == cause
+
+
+def test_a_parameter_without_a_gradient_is_named(configure):
+    # The softmax is the same for any bias of keys, if positions are not rotated.
+    words = "model=gpt2_nano", "model.num_layers=1", "model.embed_dim=16", *ROWS
+    reference = Reference(configure(*words), jax.devices())
+    assert reference.no_gradient == ("layers.attention.key.bias",)
+
+
+def test_parameters_are_in_the_order_of_the_forward_pass(configure):
+    config = configure("model=gpt_oss_nano", "model.num_layers=2", *ROWS)
+    order = forward_order(make_program(config, jax.devices()[:1]))
+    names = [name.removeprefix("layers.") for name in order]
+    assert names[:2] == ["embedding.weight", "attention_norm.scale"]
+    assert names[-2:] == ["norm.scale", "head.weight"]
+    inner = names.index("attention.output.weight")
+    assert names.index("attention.query.weight") < inner < names.index("mlp.up")
+    assert names.index("mlp.router.weight") < names.index("mlp.up")
+    assert names.index("mlp.up") < names.index("mlp.down")

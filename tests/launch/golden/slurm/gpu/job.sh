@@ -85,7 +85,7 @@ crashes_again=70
 same_step=3
 max_restarts=10
 chosen=0
-never_again=(130 78 4 65 3 70)
+never_again=(130 78 4 65 3 70 5)
 again=(42 134 75)
 pauses=(10 20 40 80 160 320 600 600 600 600)
 
