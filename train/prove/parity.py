@@ -5,6 +5,7 @@ same packed rows of random tokens. If they differ, mesh axes are switched off on
 another to find the axis that causes the difference.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import jax
 import numpy as np
 
 from data.batch import Batch
-from data.rows import make_batch
 from model.choices import Dtype
 from model.params import named
 from train.config import Config, MomentDtype
@@ -22,14 +22,14 @@ from train.mesh import Device
 from train.optimizer.moments import decode_moments
 from train.program import Program, make_program
 from train.prove.forward_order import forward_order
+from train.prove.inputs import PADDING_IDS, perturbed_state, random_batches
 from train.prove.shrink import mesh_of, parts_of, without
 from train.state import TrainState
 from train.step import Gradients, make_gradients
 
+log = logging.getLogger(__name__)
 _NUM_STEPS = 2
 _NUM_ROUNDINGS, _MAX_TRIES = 3, 10  # to find batches in which experts are clear
-_PADDING_IDS = 3  # The last ids of the vocabulary; the tokenizer lacks them.
-_NOISE = 0.05  # the standard deviation of what is added to each initial weight
 # A gradient is weak if its elements are this small relative to those of all parameters.
 # Its rounding errors are those of larger numbers, which cancel each other.
 _WEAK, _ROUNDING_ERROR = 1e-2, 1e-5
@@ -71,7 +71,7 @@ class Steps(NamedTuple):
     def of(cls, config: Config, devices: Sequence[Device]) -> "Steps":
         """Return the steps of a config on the first of the devices."""
         count = int(np.prod([*mesh_of(config).values()], dtype=int))
-        num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
+        num_tokens = (config.model.vocab_size or 0) - PADDING_IDS
         program = make_program(config, devices[:count], num_tokens=num_tokens)
         model, execution = program.model, program.execution
         gradients = make_gradients(
@@ -175,10 +175,7 @@ class Reference:
     """
 
     def __init__(
-        self,
-        config: Config,
-        devices: Sequence[Device],
-        num_steps: int = _NUM_STEPS,
+        self, config: Config, devices: Sequence[Device], num_steps: int = _NUM_STEPS
     ):
         """Make weights, and batches in which experts are chosen clearly."""
         self._steps = Steps.of(without(config, parts_of(config)), devices)
@@ -190,6 +187,8 @@ class Reference:
             self.batches = random_batches(config, num_steps, seed)
             if not config.model.expert_layers or self._is_stable():
                 break
+        else:
+            log.warning("Rounding errors choose experts, so that counts may differ.")
         gradients = self.values(measure_gradients)
         sizes = {k.name: _size(v) for k, v in gradients.items() if k[0] == "gradient"}
         self._typical_size = float(np.median([*sizes.values()]))
@@ -297,37 +296,3 @@ def measure_steps(steps: Steps, state: TrainState, batches: Sequence[Batch]) -> 
 def _by_parameter(quantity: str, tree: Any) -> Values:
     """Return the arrays of a tree of parameters by their names."""
     return {Key(quantity, name): array for name, array in named(tree)}
-
-
-def perturbed_state(program: Program) -> TrainState:
-    """Return initial weights that are neither zero nor equal, and their moments."""
-    rng = np.random.default_rng(0)
-
-    def perturb(x: np.ndarray) -> np.ndarray:
-        return x + rng.normal(0, _NOISE, x.shape).astype(x.dtype)
-
-    state = jax.device_get(program.init())
-    params = jax.tree.map(perturb, state.params)
-    moments = jax.device_get(jax.jit(program.optimizer.init)(params))
-    return state._replace(params=params, optimizer=moments)
-
-
-def random_batches(config: Config, count: int, seed: int) -> list[Batch]:
-    """Return global batches of random tokens, with documents of several lengths.
-
-    The last row ends with padding. Small ids are more frequent than large ones.
-    """
-    data, rng = config.data, np.random.default_rng(seed)
-    num_rows, length = data.batch_size, data.sequence_length
-    num_tokens = (config.model.vocab_size or 0) - _PADDING_IDS
-    num_remaining = np.full(num_rows, length + 1)
-    num_remaining[-1] = 2 * length // 3
-    batches = []
-    for _ in range(count):
-        uniform = rng.random((num_rows, length + 1))
-        tokens = (num_tokens * uniform**2).astype(np.int32)
-        is_start = rng.random((num_rows, length + 1)) < 8 / length
-        is_start[:, [0, length // 3]] = False, True
-        rows, columns = np.nonzero(is_start & data.document_mask)
-        batches.append(make_batch(tokens, rows, columns, num_remaining))
-    return batches
