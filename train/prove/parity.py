@@ -266,8 +266,10 @@ def measure_gradients(
     program = steps.program
     params = jax.device_put(state.params, program.shardings.params)
     results = steps.gradients(params, place(batches[0], program.batch))
-    loss, grads, load_LE, num_targets, _ = jax.device_get(results)
-    values = {Key("counts", "of targets"): num_targets, Key("loss"): loss}
+    losses, grads, load_LE, num_targets, _ = jax.device_get(results)
+    values = {Key("counts", "of targets"): num_targets, Key("loss"): losses[0]}
+    for k, loss in enumerate(losses[1:], 1):
+        values[Key("loss", f"of prediction module {k}")] = loss
     if load_LE is not None:
         values[Key("counts", "of experts' tokens")] = load_LE
     return values | _by_parameter("gradient", grads)

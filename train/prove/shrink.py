@@ -34,6 +34,11 @@ SIZES = {
     "model.mlp_dim": 48,
     "model.expert_dim": 24,
     "model.shared_experts": 1,
+    "model.query_rank": 16,
+    "model.kv_rank": 16,
+    "model.nope_head_dim": 8,
+    "model.rope_head_dim": 4,
+    "model.value_head_dim": 6,
 }
 
 Changes = dict[str, Any]  # Values by their full key.

@@ -300,7 +300,7 @@ def doubled_lookup(original):
 PAIR, CUBE = "data=2 fsdp=2", "data=2 fsdp=2 tensor=2"
 RING, LONG_RING = "fsdp=2 context=2", "context=4 data=2"
 STEP, ROWS = "train.step", "train.rows"
-FIRST_MATRIX = "gradient layers.attention.query.weight"
+FIRST_MATRIX = "gradient layers.0.0.attention.query.weight"
 in_ring_order = replaced(ROWS, "in_ring_order", lambda original: lambda x, axes: x)
 MUTATIONS = [
     Mutation(
@@ -317,11 +317,11 @@ MUTATIONS = [
     ),
     Mutation(
         *("no sum of scales", DENSE, CUBE, forget_replicas(Kind.vector, "data")),
-        *("gradient layers.attention_norm.scale", ("data",)),
+        *("gradient layers.0.0.attention_norm.scale", ("data",)),
     ),
     Mutation(
         *("no sum of biases", BIASED, RING, forget_replicas(Kind.vector, "context")),
-        *("gradient layers.attention_norm.scale", ("context",)),
+        *("gradient layers.0.0.attention_norm.scale", ("context",)),
     ),
     Mutation(
         *("no sum of tables", DENSE, CUBE, forget_replicas(Kind.table, "data")),

@@ -95,13 +95,13 @@ def test_a_parameter_without_a_gradient_is_named(configure):
     # The softmax is the same for any bias of keys, if positions are not rotated.
     words = "model=gpt2_nano", "model.num_layers=1", "model.embed_dim=16", *ROWS
     reference = Reference(configure(*words), jax.devices())
-    assert reference.no_gradient == ("layers.attention.key.bias",)
+    assert reference.no_gradient == ("layers.0.0.attention.key.bias",)
 
 
 def test_parameters_are_in_the_order_of_the_forward_pass(configure):
     config = configure("model=gpt_oss_nano", "model.num_layers=2", *ROWS)
     order = forward_order(make_program(config, jax.devices()[:1]))
-    names = [name.removeprefix("layers.") for name in order]
+    names = [name.removeprefix("layers.0.0.") for name in order]
     assert names[:2] == ["embedding.weight", "attention_norm.scale"]
     assert names[-2:] == ["norm.scale", "head.weight"]
     inner = names.index("attention.output.weight")
