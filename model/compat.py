@@ -10,6 +10,7 @@ does not accept a log-sum-exp that includes other keys, which a step of a ring n
 Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands).
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,28 @@ def _parameters(
     if "score_mod" in inspect.signature(fused.dot_product_attention).parameters:
         parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
     return parameters | {"mask_type": mask_type, "layout": layout.value}
+
+
+@functools.cache  # A second call changes nothing.
+def make_cudnn_deterministic() -> None:
+    """Choose cuDNN's reproducible backward pass in every program lowered from now on.
+
+    This must go with `--xla_gpu_deterministic_ops=true`, and only with it. That flag
+    makes XLA (jaxlib 0.11.2) choose the same kernel, but XLA changes only the first of
+    several equal calls, such as those of an unrolled model. The others then have no
+    kernel, and the step fails with "IndexError: raw_hash_map<>::at".
+
+    Source: openxla/xla, xla/backends/gpu/transforms/cudnn_custom_call_compiler.cc.
+    """
+    make_config = fused.create_dot_product_attention_backend_config_base
+
+    def make_deterministic_config(*arguments: Any) -> dict[str, Any]:
+        config, is_backward = make_config(*arguments), arguments[-1]
+        if is_backward:
+            config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+        return config
+
+    fused.create_dot_product_attention_backend_config_base = make_deterministic_config
 
 
 class PackedCall:

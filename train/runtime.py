@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.machine import cache_folder, usable_cores
+from model.compat import make_cudnn_deterministic
 from train.config import Platform, RuntimeConfig
 from train.hardware.chips import chip_of
 from train.mesh import Device
@@ -41,7 +42,10 @@ def set_up(config: RuntimeConfig) -> None:
         num_devices = config.cpu_devices or default_cpu_devices()
         jax.config.update("jax_num_cpu_devices", num_devices)
     if config.deterministic and "xla_gpu_deterministic_ops" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+        flags = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+        os.environ["XLA_FLAGS"] = flags
+    if "xla_gpu_deterministic_ops=true" in flags:
+        make_cudnn_deterministic()
     cache_dir = config.compilation_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     cache = epath.Path(cache_dir or cache_folder() / "xla").expanduser()
     jax.config.update("jax_compilation_cache_dir", os.fspath(cache))

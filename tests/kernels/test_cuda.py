@@ -8,6 +8,8 @@ No GPU and no driver is needed: train/hardware/devices.py describes the machine.
 
 import importlib.util
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,3 +269,36 @@ def test_experts_multiply_float8(compiled):
     executed = read_module(result.text).executed
     inner = (i for each in executed for i in each.instruction.with_nested)
     assert all(map(has_eight_bits, filter(is_kernel, inner)))
+
+
+GRADIENT = """
+import sys
+from train.config import Platform, RuntimeConfig
+from train.runtime import set_up
+set_up(RuntimeConfig(platform=Platform.cpu, deterministic=sys.argv[1] == "True"))
+import jax, jax.numpy as jnp
+
+def two_layers(x):
+    for _ in range(2):
+        x = jax.nn.dot_product_attention(
+            x, x, x, is_causal=True, implementation="cudnn"
+        )
+    return x.sum()
+
+x = jnp.zeros((2, 128, 4, 64), jnp.bfloat16)
+traced = jax.jit(jax.grad(two_layers)).trace(x)
+text = traced.lower(lowering_platforms=("cuda",)).as_text()
+print(text.count("fmhaSoftmaxBackward"), text.count("force_deterministic"))
+"""
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_every_backward_kernel_is_asked_to_be_deterministic(deterministic):
+    """XLA asks only the first of equal calls, and the step crashes at the others."""
+    found = subprocess.run(
+        [sys.executable, "-c", GRADIENT, str(deterministic)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == ["2", "2" if deterministic else "0"]
