@@ -268,11 +268,13 @@ class ModelConfig:
         Doc("The kernel. auto: splash on TPU, cudnn on NVIDIA, xla elsewhere."),
     ] = Attention.auto
     layer_unroll: Annotated[
-        Count | Literal[-1],
+        Count | Literal[-1] | None,
         Doc(
-            "The number of layers in an iteration of the scan. -1 unrolls all of them."
+            "The number of layers in an iteration of the scan. -1 unrolls all of them. "
+            "null means -1 on GPUs for at most 16 layers that recompute nothing "
+            "(train.remat=none), and otherwise 1."
         ),
-    ] = 1
+    ] = None
 
     @property
     def vocab_rows(self) -> int:

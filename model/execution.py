@@ -57,6 +57,7 @@ class Execution(NamedTuple):
     grouped: the kernel that multiplies rows, grouped by expert.
     remat: which results the backward pass recomputes (model/remat.py).
     offload: the names of the results that are saved in host memory.
+    layer_unroll: the number of layers in an iteration of the scan; -1 means all layers.
     pipeline_microbatches: the number of microbatches that pass through the stages.
     pipeline_repeats: how often each microbatch passes through all stages.
     """
@@ -69,6 +70,7 @@ class Execution(NamedTuple):
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
     offload: tuple[OffloadName, ...] = ()
+    layer_unroll: int = 1
     pipeline_microbatches: int = 1
     pipeline_repeats: int = 1
 

@@ -113,7 +113,7 @@ class GPT(nnx.Module):
                     execution,
                     segment_call,
                     flags=self._flags(segment),
-                    unroll=self.config.layer_unroll,
+                    unroll=execution.layer_unroll,
                     caches=caches,
                 )
             updated_caches += caches or []
@@ -203,7 +203,7 @@ class GPT(nnx.Module):
                 call._replace(rotations=self._rotations(positions_BT)),
                 # Every group of layers has the same local flags (train/mesh_sizes.py).
                 flags=flags._replace(local=flags.local[:depth]),
-                unroll=self.config.layer_unroll,
+                unroll=execution.layer_unroll,
                 first_layer=group_number * depth,
             )
             return x_BTD, routing

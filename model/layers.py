@@ -232,6 +232,10 @@ class MLP(nnx.Module):
         gate_BTF = None
         if self.gate is not None:
             gate_BTF = saveable(self.gate(x_BTD, execution, call), "mlp_gate")
-        h_BTF = activate(self.config, h_BTF, gate_BTF)
+        run = partial(activate, self.config)
+        if execution.placement.platform == "gpu" and execution.remat == "none":
+            # Otherwise XLA:GPU stores the derivative as a third array of this size.
+            run = jax.checkpoint(run)
+        h_BTF = run(h_BTF, gate_BTF)
         h_BTF = execution.placement.constrain(h_BTF, "batch", "seq", "mlp")
         return self.down(h_BTF, execution, call)

@@ -60,6 +60,8 @@ def _describe_layers(program: Program) -> None:
         method = execution.context_attention
         kernel += f", {method} over {devices_per_row} devices that share rows"
     print(f"attention   {kernel}, products in {dtype}")
+    if model.layer_unroll is None and execution.layer_unroll == -1:
+        print("layers      unrolled (model.layer_unroll=1 runs a loop)")
     num_devices = num_shards(program.mesh.shape, dict(rules.params)["experts"])
     if model.expert_layers and num_devices > 1:
         exchange = execution.expert_exchange

@@ -24,6 +24,7 @@ from train.execution import (
     BatchShards,
     batch_shards,
     choose_execution,
+    choose_layer_unroll,
     choose_placement,
 )
 from train.hardware.collective_steps import collective_steps
@@ -110,6 +111,7 @@ class Program:
                 self.mesh.devices.flat[0],
                 self.execution.numerics.compute_dtype,
                 self.config.runtime.sparse_cores,
+                profiled=bool(self.config.profile.steps),
             ),
         )
 
@@ -176,9 +178,11 @@ class Program:
         """Return this program with other microbatches, remat or offload settings."""
         config = replace(self.config, train=train)
         axis_steps = self.execution.placement.axis_steps
+        platform, stages = self.mesh.devices.flat[0].platform, self.pipeline.stages
         execution = self.execution._replace(
             remat=train.remat,
             offload=train.offload,
+            layer_unroll=choose_layer_unroll(config, platform, stages),
             placement=choose_placement(config, self.mesh, axis_steps),
         )
         return replace(self, config=config, execution=execution)

@@ -99,18 +99,23 @@ for _kind in ("all_gather", "reduce_scatter", "all_reduce"):
 
 
 def compiler_options(
-    device: Device, compute_dtype: jnp.dtype, sparse_cores: bool
+    device: Device, compute_dtype: jnp.dtype, sparse_cores: bool, profiled: bool
 ) -> dict[str, bool | str]:
     """Return the XLA options for the training step with a compute dtype.
 
     With `sparse_cores`, collectives run on a TPU's SparseCores, if it has any. Without
     these options, XLA overlaps no collective of an FSDP step with products (docs/log).
 
+    With `profiled`, a GPU launches each kernel separately. Otherwise it launches many
+    at once (command buffers), and the trace does not name these kernels.
+
     On a CPU, XLA's default analysis of live ranges copies every optimizer moment at the
     start of each step. Region analysis sees that an old moment is last read when the
     new one is written, and copies none. In float32 the library YNNPACK runs only
     products, because XLA's elementwise operations are faster (docs/log).
     """
+    if device.platform == "gpu":
+        return {"xla_gpu_enable_command_buffer": ""} if profiled else {}
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)
         return _ON_SPARSE_CORES if sparse_cores and chip and chip.sparse_cores else {}

@@ -117,10 +117,9 @@ TINY = {
 class Tiny:
     """A tiny model with random parameters, its functions compiled once."""
 
-    execution = Execution()
-
     def __init__(self, name: str):
         self.name, self.config = name, TINY[name]
+        self.execution = Execution(layer_unroll=self.config.layer_unroll or 1)
         self.model = abstract_gpt(self.config)
 
     @cached_property

@@ -166,9 +166,9 @@ def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (2, False), (-1, True)])
 def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
     """It merges what is computed twice, unless a loop or a barrier is between."""
-    model = abstract_gpt(replace(llama.config, num_layers=4, layer_unroll=unroll))
+    model = abstract_gpt(replace(llama.config, num_layers=4))
     positions = jnp.arange(8)[None]
-    execution = llama.execution._replace(remat="full")
+    execution = llama.execution._replace(remat="full", layer_unroll=unroll)
 
     def loss(params):
         x, *_ = bind(model, params).features(positions, positions, None, execution)

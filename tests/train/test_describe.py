@@ -1,6 +1,7 @@
 """What is printed of the layout is the layout."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_the_line_of_the_loss_is_what_a_step_does(
     assert rows == program.execution.placement.microbatch_shape
     describe_program(program)
     assert f"\nloss        logits of {form}\n" in capsys.readouterr().out
+
+
+def test_the_first_screen_says_that_layers_are_unrolled_unasked(programs, capsys):
+    program = programs("model.layer_unroll=null")
+    for unroll in (1, -1):
+        execution = program.execution._replace(layer_unroll=unroll)
+        describe_program(replace(program, execution=execution))
+        found = re.search(r"^layers +unrolled", capsys.readouterr().out, re.MULTILINE)
+        assert bool(found) == (unroll == -1)
 
 
 def test_a_loss_with_all_logits_at_once_has_no_line(program, capsys):

@@ -8,16 +8,18 @@ from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.execution import choose_execution
 
+H100 = "NVIDIA H100 80GB HBM3"
+
 
 @pytest.mark.parametrize(
     ("name", "version", "typed", "rule"),
     [
-        ("NVIDIA H100 80GB HBM3", "9.0", ["model.head_dim=256"], ""),
+        (H100, "9.0", ["model.head_dim=256"], ""),
         ("NVIDIA A100-SXM4-80GB", "8.0", [], ""),
         ("NVIDIA A100-SXM4-80GB", None, ["model.head_dim=256"], "at most 128 dims"),
         ("NVIDIA L4", "8.9", ["model.head_dim=256"], "not 256; set model.attention=x"),
         ("NVIDIA L4", "8.9", ["model.attention=cudnn_packed"], "needs Hopper or later"),
-        ("NVIDIA H100 80GB HBM3", "9.0", ["model.compute_dtype=float32"], "=auto or"),
+        (H100, "9.0", ["model.compute_dtype=float32"], "=auto or"),
     ],
 )
 def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
@@ -31,3 +33,26 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
         return
     with pytest.raises(ConfigError, match=rule):
         choose_execution(*asked)
+
+
+@pytest.mark.parametrize(
+    ("platform", "layers", "stages", "typed", "unroll"),
+    [
+        ("gpu", 16, 1, "null", -1),
+        ("gpu", 17, 1, "null", 1),
+        ("gpu", 16, 2, "null", 1),
+        ("gpu", 16, 1, "null train.remat=full", 1),
+        ("gpu", 16, 1, "2", 2),
+        ("cpu", 2, 1, "null", 1),
+        ("cpu", 2, 1, "-1", -1),
+    ],
+)
+def test_only_a_gpu_unrolls_few_layers_unasked(
+    configure, platform, layers, stages, typed, unroll
+):
+    typed = f"model.layer_unroll={typed}".split()
+    typed += [f"model.num_layers={layers}", "model.compute_dtype=auto"]
+    config = configure(*typed)
+    device = SimpleNamespace(platform=platform, device_kind=H100)
+    sizes = {**dict.fromkeys(MESH_AXES, 1), "pipeline": stages}
+    assert choose_execution(config, device, sizes).layer_unroll == unroll

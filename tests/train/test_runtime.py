@@ -94,8 +94,16 @@ def test_a_cpu_multiplies_in_the_dtype_that_it_is_faster_in(
 )
 def test_collectives_run_on_sparse_cores_where_that_hides_them(chip, asked, there):
     device = SimpleNamespace(platform="tpu", device_kind=CHIPS[chip].kind)
-    options = compiler_options(device, jnp.bfloat16, asked)
+    options = compiler_options(device, jnp.bfloat16, asked, profiled=False)
     assert any("sparse_core" in name for name in options) is there
+
+
+@pytest.mark.parametrize("profiled", [True, False])
+def test_only_a_profiled_gpu_launches_kernels_separately(profiled):
+    """XLA's trace does not name the kernels of a command buffer."""
+    device = SimpleNamespace(platform="gpu", device_kind=CHIPS["h100"].kind)
+    options = compiler_options(device, jnp.bfloat16, False, profiled=profiled)
+    assert options == ({"xla_gpu_enable_command_buffer": ""} if profiled else {})
 
 
 def test_without_a_tpu_its_library_stays_silent(tmp_path):

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from model.axes import mesh_axes
 from model.gather import WeightPlacement
@@ -105,7 +105,7 @@ def _tile(
 ):
     """Return ((sums, dweight), dx) of one tile. Gradients may be None."""
     config, z_loss = options.config, options.z_loss
-    on_cpu = options.execution.placement.platform == "cpu"
+    platform = options.execution.placement.platform
     execution = options.execution._replace(placement=ONE_DEVICE)
     logits_BCV, transpose = jax.vjp(
         lambda x, weight: project(x, weight, config, execution),
@@ -117,13 +117,20 @@ def _tile(
     ids_11V = (jnp.arange(V) + first_id)[None, None]
     if options.num_tokens != config.vocab_rows:  # larger ids only pad
         logits_BCV = jnp.where(ids_11V < options.num_tokens, logits_BCV, -jnp.inf)
-    max_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)
-    max_BC = jax.lax.pmax(max_BC, vocab_axes) if vocab_axes else max_BC
-    Z_BC = jnp.sum(jnp.exp(logits_BCV - max_BC[..., None]), axis=-1)
-    log_z_BC = max_BC + jnp.log(jax.lax.psum(Z_BC, vocab_axes))
     # Unlike a gather, a masked sum moves no logits between devices.
     is_target_BCV = ids_11V == targets_BC[..., None]
-    target_logit_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+    if platform == "gpu":
+        max_BC, Z_BC, target_logit_BC = _reduce_once(logits_BCV, is_target_BCV)
+        if vocab_axes:
+            local_max_BC, max_BC = max_BC, jax.lax.pmax(max_BC, vocab_axes)
+            Z_BC *= jnp.exp(local_max_BC - max_BC)
+    else:
+        on_cpu = platform == "cpu"
+        max_BC = row_max(logits_BCV)[..., 0] if on_cpu else logits_BCV.max(axis=-1)
+        max_BC = jax.lax.pmax(max_BC, vocab_axes) if vocab_axes else max_BC
+        Z_BC = jnp.sum(jnp.exp(logits_BCV - max_BC[..., None]), axis=-1)
+        target_logit_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
+    log_z_BC = max_BC + jnp.log(jax.lax.psum(Z_BC, vocab_axes))
     target_logit_BC = jax.lax.psum(target_logit_BC, vocab_axes)
     has_target_BC = targets_BC >= 0
     if options.by_row:
@@ -143,3 +150,32 @@ def _tile(
     dlogits_BCV = jnp.where(has_target_BC[..., None], dlogits_BCV, 0.0)
     dx_BCD, dweight = transpose(dlogits_BCV)
     return (sums, dweight), jax.lax.psum(dx_BCD, vocab_axes)
+
+
+def _reduce_once(
+    logits_BCV: Float[Array, "B C V"], is_target_BCV: Bool[Array, "B C V"]
+) -> tuple[Float[Array, "B C"], Float[Array, "B C"], Float[Array, "B C"]]:
+    """Return the maximum m, the sum of exp(logit - m), and the target's logit.
+
+    One reduction reads the logits once. XLA:GPU reads them again for each of the three
+    values if they are reduced separately.
+    """
+
+    def combine(one, other):
+        (max_1, sum_1, target_1), (max_2, sum_2, target_2) = one, other
+        max_ = jnp.maximum(max_1, max_2)
+        finite_max = jnp.where(max_ == -jnp.inf, 0.0, max_)  # -inf: only padding
+        sum_1, sum_2 = (
+            sum_1 * jnp.exp(max_1 - finite_max),
+            sum_2 * jnp.exp(max_2 - finite_max),
+        )
+        return max_, sum_1 + sum_2, target_1 + target_2
+
+    zero = jnp.zeros((), logits_BCV.dtype)
+    target_logits = jnp.where(is_target_BCV, logits_BCV, zero)
+    return jax.lax.reduce(
+        (logits_BCV, jnp.ones_like(logits_BCV), target_logits),
+        (zero - jnp.inf, zero, zero),
+        combine,
+        dimensions=(logits_BCV.ndim - 1,),
+    )

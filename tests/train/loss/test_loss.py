@@ -99,10 +99,15 @@ def logits_of(model, params, batch, execution) -> np.ndarray:
     ],
     ids=["whole", "cut", "tied"],
 )
-def test_ids_that_only_pad_the_vocabulary_have_no_probability(programs, batch, more):
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_ids_that_only_pad_the_vocabulary_have_no_probability(
+    programs, batch, more, platform
+):
     """In training and in validation, whatever tiles and shards the vocabulary has."""
     program = programs("model.num_layers=1", *more, devices=8 if len(more) > 1 else 1)
-    program = replace(program, num_tokens=257)
+    placement = replace(program.execution.placement, platform=platform)
+    execution = program.execution._replace(placement=placement)
+    program = replace(program, num_tokens=257, execution=execution)
     model = program.model
     execution = program.execution._replace(placement=ONE_DEVICE)
     params = program.init().params
