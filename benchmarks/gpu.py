@@ -17,8 +17,9 @@ profile  runs `python -m train` on the first preset, and prints its time by scop
 In `speed`, the contenders alternate, each time in a new process, because each may need
 all of the GPU's memory. The results of a part are written to the JSON file as soon as
 they are known; results of other parts stay in the file. The program names the parts
-that failed at the end, and exits with 1. Every process compiles its step again, so
-`--parts` and `--presets` divide a long benchmark into short ones.
+that failed at the end, and exits with 1. Processes share the compilation cache in
+$JAX_COMPILATION_CACHE_DIR (by default a new folder), so each step is compiled once.
+PyTorch compiles in each process. `--parts` and `--presets` divide a long benchmark.
 """
 
 import argparse
@@ -57,10 +58,13 @@ ALONE = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
 }
-AS_TYPED = ("model.layer_unroll=1",)  # the default; LonghaulWorker sets another value
+AS_TYPED = ("model.layer_unroll=null",)  # the default; LonghaulWorker sets -1
 CONTENDERS = "longhaul", "torch-compile-bf16"  # PyTorch last: it may not be installed
 LEVERS: dict[str, tuple[str, ...]] = {  # config overrides, or XLA flags
-    "layers unrolled": ("model.layer_unroll=-1",),
+    "layers in a loop": ("model.layer_unroll=1",),
+    "only products saved": (
+        "train.remat=[query,key,value,attention,attention_output,mlp_up]",
+    ),
     "documents masked": ("data.document_mask=true",),
     "moments in bfloat16": ("optimizer.moment_dtype=bfloat16",),
     "moments in int8": ("optimizer.moment_dtype=int8",),

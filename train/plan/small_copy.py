@@ -28,7 +28,12 @@ def make_copy(program: Program) -> Program | None:
         return None
     layers = model.high_precision_layers
     layers = tuple(n for n in layers if isinstance(n, str) or n < depth)
-    model = replace(model, num_layers=depth, high_precision_layers=layers)
+    model = replace(
+        model,
+        num_layers=depth,
+        high_precision_layers=layers,
+        layer_unroll=program.execution.layer_unroll,
+    )
     config = replace(program.config, model=model)
     devices = list(program.mesh.devices.flat)
     return make_program(config, devices, num_tokens=program.num_tokens)

@@ -147,8 +147,16 @@ def saved_bytes(step: LocalStep, on_host: bool = False) -> int:
 
 
 def _padded_bytes(step: LocalStep, array: LocalArray) -> int:
-    """Return the bytes of an activation; Splash pads the head dim of its operands."""
-    if step.program.execution.attention is Attention.splash and len(array.dims) == 4:
+    """Return the bytes that a saved activation takes.
+
+    Splash pads the head dim of its operands. Without a loop over layers, XLA:GPU need
+    not save the two float32 arrays of a norm: it computes them again from the input.
+    """
+    execution = step.program.execution
+    itemsize = execution.numerics.activation_dtype.itemsize
+    if execution.layer_unroll == -1 and array.itemsize > itemsize:
+        return array.size * itemsize // 2
+    if execution.attention is Attention.splash and len(array.dims) == 4:
         head_dim = array.dims[-1].size
         return array.bytes // head_dim * (-(-head_dim // _LANES) * _LANES)
     return array.bytes
