@@ -161,14 +161,12 @@ def _reduce_once(
     values if they are reduced separately.
     """
 
-    def combine(one, other):
-        (max_1, sum_1, target_1), (max_2, sum_2, target_2) = one, other
+    def combine(values_1, values_2):
+        (max_1, sum_1, target_1), (max_2, sum_2, target_2) = values_1, values_2
         max_ = jnp.maximum(max_1, max_2)
         finite_max = jnp.where(max_ == -jnp.inf, 0.0, max_)  # -inf: only padding
-        sum_1, sum_2 = (
-            sum_1 * jnp.exp(max_1 - finite_max),
-            sum_2 * jnp.exp(max_2 - finite_max),
-        )
+        sum_1 *= jnp.exp(max_1 - finite_max)
+        sum_2 *= jnp.exp(max_2 - finite_max)
         return max_, sum_1 + sum_2, target_1 + target_2
 
     zero = jnp.zeros((), logits_BCV.dtype)
