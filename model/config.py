@@ -271,8 +271,8 @@ class ModelConfig:
         Count | Literal[-1] | None,
         Doc(
             "The number of layers in an iteration of the scan. -1 unrolls all of them. "
-            "null means -1 on GPUs for at most 16 layers that recompute nothing "
-            "(train.remat=none), and otherwise 1."
+            "null means -1 on GPUs for at most 16 layers whose weights are not sharded "
+            "and that recompute nothing (train.remat=none), and otherwise 1."
         ),
     ] = None
 

@@ -135,25 +135,31 @@ def choose_execution(
         grouped=grouped,
         remat=train.remat,
         offload=train.offload,
-        layer_unroll=choose_layer_unroll(config, platform, sizes["pipeline"]),
+        layer_unroll=choose_layer_unroll(config, platform, sizes),
         pipeline_microbatches=pipeline.microbatches,
         pipeline_repeats=pipeline.repeats,
     )
 
 
-def choose_layer_unroll(config: Config, platform: str, stages: int) -> int:
+def choose_layer_unroll(config: Config, platform: str, sizes: Mapping[str, int]) -> int:
     """Return how many layers an iteration of the scan runs. -1 means all layers.
 
     A loop copies what the forward pass saves into arrays of all layers, and the
     backward pass copies it back. Without a loop, a GPU trains a model of 12 layers 1.3
     times as fast. But the time to compile grows with the number of layers, and a model
-    that recomputes gains little and needs more memory (docs/log/gpu.md).
+    that recomputes gains little and needs more memory. If weights are sharded, XLA
+    merges the gathers of both passes, and holds the gathered weights of all layers
+    (docs/log/gpu.md).
     """
     model, remat = config.model, config.train.remat
     if model.layer_unroll is not None:
         return model.layer_unroll
-    is_shallow = model.num_layers <= _MOST_UNROLLED and stages == 1
-    return -1 if platform == "gpu" and is_shallow and remat is Remat.none else 1
+    params = axis_rules(config.mesh).params
+    is_sharded = any(num_shards(sizes, axes) > 1 for _, axes in params)
+    is_shallow = model.num_layers <= _MOST_UNROLLED
+    if platform == "gpu" and is_shallow and remat is Remat.none and not is_sharded:
+        return -1
+    return 1
 
 
 def _resolve_context_attention(

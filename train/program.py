@@ -178,11 +178,11 @@ class Program:
         """Return this program with other microbatches, remat or offload settings."""
         config = replace(self.config, train=train)
         axis_steps = self.execution.placement.axis_steps
-        platform, stages = self.mesh.devices.flat[0].platform, self.pipeline.stages
+        platform, sizes = self.mesh.devices.flat[0].platform, self.mesh.shape
         execution = self.execution._replace(
             remat=train.remat,
             offload=train.offload,
-            layer_unroll=choose_layer_unroll(config, platform, stages),
+            layer_unroll=choose_layer_unroll(config, platform, sizes),
             placement=choose_placement(config, self.mesh, axis_steps),
         )
         return replace(self, config=config, execution=execution)

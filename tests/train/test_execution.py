@@ -36,23 +36,24 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("platform", "layers", "stages", "typed", "unroll"),
+    ("platform", "layers", "axis", "typed", "unroll"),
     [
-        ("gpu", 16, 1, "null", -1),
-        ("gpu", 17, 1, "null", 1),
-        ("gpu", 16, 2, "null", 1),
-        ("gpu", 16, 1, "null train.remat=full", 1),
-        ("gpu", 16, 1, "2", 2),
-        ("cpu", 2, 1, "null", 1),
-        ("cpu", 2, 1, "-1", -1),
+        ("gpu", 16, "data", "null", -1),
+        ("gpu", 17, "data", "null", 1),
+        ("gpu", 16, "fsdp", "null", 1),
+        ("gpu", 16, "pipeline", "null", 1),
+        ("gpu", 16, "data", "null train.remat=full", 1),
+        ("gpu", 16, "data", "2", 2),
+        ("cpu", 2, "data", "null", 1),
+        ("cpu", 2, "data", "-1", -1),
     ],
 )
 def test_only_a_gpu_unrolls_few_layers_unasked(
-    configure, platform, layers, stages, typed, unroll
+    configure, platform, layers, axis, typed, unroll
 ):
     typed = f"model.layer_unroll={typed}".split()
     typed += [f"model.num_layers={layers}", "model.compute_dtype=auto"]
     config = configure(*typed)
     device = SimpleNamespace(platform=platform, device_kind=H100)
-    sizes = {**dict.fromkeys(MESH_AXES, 1), "pipeline": stages}
+    sizes = {**dict.fromkeys(MESH_AXES, 1), axis: 2}
     assert choose_execution(config, device, sizes).layer_unroll == unroll
