@@ -99,7 +99,7 @@ def choose_execution(
     Raises:
         ConfigError: if the platform cannot run the attention kernel or the products, or
             cannot put the moments in the configured memory, or if devices cannot share
-            rows by the configured method.
+            rows, or exchange the rows of experts, by the configured method.
     """
     model, train = config.model, config.train
     platform, rules = device.platform, axis_rules(config.mesh)
@@ -131,7 +131,7 @@ def choose_execution(
         numerics=numerics,
         attention=kernel,
         context_attention=_resolve_context_attention(config, kernel, rules, sizes),
-        expert_exchange=_resolve_expert_exchange(config, platform, rules, sizes),
+        expert_exchange=_resolve_expert_exchange(config, device, sizes),
         grouped=grouped,
         remat=train.remat,
         offload=train.offload,
@@ -202,7 +202,7 @@ def _resolve_context_attention(
 
 
 def _resolve_expert_exchange(
-    config: Config, platform: str, rules: AxisRules, sizes: Mapping[str, int]
+    config: Config, device: Device, sizes: Mapping[str, int]
 ) -> ExpertExchange:
     """Choose how tokens reach experts on other devices.
 
@@ -212,12 +212,25 @@ def _resolve_expert_exchange(
     (model/experts/exchange.py). On GPUs `ragged` must be set explicitly: wrong
     gradients were reported (marin-community/marin#8077), and it is untested there.
     """
-    setting = config.mesh.expert_exchange
+    setting, chip = config.mesh.expert_exchange, chip_of(device.device_kind)
+    devices = num_shards(sizes, dict(axis_rules(config.mesh).params)["experts"])
+    dcn = config.mesh.dcn
+    slice_size = math.prod(size // getattr(dcn, axis) for axis, size in sizes.items())
+    max_size = chip and chip.max_ragged_devices
+    is_too_large = max_size is not None and slice_size > max_size
+    if setting is ExpertExchange.ragged and is_too_large and devices > 1:
+        rule = (
+            f"is not possible on {device.device_kind}: XLA compiles a ragged "
+            f"all-to-all only for slices of at most {max_size} devices, and a slice "
+            f"has {slice_size}; set mesh.expert_exchange=auto"
+        )
+        raise ConfigError([Mistake("mesh.expert_exchange", setting.value, rule)])
     if setting is not ExpertExchange.auto:
         return setting
-    devices = num_shards(sizes, dict(rules.params)["experts"])
-    ragged = devices >= config.model.experts_per_token and platform == "tpu"
-    return ExpertExchange.ragged if ragged else ExpertExchange.all_gather
+    sends_less = devices >= config.model.experts_per_token
+    if sends_less and device.platform == "tpu" and not is_too_large:
+        return ExpertExchange.ragged
+    return ExpertExchange.all_gather
 
 
 def _resolve_kernel(config: Config, device: Device) -> Attention:

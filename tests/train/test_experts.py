@@ -80,6 +80,24 @@ def test_tokens_go_the_way_that_sends_less(configure, platform, devices, asked, 
     assert execution.expert_exchange == found
 
 
+@pytest.mark.parametrize(("fsdp", "found"), [(4, "ragged"), (8, "all_gather")])
+def test_a_large_slice_of_v5e_gathers_tokens(configure, fsdp, found):
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "fsdp": fsdp}
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    config = configure(*MOE, "model.attention=xla")
+    assert choose_execution(config, device, sizes).expert_exchange == found
+
+
+def test_rows_are_sent_in_every_small_slice_of_v5e(configure):
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"expert": 4, "data": 8}
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    config = configure(*MOE, SENT, "model.attention=xla")
+    with pytest.raises(ConfigError, match="expert_exchange=auto"):
+        choose_execution(config, device, sizes)
+    config = configure(*MOE, SENT, "model.attention=xla", "mesh.dcn.data=2")
+    assert choose_execution(config, device, sizes).expert_exchange == "ragged"
+
+
 @pytest.mark.parametrize(
     ("changed", "key"),
     [

@@ -31,6 +31,8 @@ class Chip:
     sparse_cores: whether the TPU has SparseCores that are known to hide collectives.
     scatters_in_one_step: whether XLA:TPU runs a reduce-scatter over a whole slice as
         one ring through all devices, not as an all-reduce.
+    max_ragged_devices: the largest slice, in JAX devices, for which XLA:TPU compiles a
+        ragged all-to-all (libtpu 0.0.51); None if every slice is possible.
     achievable: the fractions of these rates that programs achieve.
     worst_error: the largest error of a predicted step among the published runs that
         judge the predictions for this chip (docs/results.md); None if there is none.
@@ -49,6 +51,7 @@ class Chip:
     matrix_unit: int | None = None
     sparse_cores: bool = False
     scatters_in_one_step: bool = False
+    max_ragged_devices: int | None = None
     achievable: Achievable = TPU
     worst_error: float | None = None
 
@@ -121,6 +124,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
+        max_ragged_devices=16,
         worst_error=0.14,
     ),
     "v5p": Chip(
