@@ -29,6 +29,7 @@ NOT_NULL = object()  # any value but null
 # The values that a family needs unless its entry in FAMILIES says otherwise.
 _USUAL: dict[str, Any] = {
     "mixer": Mixer.attention,
+    "predict_ahead": 0,
     "norm": Norm.rmsnorm,
     "norm_placement": NormPlacement.before,
     "norm_unit_offset": False,

@@ -128,6 +128,7 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
     for overrides, expected in (
         ((), {"model.activation", "model.rotary_fraction", "model.logit_soft_cap"}),
         ((*MODELS["mixtral"], "model.shared_experts=1"), {"model.shared_experts"}),
+        ((*MODELS["llama"], "model.predict_ahead=1"), {"model.predict_ahead"}),
         (
             (*MODELS["olmo3"], "model.rope_theta=1e4", f"{truncate}=false"),
             {"model.rope_theta_local", truncate},
