@@ -56,6 +56,6 @@ class AxisRules(NamedTuple):
         """Return an activation's PartitionSpec."""
         return partition_spec(dict(self.activations), axes)
 
-    def param_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+    def param_spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """Return a parameter's PartitionSpec."""
         return partition_spec(dict(self.params), axes)

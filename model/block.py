@@ -1,4 +1,4 @@
-"""One layer: attention, then an MLP or experts.
+"""One layer: a mixer, such as attention, then an MLP or experts.
 
 Shapes: B batch, T time, D embed, F mlp.
 """
@@ -12,6 +12,7 @@ from model.attention.cache import LayerCache
 from model.attention.latent import LatentAttention
 from model.choices import Mixer, NormPlacement
 from model.config import ModelConfig
+from model.delta.layer import GatedDeltaNet
 from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.experts.experts import Experts
@@ -46,9 +47,15 @@ class Block(nnx.Module):
             return Normalize(config, config.norm, embed=config.embed_dim)
 
         self.attention_norm = norm_if(norm_inputs)
-        is_latent = kind.mixer is Mixer.latent_attention
-        make_attention = LatentAttention if is_latent else SelfAttention
-        self.attention = make_attention(config, rngs)
+        match kind.mixer:
+            case Mixer.attention:
+                self.attention = SelfAttention(config, rngs)
+            case Mixer.latent_attention:
+                self.attention = LatentAttention(config, rngs)
+            case Mixer.gated_delta:
+                self.attention = GatedDeltaNet(config, rngs)
+            case _:
+                assert_never(kind.mixer)
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
         if kind.experts:

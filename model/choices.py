@@ -51,10 +51,12 @@ class Mixer(StrEnum):
     `attention`: each query head has keys and values, or shares them with other heads.
     `latent_attention`: keys and values of all heads are expanded from one compressed
     vector for each position (model/attention/latent.py).
+    `gated_delta`: a gated delta net, whose state has a fixed size (model/delta/).
     """
 
     attention = "attention"
     latent_attention = "latent_attention"
+    gated_delta = "gated_delta"
 
 
 class Norm(StrEnum):

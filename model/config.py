@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Gt, Le
 from typing_extensions import Doc
@@ -42,6 +42,15 @@ LOGICAL_AXES = (
 )
 
 
+class DeltaSizes(NamedTuple):
+    """The numbers of heads and the dims of a gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape and the choices of a GPT. Sizes are global, not per device."""
@@ -69,7 +78,8 @@ class ModelConfig:
     ] = None
 
     mixer: Annotated[
-        Mixer, Doc("How a layer mixes positions: attention or latent_attention.")
+        Mixer,
+        Doc("How a layer mixes positions: attention, latent_attention or gated_delta."),
     ] = Mixer.attention
     query_rank: Annotated[
         Size | None,
@@ -134,6 +144,30 @@ class ModelConfig:
         bool,
         Doc("A learned score per head takes a share of the weights, for no value."),
     ] = False
+    attention_gate: Annotated[
+        bool,
+        Doc(
+            "Each head's output is multiplied by a sigmoid, whose argument the "
+            "projection of queries gives too."
+        ),
+    ] = False
+    delta_key_heads: Annotated[
+        Size | None,
+        Doc("The number of key heads of a gated delta net. null: num_heads."),
+    ] = None
+    delta_value_heads: Annotated[
+        Size | None,
+        Doc("The number of its value heads, each with a state. null: delta_key_heads."),
+    ] = None
+    delta_key_dim: Annotated[
+        Size | None, Doc("The dim of its keys and queries. null: that of attention.")
+    ] = None
+    delta_value_dim: Annotated[
+        Size | None, Doc("The dim of its values. null: delta_key_dim.")
+    ] = None
+    delta_conv_width: Annotated[
+        Size, Doc("The number of positions that its causal convolution sees.")
+    ] = 4
     activation: Annotated[
         Activation, Doc("The MLP's non-linearity. Those that end in glu add a gate.")
     ] = Activation.swiglu
@@ -306,6 +340,18 @@ class ModelConfig:
         """Dim of the values of a head."""
         is_latent = self.mixer is Mixer.latent_attention
         return self.value_head_dim if is_latent else self.head_size
+
+    @property
+    def delta_sizes(self) -> DeltaSizes:
+        """The sizes of a gated delta net."""
+        key_heads = self.delta_key_heads or self.num_heads
+        key_dim = self.delta_key_dim or self.head_size
+        return DeltaSizes(
+            key_heads=key_heads,
+            value_heads=self.delta_value_heads or key_heads,
+            key_dim=key_dim,
+            value_dim=self.delta_value_dim or key_dim,
+        )
 
     @property
     def gated(self) -> bool:

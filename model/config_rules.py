@@ -65,6 +65,14 @@ def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
         f"must divide model.num_heads={model.num_heads}; "
         "each key/value head serves the same number of query heads",
     )
+    key_heads, value_heads, *_ = model.delta_sizes
+    yield (
+        value_heads % key_heads == 0,
+        "delta_value_heads",
+        ("delta_key_heads", "num_heads"),
+        f"must be a multiple of the {key_heads} key heads (model.delta_key_heads, by "
+        "default model.num_heads); each key head serves the same number of value heads",
+    )
     yield (
         model.position is not Position.rotary or model.rotary_dim >= 2,
         "rotary_fraction",

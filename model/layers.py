@@ -91,7 +91,9 @@ class SelfAttention(nnx.Module):
         query_axes, kv_axes = (
             ("embed", head_axis, "head_dim") for head_axis in ("heads", "kv_heads")
         )
-        self.query = linear_in("query", "btd,dnh->btnh", (D, N, H), query_axes)
+        # The projection of queries also gives a gate for each dim of each head.
+        self.gated, query_dim = config.attention_gate, H * (1 + config.attention_gate)
+        self.query = linear_in("query", "btd,dnh->btnh", (D, N, query_dim), query_axes)
         self.key = linear_in("key", "btd,dkh->btkh", (D, K, H), kv_axes)
         self.value = linear_in("value", "btd,dkh->btkh", (D, K, H), kv_axes)
         linear_out = partial(Linear, std=residual_std, bias=config.bias, dtype=dtype)
@@ -122,11 +124,15 @@ class SelfAttention(nnx.Module):
         local_flag: Array | bool,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Return the attention over x and cached positions, and the updated cache."""
+        assert cache is None or isinstance(cache, KeysValues)
         placement, compute = execution.placement, execution.numerics.compute_dtype
         q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
         k_BTKH = saveable(self.key(x_BTD, execution, call), "key")
         v_BTKH = saveable(self.value(x_BTD, execution, call), "value")
         q_BTNH = placement.constrain(q_BTNH, "batch", "seq", "heads", "head_dim")
+        gate_BTNH = None
+        if self.gated:
+            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         scale = self.query_scale
@@ -167,6 +173,8 @@ class SelfAttention(nnx.Module):
             o_BTNH = cached_attention(
                 q_BTNH, cache, compute, call.trained_length, **options
             )
+        if gate_BTNH is not None:
+            o_BTNH = o_BTNH * jax.nn.sigmoid(gate_BTNH)
         a_BTD = saveable(self.output(o_BTNH, execution, call), "attention_output")
         return a_BTD, cache
 

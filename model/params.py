@@ -41,13 +41,13 @@ class Kind(StrEnum):
 class ParamInfo(NamedTuple):
     """Metadata of a parameter.
 
-    axes: the logical axis of each dim.
+    axes: the logical axis of each dim. None is for a dim that is never sharded.
     inputs: the number of contracted dims of a matrix. These dims follow the stack dims.
     padding: the number of padding entries at the end of the `vocab` dim.
     layers: the numbers of the layers that are stacked along the first dim.
     """
 
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     kind: Kind
     inputs: int = 0
     padding: int = 0

@@ -103,7 +103,7 @@ class Placement:
         return self.replica_axes(("layers",))
 
     def sharded_dims(
-        self, axes: tuple[str, ...]
+        self, axes: tuple[str | None, ...]
     ) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Return (dim, mesh axes) for each dim of a parameter that batch axes shard."""
         if not self.batch_axes:
@@ -114,7 +114,7 @@ class Placement:
             pairs += [(dim, batch_axes)] if batch_axes else []
         return tuple(pairs)
 
-    def replica_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    def replica_axes(self, axes: tuple[str | None, ...]) -> tuple[str, ...]:
         """Return the batch axes along which a parameter is replicated."""
         sharded = {a for _, dim_axes in self.sharded_dims(axes) for a in dim_axes}
         return tuple(axis for axis in self.batch_axes if axis not in sharded)
@@ -125,7 +125,7 @@ class Placement:
             return PartitionSpec()
         return self._automatic_spec(self.rules.spec(*axes))
 
-    def param_spec(self, axes: tuple[str, ...]) -> PartitionSpec:
+    def param_spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """Return a parameter's PartitionSpec over the automatic axes."""
         if not self.automatic_axes:
             return PartitionSpec(*[None] * len(axes))

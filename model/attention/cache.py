@@ -1,4 +1,4 @@
-"""Attention to keys and values of earlier positions, for generation.
+"""What a layer keeps of earlier positions, for generation, and attention to it.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
 V value dim, C latent dim, L layers.
@@ -63,7 +63,22 @@ class Latents(NamedTuple):
         return KeysValues(k_BS1C, k_BS1C[..., :value_dim], self.length, self.first_B)
 
 
-LayerCache = KeysValues | Latents
+class DeltaState(NamedTuple):
+    """The state of a gated delta net after `length` positions (model/delta/).
+
+    Row b begins at position first_B[b], or at 0 if first_B is None. queries, keys and
+    values are the last inputs of the convolutions. R value heads share a key head.
+    """
+
+    state: Float[Array, "*L B K R H V"]
+    queries: Float[Array, "*L B W-1 K H"]
+    keys: Float[Array, "*L B W-1 K H"]
+    values: Float[Array, "*L B W-1 N V"]
+    length: Int[Array, "*L"]
+    first_B: Int[Array, "*L B"] | None = None
+
+
+LayerCache = KeysValues | Latents | DeltaState
 
 
 def cached_attention(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from data.config import Source
-from model.choices import Activation, Mlp, Position, Scaling
+from model.choices import Activation, Mixer, Mlp, Position, Scaling
 from model.config import ModelConfig
 from train.config import Config, OptimizerName, Schedule
 from train.identity import config_differences
@@ -30,6 +30,8 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     is_unscaled = scaling is Scaling.none and not is_learned
     yield is_unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
+    is_attention = model.mixer is Mixer.attention
+    yield is_attention, "model.delta_", "model.mixer is attention"
     is_unclamped = model.activation is not Activation.clamped_swiglu
     yield is_unclamped, "model.swiglu_", f"model.activation is {model.activation}"
     is_one_group, no_shared = model.router_groups == 1, model.shared_experts == 0

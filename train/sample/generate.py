@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model.attention.cache import DeltaState
 from model.execution import CallContext, Execution
 from model.gpt import GPT, Cache, bind
 from model.placement import ONE_DEVICE
@@ -70,14 +71,19 @@ class Decoder(NamedTuple):
         return x_BTD, self.constrain(new_cache)
 
     def constrain(self, cache: Cache) -> Cache:
-        """Constrain the sharding of arrays that have positions."""
+        """Constrain the sharding of arrays that have positions. XLA shards states."""
 
         def constrain(x: jax.Array) -> jax.Array:
             if x.ndim <= 2:  # lengths and first positions
                 return x
             return jax.lax.with_sharding_constraint(x, self.cache_sharding)
 
-        return jax.tree.map(constrain, cache)
+        return tuple(
+            layers
+            if isinstance(layers, DeltaState)
+            else jax.tree.map(constrain, layers)
+            for layers in cache
+        )
 
 
 def generate(

@@ -1,0 +1,1 @@
+"""The gated delta net: a mixer whose state has a fixed size."""

@@ -1,0 +1,196 @@
+"""The gated delta rule: recurrent, and over chunks of positions.
+
+A value head has a state S [H, V], which maps keys to values. At each position the state
+decays, and the value that it holds for the key moves towards the new value:
+
+    S = e^g S;  S = S + k (b (v - S^T k))^T;  o = S^T q
+
+Over a chunk of C positions, with the state S before it, the inclusive sum G of g, and
+D_ij = e^(G_i - G_j) for i >= j, otherwise 0:
+
+    X = (I + strict_lower(b_i (k_i . k_j) D_ij))^-1;  u = X (b v);  w = X (b e^G k)
+    new = u - w S;  o = e^G q S + (q k^T * D) new
+    S = e^(G_C) S + (e^(G_C - G) k)^T new
+
+A scan over chunks carries S. Everything that does not depend on S is computed before
+the scan, for all chunks at once. g, the inverse and the state are float32; operands of
+other products have the compute dtype.
+
+At the start of a document the state is forgotten: no factor e^.. spans a start.
+
+Source: arXiv:2412.06464, section 3.3.
+
+Shapes: B batch, T time, M chunks, C positions of a chunk, K key heads, R value heads of
+a key head, H key dim, V value dim.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from model.delta.inverse import unit_lower_inverse
+from model.linear import product
+
+CHUNK = 64  # C
+_FRACTIONS = 256  # Sums of multiples of 1/256 are exact up to 2^16.
+
+
+class DeltaInputs(NamedTuple):
+    """The operands of the rule, in float32.
+
+    queries: already scaled by H^-0.5.
+    keys: of norm 1, so that the state cannot grow.
+    decay: g, the logarithm of the factor by which the state decays.
+    rate: b, between 0 and 1: how far the held value moves towards the new one.
+    starts: where a document starts, so that the state before is forgotten.
+    """
+
+    queries: Float[Array, "B T K H"]
+    keys: Float[Array, "B T K H"]
+    values: Float[Array, "B T K R V"]
+    decay: Float[Array, "B T K R"]
+    rate: Float[Array, "B T K R"]
+    starts: Bool[Array, "B T"]
+
+
+State = Float[Array, "B K R H V"]
+
+
+class AffineMap(NamedTuple):
+    """What several positions do to the state: S becomes `factor` S + `offset`."""
+
+    factor: Float[Array, "*dims H H"]
+    offset: Float[Array, "*dims H V"]
+
+    def __call__(self, state: Float[Array, "*dims H V"]) -> Float[Array, "*dims H V"]:
+        """Return the state after these positions."""
+        return _exact("bkrhi,bkriv->bkrhv", self.factor, state) + self.offset
+
+
+class _Chunks(NamedTuple):
+    """All that the scan reads: arrays [M, ...], or those of one chunk."""
+
+    queries: Float[Array, "*M B K C H"]
+    keys: Float[Array, "*M B K C H"]
+    scores: Float[Array, "*M B K R C C"]  # q k^T * D
+    u: Float[Array, "*M B K R C V"]
+    w: Float[Array, "*M B K R C H"]
+    decay_before: Float[Array, "*M B K R C"]  # e^G
+    decay_after: Float[Array, "*M B K R C"]  # e^(G_C - G)
+    decay: Float[Array, "*M B K R"]  # e^(G_C)
+
+
+def _exact(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def delta_step(
+    inputs: DeltaInputs, state: State
+) -> tuple[Float[Array, "B T K R V"], State]:
+    """Return the output of a single position (T = 1), and the state after it."""
+    q, k, v, g, b = (x[:, 0] for x in inputs[:5])
+    decay = jnp.where(inputs.starts[..., None], 0, jnp.exp(g))
+    state = decay[..., None, None] * state
+    held = _exact("bkh,bkrhv->bkrv", k, state)
+    state = state + _exact("bkh,bkrv->bkrhv", k, b[..., None] * (v - held))
+    return _exact("bkh,bkrhv->bkrv", q, state)[:, None], state
+
+
+def delta_chunks(
+    inputs: DeltaInputs,
+    state_before: State | Callable[[AffineMap], State],
+    compute: DTypeLike,
+) -> tuple[Float[Array, "B T K R V"], State]:
+    """Return the float32 output of T positions, and the state after them.
+
+    `state_before` is the float32 state before the first position. If it depends on
+    other devices, which have earlier positions of the rows, it is a function of the map
+    of the T positions.
+    """
+    chunks = _prepare(inputs, compute)
+    if callable(state_before):
+        state_before = state_before(_map_of(chunks, compute))
+
+    def step(state: jax.Array, chunk: _Chunks):
+        next_state, new = _write(state, chunk, compute)
+        earlier = product("bkch,bkrhv->bkrcv", chunk.queries, state, compute)
+        within = product("bkrij,bkrjv->bkriv", chunk.scores, new, compute)
+        return next_state, chunk.decay_before[..., None] * earlier + within
+
+    state, o_MBKRCV = jax.lax.scan(step, state_before, chunks)
+    M, B, K, R, C, V = o_MBKRCV.shape
+    o = jnp.moveaxis(o_MBKRCV, (0, 4), (1, 2)).reshape(B, M * C, K, R, V)
+    return o[:, : inputs.keys.shape[1]], state
+
+
+def _write(
+    state: jax.Array, chunk: _Chunks, compute: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Return the state after a chunk, and the new values that it writes."""
+    new = chunk.u - product("bkrch,bkrhv->bkrcv", chunk.w, state, compute)
+    late = chunk.decay_after[..., None] * new
+    written = product("bkch,bkrcv->bkrhv", chunk.keys, late, compute)
+    return chunk.decay[..., None, None] * state + written, new
+
+
+def _map_of(chunks: _Chunks, compute: DTypeLike) -> AffineMap:
+    """Return the map of all chunks, by running them on the state [I | 0]."""
+    *_, H = chunks.w.shape
+    _, B, K, R, _, V = chunks.u.shape
+    state = jnp.broadcast_to(jnp.eye(H, H + V), (B, K, R, H, H + V))
+    # The factor does not depend on values.
+    widened = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(H, 0)]))
+    state, _ = jax.lax.scan(
+        lambda state, chunk: (_write(state, chunk, compute)[0], None), state, widened
+    )
+    return AffineMap(state[..., :H], state[..., H:])
+
+
+def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
+    """Compute for all chunks what does not depend on the state."""
+    q_MBKCH, k_MBKCH, v_MBKRCV = (_split(x, 1) for x in inputs[:3])
+    g_MBKRC, b_MBKRC, starts_MBC = (_split(x, 0) for x in inputs[3:])
+    documents = jnp.cumsum(starts_MBC, axis=-1, dtype=jnp.int32)
+    documents = documents[:, :, None, None]  # [M, B, 1, 1, C]
+    # The sums may be below -1,000, where float32 has too few digits for differences of
+    # neighbours. Therefore exact multiples of 1/256 and the rest are summed apart.
+    coarse = jax.lax.stop_gradient(jnp.round(g_MBKRC * _FRACTIONS) / _FRACTIONS)
+    sums = [jnp.cumsum(part, axis=-1) for part in (coarse, g_MBKRC - coarse)]
+
+    def decay(mask: jax.Array, differences: list[jax.Array]) -> jax.Array:
+        # Mask before `exp`: the exponents of later positions are positive and large.
+        return jnp.exp(jnp.where(mask, sum(differences), -jnp.inf))
+
+    lower = jnp.tri(CHUNK, dtype=bool)[None, None, None, None]
+    in_document = documents[..., :, None] == documents[..., None, :]
+    D = decay(lower & in_document, [G[..., :, None] - G[..., None, :] for G in sums])
+    before = decay(documents == 0, sums)
+    after = decay(documents == documents[..., -1:], [G[..., -1:] - G for G in sums])
+    through = decay(documents[..., -1] == 0, [G[..., -1] for G in sums])
+
+    similarity = product("mbkih,mbkjh->mbkij", k_MBKCH, k_MBKCH, compute)
+    L = b_MBKRC[..., None] * similarity[:, :, :, None] * D
+    X = unit_lower_inverse(jnp.tril(L, -1))
+    scores = product("mbkih,mbkjh->mbkij", q_MBKCH, k_MBKCH, compute)
+    rate, decayed_rate = (x[..., None, :] for x in (b_MBKRC, b_MBKRC * before))
+    return _Chunks(
+        queries=q_MBKCH,
+        keys=k_MBKCH,
+        scores=scores[:, :, :, None] * D,
+        u=_exact("mbkrij,mbkrjv->mbkriv", X * rate, v_MBKRCV),
+        w=_exact("mbkrij,mbkjh->mbkrih", X * decayed_rate, k_MBKCH),
+        decay_before=before,
+        decay_after=after,
+        decay=through,
+    )
+
+
+def _split(x: jax.Array, num_feature_dims: int) -> jax.Array:
+    """Return [M, B, *heads, C, *features] of [B, T, *heads, *features], padded."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % CHUNK)] + [(0, 0)] * (x.ndim - 2))
+    chunks = x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+    return jnp.moveaxis(chunks, (1, 2), (0, x.ndim - num_feature_dims))
