@@ -71,9 +71,9 @@ class DeltaState(NamedTuple):
     """
 
     state: Float[Array, "*L B K R H V"]
-    queries: Float[Array, "*L B W-1 K H"]
-    keys: Float[Array, "*L B W-1 K H"]
-    values: Float[Array, "*L B W-1 N V"]
+    queries: Float[Array, "*L B E K H"]
+    keys: Float[Array, "*L B E K H"]
+    values: Float[Array, "*L B E N V"]
     length: Int[Array, "*L"]
     first_B: Int[Array, "*L B"] | None = None
 

@@ -1,6 +1,7 @@
 """A causal convolution over the positions of a document, for each channel.
 
-Shapes: B batch, T time, W taps, D channels (any number of dims).
+Shapes: B batch, T time, E earlier positions (one less than taps), D channels of any
+number of dims.
 """
 
 import jax
@@ -12,9 +13,9 @@ from model.linear import expand_to
 
 def convolve(
     x_BTD: Float[Array, "B T *D"],
-    earlier: Float[Array, "B W-1 *D"],
+    earlier: Float[Array, "B E *D"],
     documents_BT: Int[Array, "B T"],
-    taps: Float[Array, "*D W"],
+    taps: Float[Array, "*D taps"],
 ) -> Float[Array, "B T *D"]:
     """Return silu(convolution). The last tap multiplies a position's own input.
 
@@ -34,9 +35,9 @@ def convolve(
 
 def last_inputs(
     x_BTD: Float[Array, "B T *D"],
-    earlier: Float[Array, "B W-1 *D"],
+    earlier: Float[Array, "B E *D"],
     documents_BT: Int[Array, "B T"],
-) -> Float[Array, "B W-1 *D"]:
+) -> Float[Array, "B E *D"]:
     """Return what `convolve` needs as `earlier` for the positions after these."""
     inputs, documents = _prepend(earlier, x_BTD, documents_BT)
     last = slice(x_BTD.shape[1], None)

@@ -208,7 +208,7 @@ def _pieces(execution: Execution) -> Pieces:
 
 def _starts(
     x_BTD: jax.Array, call: CallContext, cache: DeltaState | None, pieces: Pieces
-) -> Bool[Array, "pB T"]:
+) -> Bool[Array, "rows U"]:
     """Return where the documents of each piece start; not for a row's first one.
 
     Before the first position of a row, state and inputs are zero in any case.

@@ -4,7 +4,7 @@ A device has one piece of each of its rows, or two in ring order (attention/ring
 Pieces are treated as rows of their own, whose state and whose earlier inputs come from
 other devices.
 
-Shapes: B batch, T local time, P pieces of a whole row, p pieces of a device.
+Shapes: B batch, T local time, U time of a piece, P pieces of a whole row.
 """
 
 from typing import NamedTuple
@@ -29,19 +29,19 @@ class Pieces(NamedTuple):
     def _num_local(self) -> int:
         return 1 + self.in_ring_order
 
-    def split(self, x: Shaped[Array, "B T *dims"]) -> Shaped[Array, "pB T/p *dims"]:
+    def split(self, x: Shaped[Array, "B T *dims"]) -> Shaped[Array, "rows U *dims"]:
         """Return a device's pieces as separate rows."""
         B, T, *dims = x.shape
         pieces = x.reshape(B, self._num_local, -1, *dims)
         return jnp.moveaxis(pieces, 1, 0).reshape(-1, T // self._num_local, *dims)
 
-    def join(self, x: Shaped[Array, "pB T/p *dims"]) -> Shaped[Array, "B T *dims"]:
+    def join(self, x: Shaped[Array, "rows U *dims"]) -> Shaped[Array, "B T *dims"]:
         """Undo `split`."""
         pieces = x.reshape(self._num_local, -1, *x.shape[1:])
         joined = jnp.moveaxis(pieces, 0, 1)
         return joined.reshape(joined.shape[0], -1, *x.shape[2:])
 
-    def previous(self, x: Shaped[Array, "pB *dims"]) -> Shaped[Array, "pB *dims"]:
+    def previous(self, x: Shaped[Array, "rows *dims"]) -> Shaped[Array, "rows *dims"]:
         """Return what the piece before each piece has; zeros for the first of a row."""
         if not self.axes:
             return jnp.zeros_like(x)
@@ -70,7 +70,7 @@ class Pieces(NamedTuple):
         return pieces[0]
 
     def _take_local(self, x: jax.Array) -> jax.Array:
-        """Return [pB, ...] of a device's pieces, from [P, B, ...]."""
+        """Return [rows, ...] of a device's pieces, from [P, B, ...]."""
         i = jax.lax.axis_index(self.axes)
         numbers = [i, len(x) - 1 - i][: self._num_local]
         return x[jnp.stack(numbers)].reshape(-1, *x.shape[2:])

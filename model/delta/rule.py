@@ -155,19 +155,24 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
     q_MBKCH, k_MBKCH, v_MBKRCV = (_split(x, 1) for x in inputs[:3])
     g_MBKRC, b_MBKRC, starts_MBC = (_split(x, 0) for x in inputs[3:])
     documents = jnp.cumsum(starts_MBC, axis=-1, dtype=jnp.int32)
+    in_document = documents[..., :, None] == documents[..., None, :]
+    visible_MBCC = in_document & jnp.tri(CHUNK, dtype=bool)[None, None]
     documents = documents[:, :, None, None]  # [M, B, 1, 1, C]
     # The sums may be below -1,000, where float32 has too few digits for differences of
-    # neighbours. Therefore exact multiples of 1/256 and the rest are summed apart.
+    # neighbours. Therefore exact multiples of 1/256 and the rest are summed apart. Only
+    # sums inside documents give gradients of exactly zero to other documents.
     coarse = jax.lax.stop_gradient(jnp.round(g_MBKRC * _FRACTIONS) / _FRACTIONS)
-    sums = [jnp.cumsum(part, axis=-1) for part in (coarse, g_MBKRC - coarse)]
+    sums = [
+        _exact("mbij,mbkrj->mbkri", visible_MBCC.astype(jnp.float32), part)
+        for part in (coarse, g_MBKRC - coarse)
+    ]
 
     def decay(mask: jax.Array, differences: list[jax.Array]) -> jax.Array:
         # Mask before `exp`: the exponents of later positions are positive and large.
         return jnp.exp(jnp.where(mask, sum(differences), -jnp.inf))
 
-    lower = jnp.tri(CHUNK, dtype=bool)[None, None, None, None]
-    in_document = documents[..., :, None] == documents[..., None, :]
-    D = decay(lower & in_document, [G[..., :, None] - G[..., None, :] for G in sums])
+    differences = [G[..., :, None] - G[..., None, :] for G in sums]
+    D = decay(visible_MBCC[:, :, None, None], differences)
     before = decay(documents == 0, sums)
     after = decay(documents == documents[..., -1:], [G[..., -1:] - G for G in sums])
     through = decay(documents[..., -1] == 0, [G[..., -1] for G in sums])

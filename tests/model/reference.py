@@ -22,8 +22,7 @@ def reference_loss(params, config: ModelConfig, tokens):
         layer = layer_of(p, config, index)
         after = config.norm_placement == "both"
         h = norm(x, config, **layer["attention_norm"])
-        mix = latent_attention if config.mixer == "latent_attention" else attention
-        h = mix(h, layer["attention"], config, index)
+        h = mixed(h, layer["attention"], config, index)
         x = x + (norm(h, config, **layer["attention_output_norm"]) if after else h)
         h, mlp = norm(x, config, **layer["mlp_norm"]), layer["mlp"]
         if "router" in mlp:
@@ -49,8 +48,17 @@ def layer_of(p, config: ModelConfig, index: int):
 # ---- Attention
 
 
+def mixed(h, part, config: ModelConfig, index: int):
+    if config.mixer == "gated_delta":
+        return delta(h, part, config)
+    if config.mixer == "latent_attention":
+        return latent_attention(h, part, config)
+    return attention(h, part, config, index)
+
+
 def attention(h, part, config: ModelConfig, index: int):
     q, k, v = (linear(h, part[name]) for name in ("query", "key", "value"))
+    q, gate = jnp.split(q, 2, -1) if config.attention_gate else (q, jnp.inf)
     if config.qk_norm:
         q = norm(q, config, part["query_norm"]["scale"], centre=False)
         k = norm(k, config, part["key_norm"]["scale"], centre=False)
@@ -62,10 +70,10 @@ def attention(h, part, config: ModelConfig, index: int):
     seen = mask(h.shape[1], config.windows[index])[None, None]
     cap, sinks = config.attention_soft_cap, part.get("sinks")
     heads = attend(q, k, v, seen, scale=scale, soft_cap=cap, sinks=sinks)
-    return linear(heads, part["output"], 2)
+    return linear(heads * sigmoid(gate), part["output"], 2)
 
 
-def latent_attention(h, part, config: ModelConfig, index: int):
+def latent_attention(h, part, config: ModelConfig):
     config = dataclasses.replace(config, norm_epsilon=1e-6)
     P, R = config.nope_head_dim, config.rope_head_dim
 
@@ -110,6 +118,51 @@ def turned(x, theta, R):  # each pair of dims (i, i + R/2) as one complex number
 def mask(T, window):
     behind = np.arange(T)[:, None] - np.arange(T)
     return (behind >= 0) & (behind < (window or T))
+
+
+def delta(h, part, config: ModelConfig):
+    """A gated delta net, position by position."""
+    q, k, v = (
+        convolved(linear(h, part[name]), part[f"{name}_taps"])
+        for name in ("query", "key", "value")
+    )
+    q, k = (y / jnp.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    heads = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(y, heads, 2) for y in (q / q.shape[-1] ** 0.5, k))
+    keep = jnp.exp(
+        -jnp.exp(part["A_log"])
+        * jnp.logaddexp(linear(h, part["dt"]) + part["dt_bias"], 0)
+    )
+    o = recurrence(q, k, v, keep, sigmoid(linear(h, part["beta"])))
+    o = o / jnp.sqrt((o**2).mean(-1, keepdims=True) + config.norm_epsilon)
+    z = linear(h, part["gate"])
+    return linear(o * part["output_norm"]["scale"] * z * sigmoid(z), part["output"], 2)
+
+
+def recurrence(q, k, v, keep, beta):
+    """The gated delta rule for [B, T, N, ...], position by position."""
+
+    def step(state, inputs):
+        q, k, v, keep, beta = inputs
+        state = state * keep[..., None, None]
+        held = jnp.einsum("bnh,bnhv->bnv", k, state)
+        state += jnp.einsum("bnh,bnv->bnhv", k, beta[..., None] * (v - held))
+        return state, jnp.einsum("bnh,bnhv->bnv", q, state)
+
+    inputs = (jnp.moveaxis(y, 1, 0) for y in (q, k, v, keep, beta))
+    state = jnp.zeros((*k[:, 0].shape, v.shape[-1]), v.dtype)
+    return jnp.moveaxis(jax.lax.scan(step, state, (*inputs,))[1], 0, 1)
+
+
+def convolved(x, taps):
+    past = jnp.pad(x, ((0, 0), (taps.shape[-1] - 1, 0), (0, 0), (0, 0)))
+    shifted = [past[:, s : s + x.shape[1]] for s in range(taps.shape[-1])]
+    y = sum(taps[..., s] * part for s, part in enumerate(shifted))
+    return y * sigmoid(y)
+
+
+def sigmoid(x):
+    return 1 / (1 + jnp.exp(-x))
 
 
 # ---- MLP
