@@ -3,6 +3,7 @@
 import jax
 
 from data.batches import Order
+from model.choices import Mixer
 from model.params import ParamInfo, named
 from train.console import print_table
 from train.hardware.chips import peak_flops
@@ -47,7 +48,9 @@ def describe_program(program: Program) -> None:
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)
-    print(f"            {flops} of the model (6 N + 12 L C T per token)")
+    is_attention = config.model.mixer is Mixer.attention
+    formula = "6 N + 12 L C T" if is_attention else "6 N + 18 L S"
+    print(f"            {flops} of the model ({formula} per token)")
     print(f"steps       {config.train.num_steps:,}", flush=True)
 
 

@@ -6,6 +6,9 @@ counts once more for each module that predicts a token further ahead. Only exper
 which a token is routed count. C is heads x head dim, the mean of the dims of keys and
 values, and T is at most the window of a layer. Causal attention is not halved.
 Source: PaLM, arXiv:2204.02311, appendix B.
+
+A gated delta net takes 18 S instead of 12 C T: it reads the S numbers of its states for
+a key and for a query, and writes them, whatever the length of a row.
 """
 
 from typing import Any
@@ -36,7 +39,16 @@ def weight_flops(model: ModelConfig, params: Any, infos: Any) -> int:
 
 
 def attention_flops(model: ModelConfig, length: int) -> int:
-    """Return 12 L C T: the FLOPs of a token's attention in rows of `length` tokens."""
-    windows = *model.windows, *[model.windows[-1]] * model.predict_ahead
-    keys = sum(min(length, window or length) for window in windows)
-    return 6 * model.num_heads * (model.head_size + model.value_size) * keys
+    """Return 12 C T, or 18 S, summed over layers, in rows of `length` tokens."""
+    ahead = model.predict_ahead
+    windows = *model.windows, *[model.windows[-1]] * ahead
+    mixers = *model.mixers, *[model.mixers[-1]] * ahead
+    _, state_heads, key_dim, value_dim = model.delta_sizes
+    state_size = state_heads * key_dim * value_dim
+    per_key = 6 * model.num_heads * (model.head_size + model.value_size)
+    return sum(
+        18 * state_size
+        if mixer is Mixer.gated_delta
+        else per_key * min(length, window or length)
+        for mixer, window in zip(mixers, windows, strict=True)
+    )

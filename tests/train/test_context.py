@@ -27,18 +27,6 @@ def test_keys_of_all_heads_on_each_device_meet_their_own_queries(gradients, way)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [RING, ALL_GATHER])
-def test_states_cross_devices_as_they_cross_chunks(gradients, way):
-    """With all_gather a device has one piece of a row, in a ring two."""
-    model = ("model.mixer=gated_delta", "model.num_layers=2", "model.delta_key_dim=16")
-    model = (*model, "model.delta_value_heads=8", "model.embed_dim=16")
-    loss, grads, _ = gradients(*model, "mesh=single", devices=1)
-    found = gradients(*model, "mesh.context=4", "mesh.fsdp=2", way)
-    assert found[0] == pytest.approx(loss, rel=1e-5)
-    assert distance(found[1], grads) < 1e-5
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
 def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
     """By gradients: of one target a row, with respect to the embedding of each token.

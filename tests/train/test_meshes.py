@@ -33,11 +33,6 @@ MODELS = {
     "dense": DENSE,
     "near": (*DENSE, *LOCAL, "model.window=5"),  # at most a chunk of a ring of four
     "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than one of a ring of two
-    # Rounding is amplified where keys of few dims are normalised.
-    "delta": (
-        *(*DENSE, "model.mixer=gated_delta", "model.delta_value_heads=8"),
-        *("model.delta_key_dim=16", "model.delta_value_dim=8"),
-    ),
     "experts": MOE,
     "every": (*MOE, "model.num_layers=6", "model.experts_every=3"),
     "mixed": (
@@ -88,8 +83,6 @@ SLOW = [
     ("far", "pipeline=2 context=4"),
     ("dense", f"{DEEP_PIPELINE} context=2 tensor=2"),
     ("dense", "pipeline=2 fsdp=2 tensor=2 train.accumulation_steps=2"),
-    ("delta", "data=2 fsdp=2 tensor=2 train.remat=full"),
-    ("delta", "pipeline=2 context=2 tensor=2"),
     ("experts", "pipeline=2 data=2 expert=2 pipeline_repeats=2"),
     ("experts", "pipeline=2 expert=2 tensor=2 train.remat=full"),
     ("experts", "pipeline=2 context=2 expert=2"),

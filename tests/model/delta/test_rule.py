@@ -1,6 +1,7 @@
-"""The gated delta rule in chunks, against its recurrence in float64 and transformers."""
+"""The gated delta rule in chunks: against its recurrence, and against transformers."""
 
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -125,7 +126,7 @@ def test_documents_in_a_row_are_as_if_alone():
     packed = inputs._replace(starts=starts)
     values_and_grads = jax.value_and_grad(weighted_sum, allow_int=True)
     whole, last = run(packed, empty())
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         alone = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], inputs)
         o, state = run(alone, empty())
         assert error(whole[:, start:stop], o) < 1e-5
