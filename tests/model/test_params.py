@@ -43,11 +43,14 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
         own["mlp"] = config.mlp_size
         if info.layers and kinds[info.layers[0]].experts:
             own["mlp"] = config.expert_size  # the shared expert's too: it is one
-        if config.mixer == "latent_attention" and ".attention." in name:
-            # Ranks are sharded like other dims of inputs and outputs.
+        shape = tuple(own[axis] for axis in info.axes if axis is not None)
+        if config.mixer != "attention" and ".attention." in name:
+            # Heads and dims of several sizes share an axis.
             assert param.ndim == len(info.axes), name
-            continue
-        assert param.shape == tuple(own[axis] for axis in info.axes), name
+        elif config.attention_gate and name.endswith("query.weight"):
+            assert param.shape == (*shape[:-1], 2 * shape[-1])
+        else:
+            assert param.shape == shape, name
 
 
 def test_each_layer_has_its_parameters_once(tiny):
@@ -68,7 +71,7 @@ def test_each_layer_has_its_parameters_once(tiny):
 
 def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
     for name, info in infos(tiny).items():
-        if name.endswith(("bias", "scale", "balance", "sinks")):
+        if name.endswith(("bias", "scale", "balance", "sinks", "taps", "A_log")):
             assert info.kind is Kind.vector, name
         elif name.startswith("layers."):
             assert info.kind is Kind.matrix, name
