@@ -110,7 +110,7 @@ def print_parameters(program: Program) -> None:
             name,
             "x".join(map(str, leaf.shape)),
             str(leaf.dtype),
-            " ".join(infos[name].axes),
+            " ".join(axis or "-" for axis in infos[name].axes),
             str(tuple(leaf.sharding.spec)),
             format_bytes(bytes_per_device(leaf)),
         ]
