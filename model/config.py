@@ -1,8 +1,9 @@
 """The config of a GPT. Mesh and training have their own configs (train/config)."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Gt, Le
 from typing_extensions import Doc
@@ -81,6 +82,13 @@ class ModelConfig:
         Mixer,
         Doc("How a layer mixes positions: attention, latent_attention or gated_delta."),
     ] = Mixer.attention
+    mixer_pattern: Annotated[
+        tuple[Mixer, ...] | None,
+        Doc(
+            "The mixers of layers, repeated over the depth. null: model.mixer "
+            "everywhere."
+        ),
+    ] = None
     query_rank: Annotated[
         Size | None,
         Doc("latent_attention compresses queries to this dim. null: it does not."),
@@ -331,15 +339,14 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         """Dim of the queries and keys of a head, H."""
-        if self.mixer is Mixer.latent_attention:
+        if self.has_latent_attention:
             return self.nope_head_dim + self.rope_head_dim
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def value_size(self) -> int:
         """Dim of the values of a head."""
-        is_latent = self.mixer is Mixer.latent_attention
-        return self.value_head_dim if is_latent else self.head_size
+        return self.value_head_dim if self.has_latent_attention else self.head_size
 
     @property
     def delta_sizes(self) -> DeltaSizes:
@@ -382,9 +389,21 @@ class ModelConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer. None means that a query sees all earlier keys."""
-        pattern = self.layer_pattern or ("local",)
-        repeated = itertools.islice(itertools.cycle(pattern), self.num_layers)
-        return tuple(self.window if reach == "local" else None for reach in repeated)
+        reaches = self._repeat(self.layer_pattern or ("local",))
+        return tuple(self.window if reach == "local" else None for reach in reaches)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer."""
+        return tuple(self._repeat(self.mixer_pattern or (self.mixer,)))
+
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether the attention of layers is latent attention."""
+        return Mixer.latent_attention in self.mixers
+
+    def _repeat(self, pattern: Sequence[Any]) -> Iterator[Any]:
+        return itertools.islice(itertools.cycle(pattern), self.num_layers)
 
     @property
     def high_precision_flags(self) -> tuple[bool, ...]:
@@ -396,6 +415,6 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """The number of a head's dims that are rotated. This number is even."""
-        if self.mixer is Mixer.latent_attention:
+        if self.has_latent_attention:
             return self.rope_head_dim
         return int(self.head_size * self.rotary_fraction) // 2 * 2

@@ -28,7 +28,7 @@ _Rule = tuple[bool, str, tuple[str, ...], str]
 _WITH_LATENT_ATTENTION = {
     **{"num_kv_heads": None, "head_dim": None, "qk_norm": False, "qkv_bias": False},
     **{"window": None, "query_scale_dim": None, "attention_sinks": False},
-    "attention_soft_cap": None,
+    **{"attention_soft_cap": None, "attention_gate": False},
     **{"position": Position.rotary, "rotary_fraction": 1.0, "bias": False},
 }
 
@@ -51,10 +51,10 @@ def broken_rules(model: ModelConfig) -> list[BrokenRule]:
 def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
     yield (
         model.head_dim is not None
-        or model.mixer is Mixer.latent_attention
+        or model.has_latent_attention
         or model.embed_dim % model.num_heads == 0,
         "embed_dim",
-        ("num_heads", "head_dim", "mixer"),
+        ("num_heads", "head_dim", "mixer", "mixer_pattern"),
         f"must be divisible by model.num_heads={model.num_heads}; "
         "change one of them or set model.head_dim",
     )
@@ -83,6 +83,14 @@ def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
 
 
 def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
+    attentions = {Mixer.attention, Mixer.latent_attention}
+    yield (
+        model.mixer_pattern != () and not attentions <= {*(model.mixer_pattern or ())},
+        "mixer_pattern",
+        (),
+        "must name a mixer, and cannot name both attention and latent_attention, whose "
+        "heads have different dims; null gives all layers model.mixer",
+    )
     yield (
         model.rope_theta_local is None or model.window is not None,
         "rope_theta_local",
@@ -150,20 +158,20 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
 
 
 def _latent_rules(model: ModelConfig) -> Iterator[_Rule]:
-    if model.mixer is not Mixer.latent_attention:
+    if not model.has_latent_attention:
         return
     for field, value in _WITH_LATENT_ATTENTION.items():
         text = "null" if value is None else str(value).lower()
         yield (
             getattr(model, field) == value,
             field,
-            ("mixer",),
-            f"must be {text} with model.mixer=latent_attention",
+            ("mixer", "mixer_pattern"),
+            f"must be {text} with latent_attention layers",
         )
     yield (
         model.rope_head_dim % 2 == 0,
         "rope_head_dim",
-        ("mixer",),
+        ("mixer", "mixer_pattern"),
         "must be even, because pairs of dims are rotated",
     )
 

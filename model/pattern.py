@@ -48,8 +48,8 @@ def kinds_of(config: ModelConfig) -> list[BlockKind]:
     expert_layers = range(config.dense_layers + every - 1, config.num_layers, every)
     has_experts = config.mlp is Mlp.moe
     return [
-        BlockKind(config.mixer, has_experts and layer in expert_layers)
-        for layer in range(config.num_layers)
+        BlockKind(mixer, has_experts and layer in expert_layers)
+        for layer, mixer in enumerate(config.mixers)
     ]
 
 

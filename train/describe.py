@@ -48,8 +48,8 @@ def describe_program(program: Program) -> None:
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
     flops = format_flops(program.flops_per_step)
-    is_attention = config.model.mixer is Mixer.attention
-    formula = "6 N + 12 L C T" if is_attention else "6 N + 18 L S"
+    has_states = Mixer.gated_delta in config.model.mixers
+    formula = "6 N + 12 L C T" + " or 18 L S" * has_states
     print(f"            {flops} of the model ({formula} per token)")
     print(f"steps       {config.train.num_steps:,}", flush=True)
 

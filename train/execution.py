@@ -22,6 +22,7 @@ from model.choices import (
     Dtype,
     ExpertExchange,
     Grouped,
+    Mixer,
 )
 from model.config import ModelConfig
 from model.eight_bits.quantization import Quantization
@@ -170,6 +171,7 @@ def _resolve_context_attention(
     devices = num_shards(sizes, rules.spec("seq")[0])
     if devices == 1:
         return ContextAttention.ring
+    _check_delta_pieces(config, devices)
     model = config.model
     head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
     kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
@@ -199,6 +201,18 @@ def _resolve_context_attention(
     except ValueError as error:
         rule = f"is not possible: {error}; change one of them"
         raise ConfigError([Mistake("mesh.context_attention", setting, rule)]) from None
+
+
+def _check_delta_pieces(config: Config, devices: int) -> None:
+    """Refuse rows whose pieces on a device are shorter than a convolution reaches."""
+    model, length, pieces = config.model, config.data.sequence_length, 2 * devices
+    shortest = pieces * (model.delta_conv_width - 1)
+    if Mixer.gated_delta in model.mixers and length < shortest:
+        rule = f"must be at least {shortest}: {devices} devices share a row in up to "
+        rule += f"{pieces} pieces, and a gated delta net needs model.delta_conv_width "
+        rule += "- 1 positions in each; use longer rows or a smaller mesh.context"
+        related = ("model.delta_conv_width", "mesh.context")
+        raise ConfigError([Mistake("data.sequence_length", length, rule, related)])
 
 
 def _resolve_expert_exchange(

@@ -117,6 +117,7 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
         rule += "(model.num_layers, of these model.dense_layers), which form "
         rule += "equal groups on the stages; change stages, repeats or layers"
         related = ("mesh.pipeline_repeats", "model.num_layers", "model.dense_layers")
+        related = (*related, "model.mixer_pattern")
         mistakes.append(Mistake("mesh.pipeline", stages, rule, related))
     else:
         for segment in segments:
@@ -158,12 +159,13 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
     The dims of each parameter are checked when it is sharded (train/sharding.py).
     """
     model, mistakes = config.model, list[Mistake]()
-    dims = [
-        ("embed", "embed_dim", model.embed_dim),
-        ("heads", "num_heads", model.num_heads),
-        ("kv_heads", "num_kv_heads", model.kv_heads),
-    ]
-    if model.mixer is Mixer.latent_attention:
+    dims = [("embed", "embed_dim", model.embed_dim)]
+    if Mixer.gated_delta in model.mixers:
+        dims.append(("heads", "delta_key_heads", model.delta_sizes.key_heads))
+    if {*model.mixers} != {Mixer.gated_delta}:
+        dims.append(("heads", "num_heads", model.num_heads))
+        dims.append(("kv_heads", "num_kv_heads", model.kv_heads))
+    if model.has_latent_attention:
         dims += [("embed", "kv_rank", model.kv_rank)]
         dims += [("embed", "query_rank", model.query_rank)] if model.query_rank else []
     if model.mlp is Mlp.moe:

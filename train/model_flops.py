@@ -13,6 +13,7 @@ a key and for a query, and writes them, whatever the length of a row.
 
 from typing import Any
 
+from model.choices import Mixer
 from model.config import ModelConfig
 from model.gpt import active_parts
 from model.params import Kind, is_info, named

@@ -1,4 +1,4 @@
-"""What a layer keeps of earlier positions, for generation, and attention to it.
+"""Caches of the earlier positions of a layer, and attention to keys and values.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
 V value dim, C latent dim, L layers.
@@ -107,6 +107,6 @@ def cached_attention(
             visible_TS &= distance_TS < num_keys
     visible_BTS = visible_TS[None]
     if cache.first_B is not None:
-        visible_BTS &= jnp.arange(S) >= cache.first_B[:, None, None]
+        visible_BTS &= jnp.arange(S)[None, None] >= cache.first_B[:, None, None]
     inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)
     return xla.attend_masked(inputs, visible_BTS, compute, soft_cap=soft_cap)

@@ -27,18 +27,15 @@ def unit_lower_inverse(
     inverse, size = jnp.broadcast_to(jnp.eye(C), strict_lower.shape), 1
     while size < C:
         block = np.arange(C) // size
-        # Where M is: the same block of size 2 s, but another block of size s.
+        # An element of M has a row and a column in one block of size 2 s, but not s.
         in_pair = block[:, None] // 2 == block // 2
         is_below = in_pair & (block[:, None] > block)
-        below = jnp.where(_expand(is_below, strict_lower.ndim), strict_lower, 0)
+        mask = jnp.broadcast_to(is_below, strict_lower.shape)
+        below = jnp.where(mask, strict_lower, 0)
         if size > 1:
             below = _multiply(_multiply(inverse, below), inverse)
         inverse, size = inverse - below, 2 * size
     return inverse
-
-
-def _expand(mask: np.ndarray, ndim: int) -> np.ndarray:
-    return mask.reshape((1,) * (ndim - 2) + mask.shape)
 
 
 def _forward(strict_lower: jax.Array):

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from model.attention.cache import DeltaState, LayerCache
 from model.choices import Intermediate, Norm
 from model.config import ModelConfig
 from model.delta.convolution import convolve, last_inputs
-from model.delta.pieces import Pieces
+from model.delta.pieces import RowPieces, document_starts, row_pieces
 from model.delta.rule import DeltaInputs, delta_chunks, delta_step
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
@@ -92,8 +92,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Return the layer's output, and the updated cache. `local_flag` is unused."""
         assert cache is None or isinstance(cache, DeltaState)
-        pieces = _pieces(execution)
-        starts_BT = _starts(x_BTD, call, cache, pieces)
+        pieces = row_pieces(execution)
+        starts_BT = document_starts(x_BTD, call, cache, pieces)
         (q_BTKH, k_BTKH, v_BTNV), last = self._project(
             x_BTD, execution, call, cache, starts_BT=starts_BT, pieces=pieces
         )
@@ -111,22 +111,19 @@ class GatedDeltaNet(nnx.Module):
             rate=by_key_head(beta_BTN),
             starts=starts_BT,
         )
-        compute = execution.numerics.compute_dtype
+        state, T = pieces.state_before if pieces.axes else None, x_BTD.shape[1]
         with part_scope("delta"):
-            if cache is not None:
-                one_position = x_BTD.shape[1] == 1
-                run = (
-                    delta_step
-                    if one_position
-                    else partial(delta_chunks, compute=compute)
-                )
-                o_BTKRV, state = run(inputs, cache.state)
-                length = cache.length + x_BTD.shape[1]
-                q, k, v = last
-                cache = DeltaState(state, q, k, v, length, cache.first_B)
+            if cache is not None and T == 1:
+                o_BTKRV, state = delta_step(inputs, cache.state)
             else:
-                before = pieces.state_before if pieces.axes else _empty_state(inputs)
-                o_BTKRV, _ = delta_chunks(inputs, before, compute=compute)
+                compute = execution.numerics.compute_dtype
+                state = state if cache is None else cache.state
+                o_BTKRV, state = delta_chunks(inputs, state, compute)
+        if cache is not None:
+            q, k, v = last
+            cache = cache._replace(
+                state=state, queries=q, keys=k, values=v, length=cache.length + T
+            )
         z_BTNV = self.gate(x_BTD, execution, call)
         o_BTNV = pieces.join(o_BTKRV).reshape(z_BTNV.shape)
         o_BTNV = self.output_norm(o_BTNV) * jax.nn.silu(z_BTNV.astype(jnp.float32))
@@ -141,7 +138,7 @@ class GatedDeltaNet(nnx.Module):
         cache: DeltaState | None,
         *,
         starts_BT: jax.Array,
-        pieces: Pieces,
+        pieces: RowPieces,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return queries, keys and values of each piece, and the last inputs of each.
 
@@ -161,7 +158,6 @@ class GatedDeltaNet(nnx.Module):
             earlier = cached
             if earlier is None:
                 shape = len(y), taps.shape[-1] - 1, *y.shape[2:]
-                assert not pieces.axes or y.shape[1] >= shape[1], "checked by config"
                 earlier = jnp.zeros(shape, y.dtype)
                 earlier = pieces.previous(last_inputs(y, earlier, documents_BT))
             with part_scope("convolution"):
@@ -184,51 +180,15 @@ class GatedDeltaNet(nnx.Module):
         self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
     ) -> DeltaState:
         """Return a cache of no positions. Its size does not depend on `length`."""
-        K, N, H, V = self.sizes
-
-        def inputs(taps: nnx.Param) -> jax.Array:
-            *channels, W = taps.shape[-3:]
-            return jnp.zeros((batch, W - 1, *channels), dtype)
-
+        (K, N, H, V), E = self.sizes, self.query_taps.shape[-1] - 1
+        state = jnp.zeros((batch, K, N // K, H, V), jnp.float32)
+        k, v = (jnp.zeros((batch, E, *dims), dtype) for dims in ((K, H), (N, V)))
         return DeltaState(
-            state=jnp.zeros((batch, K, N // K, H, V), jnp.float32),
-            queries=inputs(self.query_taps),
-            keys=inputs(self.key_taps),
-            values=inputs(self.value_taps),
-            length=jnp.int32(0),
-            first_B=first_B,
+            state, queries=k, keys=k, values=v, length=jnp.int32(0), first_B=first_B
         )
-
-
-def _pieces(execution: Execution) -> Pieces:
-    in_ring = execution.context_attention.has_ring_order(execution.attention)
-    axes = execution.placement.sequence_axes
-    return Pieces(axes, in_ring_order=bool(axes) and in_ring)
-
-
-def _starts(
-    x_BTD: jax.Array, call: CallContext, cache: DeltaState | None, pieces: Pieces
-) -> Bool[Array, "rows U"]:
-    """Return where the documents of each piece start; not for a row's first one.
-
-    Before the first position of a row, state and inputs are zero in any case.
-    """
-    B, T, _ = x_BTD.shape
-    if cache is not None and cache.first_B is not None:
-        return cache.length + jnp.arange(T)[None] == cache.first_B[:, None]
-    if cache is not None or call.segment_ids_BT is None:
-        return pieces.split(jnp.zeros((B, T), bool))
-    ids_BT = pieces.split(call.segment_ids_BT)
-    previous_B1 = pieces.previous(ids_BT[:, -1])[:, None]
-    return ids_BT != jnp.concatenate([previous_B1, ids_BT[:, :-1]], axis=1)
 
 
 def _normalize(x: Float[Array, "*dims H"]) -> Float[Array, "*dims H"]:
     """Return float32 vectors of norm 1."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPSILON)
-
-
-def _empty_state(inputs: DeltaInputs) -> jax.Array:
-    B, _, K, R, V = inputs.values.shape
-    return jnp.zeros((B, K, R, inputs.keys.shape[-1], V), jnp.float32)

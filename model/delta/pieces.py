@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
+from model.attention.cache import DeltaState
 from model.delta.rule import AffineMap
+from model.execution import CallContext, Execution
 
 
-class Pieces(NamedTuple):
+class RowPieces(NamedTuple):
     """The pieces of rows that devices share over the manual mesh axes `axes`.
 
     Without axes, a piece is a whole row.
@@ -74,3 +76,30 @@ class Pieces(NamedTuple):
         i = jax.lax.axis_index(self.axes)
         numbers = [i, len(x) - 1 - i][: self._num_local]
         return x[jnp.stack(numbers)].reshape(-1, *x.shape[2:])
+
+
+def row_pieces(execution: Execution) -> RowPieces:
+    """Return how devices share rows."""
+    in_ring = execution.context_attention.has_ring_order(execution.attention)
+    axes = execution.placement.sequence_axes
+    return RowPieces(axes, in_ring_order=bool(axes) and in_ring)
+
+
+def document_starts(
+    x_BTD: Float[Array, "B T D"],
+    call: CallContext,
+    cache: DeltaState | None,
+    pieces: RowPieces,
+) -> Bool[Array, "rows U"]:
+    """Return where the documents of each piece start; not for a row's first one.
+
+    Before the first position of a row, state and inputs are zero in any case.
+    """
+    B, T, _ = x_BTD.shape
+    if cache is not None and cache.first_B is not None:
+        return cache.length + jnp.arange(T)[None] == cache.first_B[:, None]
+    if cache is not None or call.segment_ids_BT is None:
+        return pieces.split(jnp.zeros((B, T), bool))
+    ids_BT = pieces.split(call.segment_ids_BT)
+    previous_B1 = pieces.previous(ids_BT[:, -1])[:, None]
+    return ids_BT != jnp.concatenate([previous_B1, ids_BT[:, :-1]], axis=1)

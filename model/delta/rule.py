@@ -14,9 +14,8 @@ D_ij = e^(G_i - G_j) for i >= j, otherwise 0:
 
 A scan over chunks carries S. Everything that does not depend on S is computed before
 the scan, for all chunks at once. g, the inverse and the state are float32; operands of
-other products have the compute dtype.
-
-At the start of a document the state is forgotten: no factor e^.. spans a start.
+other products have the compute dtype. No factor e^.. spans the start of a document,
+so that the state is forgotten there.
 
 Source: arXiv:2412.06464, section 3.3.
 
@@ -61,7 +60,7 @@ State = Float[Array, "B K R H V"]
 
 
 class AffineMap(NamedTuple):
-    """What several positions do to the state: S becomes `factor` S + `offset`."""
+    """The map of several positions: the state S becomes `factor` S + `offset`."""
 
     factor: Float[Array, "*dims H H"]
     offset: Float[Array, "*dims H V"]
@@ -95,36 +94,37 @@ def delta_step(
     q, k, v, g, b = (x[:, 0] for x in inputs[:5])
     decay = jnp.where(inputs.starts[..., None], 0, jnp.exp(g))
     state = decay[..., None, None] * state
-    held = _exact("bkh,bkrhv->bkrv", k, state)
-    state = state + _exact("bkh,bkrv->bkrhv", k, b[..., None] * (v - held))
+    held_v = _exact("bkh,bkrhv->bkrv", k, state)
+    state = state + _exact("bkh,bkrv->bkrhv", k, b[..., None] * (v - held_v))
     return _exact("bkh,bkrhv->bkrv", q, state)[:, None], state
 
 
 def delta_chunks(
     inputs: DeltaInputs,
-    state_before: State | Callable[[AffineMap], State],
+    state_before: State | Callable[[AffineMap], State] | None,
     compute: DTypeLike,
 ) -> tuple[Float[Array, "B T K R V"], State]:
     """Return the float32 output of T positions, and the state after them.
 
-    `state_before` is the float32 state before the first position. If it depends on
-    other devices, which have earlier positions of the rows, it is a function of the map
-    of the T positions.
+    `state_before` is the float32 state before the first position; None is zero. If it
+    depends on other devices, which have earlier positions of the rows, it is a function
+    of the map of the T positions.
     """
-    chunks = _prepare(inputs, compute)
-    if callable(state_before):
+    chunks, (B, T, K, R, V) = _prepare(inputs, compute), inputs.values.shape
+    if state_before is None:
+        state_before = jnp.zeros((B, K, R, inputs.keys.shape[-1], V), jnp.float32)
+    elif callable(state_before):
         state_before = state_before(_map_of(chunks, compute))
 
     def step(state: jax.Array, chunk: _Chunks):
-        next_state, new = _write(state, chunk, compute)
-        earlier = product("bkch,bkrhv->bkrcv", chunk.queries, state, compute)
-        within = product("bkrij,bkrjv->bkriv", chunk.scores, new, compute)
-        return next_state, chunk.decay_before[..., None] * earlier + within
+        o = product("bkch,bkrhv->bkrcv", chunk.queries, state, compute)
+        state, new = _write(state, chunk, compute)
+        new_o = product("bkrij,bkrjv->bkriv", chunk.scores, new, compute)
+        return state, chunk.decay_before[..., None] * o + new_o
 
     state, o_MBKRCV = jax.lax.scan(step, state_before, chunks)
-    M, B, K, R, C, V = o_MBKRCV.shape
-    o = jnp.moveaxis(o_MBKRCV, (0, 4), (1, 2)).reshape(B, M * C, K, R, V)
-    return o[:, : inputs.keys.shape[1]], state
+    o = jnp.moveaxis(o_MBKRCV, (0, 4), (1, 2)).reshape(B, -1, K, R, V)
+    return o[:, :T], state
 
 
 def _write(
@@ -142,7 +142,6 @@ def _map_of(chunks: _Chunks, compute: DTypeLike) -> AffineMap:
     *_, H = chunks.w.shape
     _, B, K, R, _, V = chunks.u.shape
     state = jnp.broadcast_to(jnp.eye(H, H + V), (B, K, R, H, H + V))
-    # The factor does not depend on values.
     widened = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(H, 0)]))
     state, _ = jax.lax.scan(
         lambda state, chunk: (_write(state, chunk, compute)[0], None), state, widened

@@ -93,12 +93,13 @@ TINY = {
         value_head_dim=7,
         norm_epsilon=1e-2,
     ),
-    "delta": ModelConfig(
-        num_layers=2,
+    "hybrid": ModelConfig(
+        num_layers=4,
         embed_dim=16,
         mlp_dim=24,
         vocab_size=32,
-        mixer=Mixer.gated_delta,
+        mixer_pattern=(Mixer.gated_delta, Mixer.attention),
+        attention_gate=True,
         delta_key_heads=2,
         delta_value_heads=4,
         delta_key_dim=6,

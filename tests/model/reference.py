@@ -49,9 +49,9 @@ def layer_of(p, config: ModelConfig, index: int):
 
 
 def mixed(h, part, config: ModelConfig, index: int):
-    if config.mixer == "gated_delta":
+    if config.mixers[index] == "gated_delta":
         return delta(h, part, config)
-    if config.mixer == "latent_attention":
+    if config.mixers[index] == "latent_attention":
         return latent_attention(h, part, config)
     return attention(h, part, config, index)
 

@@ -5,12 +5,13 @@ from operator import attrgetter
 
 import pytest
 
-from model.choices import ComputeDtype, Dtype, Mlp, RopeScaling, Scaling
+from model.choices import ComputeDtype, Dtype, Mixer, Mlp, RopeScaling, Scaling
 from model.config import ModelConfig
 from model.config_rules import broken_rules
 from train.cli.schema import convert
 
 MOE = {"mlp": Mlp.moe, "num_experts": 8}
+LATENT_HYBRID = Mixer.gated_delta, Mixer.latent_attention
 INT8 = {"compute_dtype": ComputeDtype.int8}
 
 
@@ -43,6 +44,10 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
             ["high_precision_layers"],
         ),
         ({"window": 4, "layer_pattern": ()}, ["layer_pattern"]),
+        ({"mixer_pattern": ()}, ["mixer_pattern"]),
+        ({"mixer_pattern": (*Mixer,)}, ["mixer_pattern"]),
+        ({"mixer_pattern": LATENT_HYBRID, "window": 4}, ["window"]),
+        ({"delta_key_heads": 4, "delta_value_heads": 6}, ["delta_value_heads"]),
         (MOE | {"router_groups": 3}, ["router_groups"]),
         (MOE | {"router_groups": 8, "router_groups_kept": 2}, ["router_groups"]),
         (MOE | {"router_groups_kept": 2}, ["router_groups_kept"]),

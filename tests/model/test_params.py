@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from model.choices import Mixer
 from model.config import LOGICAL_AXES
 from model.gpt import params_of
 from model.params import (
@@ -44,7 +45,8 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
         if info.layers and kinds[info.layers[0]].experts:
             own["mlp"] = config.expert_size  # the shared expert's too: it is one
         shape = tuple(own[axis] for axis in info.axes if axis is not None)
-        if config.mixer != "attention" and ".attention." in name:
+        in_mixer = ".attention." in name
+        if in_mixer and kinds[info.layers[0]].mixer is not Mixer.attention:
             # Heads and dims of several sizes share an axis.
             assert param.ndim == len(info.axes), name
         elif config.attention_gate and name.endswith("query.weight"):
@@ -54,12 +56,10 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
 
 
 def test_each_layer_has_its_parameters_once(tiny):
-    layers = {
-        kind: [n for n, own in enumerate(kinds_of(tiny.config)) if own == kind]
-        for kind in kinds_of(tiny.config)
-    }
-    for kind, numbers in layers.items():
-        name = "router.weight" if kind.experts else "mlp.up.weight"
+    experts = [kind.experts for kind in kinds_of(tiny.config)]
+    for has_experts in {*experts}:
+        numbers = [n for n, own in enumerate(experts) if own is has_experts]
+        name = "router.weight" if has_experts else "mlp.up.weight"
         found = [
             layer
             for own, info in infos(tiny).items()

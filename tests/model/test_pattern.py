@@ -2,12 +2,13 @@
 
 import pytest
 
-from model.choices import Mlp
+from model.choices import Mixer, Mlp
 from model.config import ModelConfig
 from model.pattern import kinds_of, segments_of
 
 SPARSE = {"mlp": Mlp.moe, "num_experts": 2}
 WINDOWS = {"window": 4, "layer_pattern": ("local", "global")}
+HYBRID = (*[Mixer.gated_delta] * 3, Mixer.attention)
 DENSE_FIRST = {**SPARSE, "dense_layers": 1}
 
 
@@ -25,6 +26,8 @@ DENSE_FIRST = {**SPARSE, "dense_layers": 1}
         # Without a repetition, each run of equal layers is a segment.
         ({"num_layers": 3, **DENSE_FIRST, "experts_every": 2}, [(1, 2), (1, 1)]),
         ({"num_layers": 126}, [(1, 126)]),
+        ({"num_layers": 8, **SPARSE, "mixer_pattern": HYBRID}, [(4, 2)]),
+        ({"num_layers": 6, "mixer_pattern": HYBRID}, [(1, 3), (1, 1), (1, 2)]),
     ],
 )
 def test_segments_are_few_and_their_patterns_short(config, shapes):

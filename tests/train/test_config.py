@@ -239,6 +239,19 @@ def test_the_tracker_of_an_older_version_is_read(tmp_path, name, enabled):
             "data: {source: tokens, path: x, tokenizer: gpt2}",
             ["data.tokenizer has no effect: data.source is tokens"],
         ),
+        ("model: {delta_key_dim: 8}", ["delta_key_dim has no effect: no layer is"]),
+        ("model: {mixer_pattern: [attention, gated_delta], window: 8}", []),
+        (
+            "model: {mixer: gated_delta, window: 8, attention_gate: true}",
+            [
+                f"model.{key} has no effect: all layers are gated_delta"
+                for key in ("attention_gate", "window")
+            ],
+        ),
+        (
+            "model: {mixer: gated_delta, mixer_pattern: [attention]}",
+            ["model.mixer has no effect: model.mixer_pattern is set"],
+        ),
         ("eval: {task_limit: 5.0}", ["eval.task_limit has no effect"]),
         ("eval: {task_limit: 5.0, tasks: [piqa]}", []),
         ("mesh: {pipeline_repeats: 2}", ["mesh.pipeline_repeats"]),

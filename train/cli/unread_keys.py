@@ -20,6 +20,10 @@ _EXPERT_KEYS = (
     *("num_experts", "experts_per_token", "expert_dim", "shared_expert"),
     *("dense_layers", "experts_every", "router", "routed_scaling"),
 )
+_ATTENTION_KEYS = (
+    *("num_kv_heads", "qk_norm", "qkv_bias", "rope_", "rotary_fraction", "window"),
+    *("layer_pattern", "attention", "query_scale_dim", "dropout.attention"),
+)
 
 
 def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
@@ -30,8 +34,11 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     is_unscaled = scaling is Scaling.none and not is_learned
     yield is_unscaled, "model.rope_scaling.", "model.rope_scaling.kind is none"
     yield not model.qk_norm, "model.qk_norm_over", "model.qk_norm is false"
-    is_attention = model.mixer is Mixer.attention
-    yield is_attention, "model.delta_", "model.mixer is attention"
+    no_delta = Mixer.gated_delta not in model.mixers
+    yield no_delta, "model.delta_", "no layer is gated_delta"
+    for key in _ATTENTION_KEYS:
+        is_unread = {*model.mixers} == {Mixer.gated_delta}
+        yield is_unread, f"model.{key}", "all layers are gated_delta"
     is_unclamped = model.activation is not Activation.clamped_swiglu
     yield is_unclamped, "model.swiglu_", f"model.activation is {model.activation}"
     is_one_group, no_shared = model.router_groups == 1, model.shared_experts == 0
@@ -83,6 +90,8 @@ def unread_key_warnings(config: Config) -> list[str]:
         for key in changed_keys
         if is_unread and key.startswith(prefix)
     ]
+    if model.mixer_pattern and "model.mixer" in changed_keys:
+        warnings.append("model.mixer has no effect: model.mixer_pattern is set")
     for key in ("remat", "offload"):
         if "mlp_gate" in getattr(config.train, key) and not model.gated:
             reason = f"model.activation={model.activation} has no gate"

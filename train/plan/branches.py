@@ -8,6 +8,7 @@ high precision (true) or not (model/segments.py).
 
 from collections.abc import Sequence
 
+from model.choices import Mixer
 from model.config import ModelConfig
 
 
@@ -22,7 +23,8 @@ def branch_counts(model: ModelConfig | None, part: str, count: int) -> tuple[int
     """
     flags: Sequence[bool] = ()
     if model and part == "attention":
-        flags = [window is not None for window in model.windows]
+        layers = zip(model.mixers, model.windows, strict=True)
+        flags = [w is not None for m, w in layers if m is not Mixer.gated_delta]
     elif model and not part:
         flags = model.high_precision_flags
     if len({*flags}) < 2:

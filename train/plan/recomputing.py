@@ -7,7 +7,7 @@ then the MLP's large intermediates.
 
 from typing import Any
 
-from model.choices import INTERMEDIATES, Intermediate, Mixer
+from model.choices import INTERMEDIATES, Intermediate
 from train.config import Config, Remat
 
 RematPolicy = Remat | tuple[Intermediate, ...]
@@ -78,5 +78,5 @@ def _allowed(config: Config) -> list[RematPolicy]:
 
 
 def _saved(policy: RematPolicy, config: Config) -> frozenset[str]:
-    is_latent = config.model.mixer is Mixer.latent_attention
-    return frozenset(_SAVED.get(policy, policy)) - (set() if is_latent else {"latent"})
+    lacking = set() if config.model.has_latent_attention else {"latent"}
+    return frozenset(_SAVED.get(policy, policy)) - lacking

@@ -30,6 +30,7 @@ NOT_NULL = object()  # any value but null
 _USUAL: dict[str, Any] = {
     "mixer": Mixer.attention,
     "predict_ahead": 0,
+    "mixer_pattern": None,
     "norm": Norm.rmsnorm,
     "norm_placement": NormPlacement.before,
     "norm_unit_offset": False,
@@ -41,7 +42,6 @@ _USUAL: dict[str, Any] = {
     "layer_pattern": None,
     "query_scale_dim": None,
     "attention_soft_cap": None,
-    "mixer": Mixer.attention,
     "attention_sinks": False,
     "attention_gate": False,
     "activation": Activation.swiglu,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from model.choices import Mixer, Scaling
+from model.choices import Scaling
 from model.config import ModelConfig
 
 # Settings that are not compared: a run may train with other dropout rates, and leaves
@@ -89,7 +89,7 @@ def _rope_settings(model: ModelConfig) -> dict[str, Any]:
         }
         scaling_settings["truncate"] = scaling.truncate
         scaling_settings["attention_factor"] = scaling.yarn_factor
-        if model.mixer is Mixer.latent_attention:
+        if model.has_latent_attention:
             scaling_settings |= {
                 "attention_factor": scaling.attention_factor,
                 "mscale": scaling.mscale,

@@ -79,10 +79,8 @@ class Decoder(NamedTuple):
             return jax.lax.with_sharding_constraint(x, self.cache_sharding)
 
         return tuple(
-            layers
-            if isinstance(layers, DeltaState)
-            else jax.tree.map(constrain, layers)
-            for layers in cache
+            c if isinstance(c, DeltaState) else jax.tree.map(constrain, c)
+            for c in cache
         )
 
 

@@ -11,7 +11,7 @@ from tiktoken import Encoding
 
 from data.encoding import decode, encode
 from model.axes import mesh_axes
-from model.choices import Mixer, Mlp, Position
+from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake
 from train.program import Program
 from train.sample.generate import Decoder, Sampling, generate
@@ -107,8 +107,7 @@ def make_decoder(
     if not is_divisible or config.model.mlp is not Mlp.dense:
         rows_spec = [None]
     sizes = (mesh.shape[axis] for entry in heads_spec for axis in mesh_axes(entry))
-    is_latent = config.model.mixer is Mixer.latent_attention
-    if is_latent or config.model.kv_heads % math.prod(sizes):
+    if config.model.has_latent_attention or config.model.kv_heads % math.prod(sizes):
         heads_spec = [None]
     spec = PartitionSpec(None, *rows_spec, None, *heads_spec)
     return Decoder(

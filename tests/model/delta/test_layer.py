@@ -11,7 +11,7 @@ from model.config import ModelConfig
 from model.delta.layer import GatedDeltaNet
 from model.execution import NO_CONTEXT, Execution
 from model.gpt import abstract_gpt, bind
-from model.params import Kind, param_infos
+from model.params import Kind, layer_trees, param_infos
 from tests.model.conftest import MODELS
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 def test_left_padding_of_prompts_has_no_effect():
     """Prompts of 1, 3 and 5 tokens end in the same column, as in generation."""
-    tiny, lengths, P, length = MODELS["delta"], (1, 3, 5), 5, 9
+    tiny, lengths, P, length = MODELS["hybrid"], (1, 3, 5), 5, 9
     tokens, first_B = tiny.tokens(3, length), jnp.array([P - n for n in lengths])
 
     params = tiny.params
@@ -50,8 +50,10 @@ def test_decays_stay_in_float32_and_are_not_decayed_themselves():
     )
     model = abstract_gpt(config)
     for name in ("A_log", "dt_bias"):
-        assert getattr(model.layers.attention, name).dtype == jnp.float32
-        assert param_infos(model)["layers"]["attention"][name].kind is Kind.vector
+        (block,) = layer_trees(model.layers)[0]
+        (infos,) = layer_trees(param_infos(model)["layers"])[0]
+        assert getattr(block.attention, name).dtype == jnp.float32
+        assert infos["attention"][name].kind is Kind.vector
 
 
 def test_transformers_computes_the_same():
