@@ -172,7 +172,7 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
 
     differences = [G[..., :, None] - G[..., None, :] for G in sums]
     D = decay(visible_MBCC[:, :, None, None], differences)
-    before = decay(documents == 0, sums)
+    decay_before = decay(documents == 0, sums)
     after = decay(documents == documents[..., -1:], [G[..., -1:] - G for G in sums])
     through = decay(documents[..., -1] == 0, [G[..., -1] for G in sums])
 
@@ -180,14 +180,14 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
     L = b_MBKRC[..., None] * similarity[:, :, :, None] * D
     X = unit_lower_inverse(jnp.tril(L, -1))
     scores = product("mbkih,mbkjh->mbkij", q_MBKCH, k_MBKCH, compute)
-    rate, decayed_rate = (x[..., None, :] for x in (b_MBKRC, b_MBKRC * before))
+    rate, decayed_rate = (x[..., None, :] for x in (b_MBKRC, b_MBKRC * decay_before))
     return _Chunks(
         queries=q_MBKCH,
         keys=k_MBKCH,
         scores=scores[:, :, :, None] * D,
         u=_exact("mbkrij,mbkrjv->mbkriv", X * rate, v_MBKRCV),
         w=_exact("mbkrij,mbkjh->mbkrih", X * decayed_rate, k_MBKCH),
-        decay_before=before,
+        decay_before=decay_before,
         decay_after=after,
         decay=through,
     )
