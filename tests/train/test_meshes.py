@@ -18,7 +18,10 @@ from train.prove.parity import (
 )
 from train.run.checkpoint import Checkpoints
 
-DENSE = ("model.num_layers=4", "model.num_kv_heads=2", "model.embed_dim=16")
+DENSE = (
+    *("model.num_layers=4", "model.num_kv_heads=2", "model.embed_dim=16"),
+    "optimizer.learning_rate=0.01",
+)
 LOCAL = (
     *("model.layer_pattern=[local,global]", "model.attention_soft_cap=2"),
     "model.attention_sinks=true",

@@ -19,7 +19,7 @@ MODEL = (
     *("data.batch_size=8", "data.sequence_length=1024"),
 )
 MESHES = [Layout(1, 8), Layout(2, 4), Layout(1, 4, 2), Layout(1, 1, 8)]
-FEW = POLICIES[0], POLICIES[2], POLICIES[-1]
+FEW = POLICIES[0], POLICIES[3], POLICIES[-1]
 LARGE = 2**34
 PLANS: dict[tuple, Plan] = {}
 
