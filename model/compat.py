@@ -12,7 +12,8 @@ Source: jax/_src/cudnn/fused_attention_stablehlo.py (the meaning of the operands
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -25,6 +26,25 @@ from model.attention.inputs import Chunks, Inputs, Result
 # Rematerialisation policies recognise cuDNN's attention by this name of its primitive,
 # because jax does not name the primitive's results.
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+@contextmanager
+def checks_for_gpu(compute_capability: str) -> Iterator[None]:
+    """Check calls of cuDNN's attention for a GPU that may not be present.
+
+    Without this context, jax asks the backend of this process, and refuses head dims
+    above 128 if that is a CPU.
+    """
+    original = fused.check_compute_capability
+
+    def is_at_least(required: str) -> bool:
+        return float(compute_capability) >= float(required)
+
+    fused.check_compute_capability = is_at_least
+    try:
+        yield
+    finally:
+        fused.check_compute_capability = original
 
 
 def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled, Lowered, Traced
 
+from model.compat import checks_for_gpu
 from train.program import Program
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -52,10 +53,13 @@ def compile_step(program: Program) -> Compiled:
 
 def lower_step(program: Program) -> tuple[Traced, Lowered]:
     """Trace and lower the training step of a program for its devices."""
-    platform = program.mesh.devices.flat[0].platform
-    lowering = "cuda" if platform == "gpu" else platform
-    traced = program.train_step.trace(program.state, program.batch)
-    return traced, traced.lower(lowering_platforms=(lowering,))
+    device = program.mesh.devices.flat[0]
+    if device.platform != "gpu":
+        traced = program.train_step.trace(program.state, program.batch)
+        return traced, traced.lower(lowering_platforms=(device.platform,))
+    with checks_for_gpu(device.compute_capability):
+        traced = program.train_step.trace(program.state, program.batch)
+        return traced, traced.lower(lowering_platforms=("cuda",))
 
 
 def measure_compile(program: Program) -> tuple[Compiled | OutOfMemory, Compilation]:

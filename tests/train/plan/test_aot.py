@@ -10,7 +10,7 @@ from tests.forks import Forks
 from tests.train.pages import data_of, drawn
 from train.hardware.devices import fake_devices, missing_compiler
 from train.hardware.targets import parse_target
-from train.plan.aot import OutOfMemory, compile_step, out_of_memory
+from train.plan.aot import OutOfMemory, compile_step, lower_step, out_of_memory
 from train.plan.budget import memory_budget
 from train.plan.memory import device_memory
 from train.program import make_program
@@ -107,6 +107,16 @@ def test_a_compiled_plan_is_one_json_object(plan, target, attention, code):
     assert values["compile"]["peak_rss_bytes"] > 2**20
     assert values["array"]["name"] == "norm.scale"
     assert len(values["array"]["held"]) == values["devices"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(bool(NO_PLUGIN), reason=f"{NO_PLUGIN}")
+def test_an_absent_hopper_runs_cudnn_with_a_large_head_dim(configure, planning):
+    head = ("model.num_heads=1", "model.head_dim=192")
+    config = configure(*LONG, *head, "mesh=ddp", "data.batch_size=1")
+    program = make_program(config, fake_devices(parse_target("h100-1")))
+    assert program.execution.attention == "cudnn"
+    assert "__cudnn$fmha" in lower_step(program)[1].as_text()
 
 
 def test_all_mistakes_are_listed_at_once(plan):
