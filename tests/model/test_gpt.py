@@ -115,7 +115,7 @@ def test_packed_documents_give_the_logits_they_give_alone(tiny):
     for number, length in enumerate(lengths, start=1):
         here = documents[0] == number
         alone = tiny.logits(tiny.params, row[:, here], np.arange(length)[None], None)
-        np.testing.assert_allclose(packed[:, here], alone, atol=2e-6, rtol=1e-5)
+        np.testing.assert_allclose(packed[:, here], alone, atol=5e-6, rtol=1e-5)
     unmasked = tiny.logits(tiny.params, row, positions, None)
     assert np.abs(packed - unmasked)[:, lengths[0] :].max() > 1e-3
 
