@@ -18,19 +18,19 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import LayerCache
 from model.block import Block
-from model.choices import Init, Position
+from model.choices import Position
 from model.config import ModelConfig
 from model.dropout import drop
 from model.embedding import Table, look_up
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.experts.router import Routing
-from model.layers import Normalize, stds
-from model.linear import Linear, product
-from model.params import Kind, ParamInfo, is_info, layer_trees, param_infos
+from model.head import make_head, project
+from model.layers import Normalize
+from model.linear import Linear
+from model.params import ParamInfo, is_info, layer_trees, param_infos
 from model.pattern import Segment, segments_of
 from model.pipeline import run_pipeline
-from model.predict_ahead import Ahead, PredictAhead
-from model.remat import rematerialized
+from model.predict_ahead import Ahead, PredictAhead, run_modules
 from model.rope import Rotations, make_rotations
 from model.segments import (
     LayerFlags,
@@ -40,7 +40,6 @@ from model.segments import (
     run_segment,
 )
 
-_HEAD = "btd,dv->btv"
 # A cache, of arrays [repeats, ...], for each place of each segment.
 Cache = tuple[LayerCache, ...]
 
@@ -141,35 +140,15 @@ class GPT(nnx.Module):
         a position are undefined if the document ends before the token that its module
         reads. Routers do not count these positions.
         """
-        features, routings = list[jax.Array](), list[Routing]()
-        stageless = execution.placement.without_stages
-        execution = execution._replace(placement=stageless)
         call = call._replace(
-            segment_ids_BT=segment_ids_BT,
-            rotations=self._rotations(positions_BT),
-            taps=None,  # Figures of layers are those of the model.
+            segment_ids_BT=segment_ids_BT, rotations=self._rotations(positions_BT)
         )
-        for k, module in (self.predict_ahead or {}).items():
-            tokens_BT = ahead.tokens_BTP[..., int(k)]
-            is_text = tokens_BT >= 0
-            if segment_ids_BT is not None:
-                is_text &= segment_ids_BT > 0
-            module_call = call.fold_in(self.config.num_layers + int(k))
-            module_call = module_call._replace(router_ids_BT=is_text.astype(jnp.int32))
-            lookups = [(self.embedding, jnp.maximum(tokens_BT, 0))]
-            graph, params = nnx.split(module)
 
-            def run(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
-                module = nnx.merge(graph, params)
-                return module(x_BTD, embedding_BTD, execution, call)
+        def embed(tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+            return self._embed([(self.embedding, tokens_BT)], execution)
 
-            run = rematerialized(run, execution.remat, execution.offload, in_loop=False)
-            x_BTD, routing = run(params, x_BTD, self._embed(lookups, execution))
-            features.append(x_BTD)
-            routings += [] if routing is None else [routing]
-        if not routings:
-            return features, None
-        return features, Routing(*map(jnp.stack, zip(*routings, strict=True)))
+        modules = list((self.predict_ahead or {}).values())
+        return run_modules(modules, x_BTD, ahead, embed, execution, call)
 
     def _embed(
         self, lookups: list[tuple[Table, jax.Array]], execution: Execution
@@ -267,42 +246,6 @@ class GPT(nnx.Module):
 
 def _repeat(times: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (times, *x.shape))
-
-
-def head_spec(config: ModelConfig) -> str:
-    """Return the einsum of features and the head's weight."""
-    return "btd,vd->btv" if config.tied_head else _HEAD
-
-
-def project(
-    x_BTD: Float[Array, "B T D"],
-    weight: Float[Array, "in out"],
-    config: ModelConfig,
-    execution: Execution,
-) -> Float[Array, "B T V"]:
-    """Return float32 logits [B, T, vocab_rows], including the logits of padding."""
-    compute = execution.numerics.compute_dtype
-    logits_BTV = product(head_spec(config), x_BTD.astype(jnp.float32), weight, compute)
-    logits_BTV = execution.placement.constrain(logits_BTV, "batch", "seq", "vocab")
-    cap = config.logit_soft_cap
-    return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
-
-
-def make_head(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
-    """Return the untied projection from features to logits."""
-    assert config.vocab_size is not None
-    return Linear(
-        "head",
-        _HEAD,
-        (config.embed_dim, config.vocab_size),
-        ("embed", "vocab"),
-        std=0.0 if config.init is Init.zero else stds(config, config.embed_dim)[0],
-        bias=False,
-        dtype=jnp.dtype(config.param_dtype),
-        rngs=rngs,
-        kind=Kind.table,
-        padding=config.vocab_rows - config.vocab_size,
-    )
 
 
 def abstract_gpt(config: ModelConfig) -> GPT:

@@ -9,6 +9,7 @@ Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
 Shapes: B batch, T time, D embed, P modules.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from model.experts.router import Routing
 from model.layers import Normalize, stds
 from model.linear import Linear
 from model.pattern import kinds_of
+from model.remat import rematerialized
 
 
 class Ahead(NamedTuple):
@@ -84,6 +86,7 @@ class PredictAhead(nnx.Module):
         )
         self.block = Block(config, kinds_of(config)[-1], rngs)
         self.is_local = config.windows[-1] is not None
+        self.first_number = config.num_layers  # of modules, which follow the layers
         self.norm = make_norm()
 
     def __call__(
@@ -101,3 +104,42 @@ class PredictAhead(nnx.Module):
             x_BTD, execution, call, cache=None, local_flag=self.is_local
         )
         return self.norm(x_BTD), routing
+
+
+def run_modules(
+    modules: Sequence[PredictAhead],
+    x_BTD: Float[Array, "B T D"],
+    ahead: Ahead,
+    embed: Callable[[Int[Array, "B T"]], Float[Array, "B T D"]],
+    execution: Execution,
+    call: CallContext,
+) -> tuple[list[Float[Array, "B T D"]], Routing | None]:
+    """Return the features of each module, and their routing [P] if they have experts.
+
+    `x_BTD` are the model's features, `embed` looks up its embedding, and `call` has the
+    segment ids and rotations of the rows.
+    """
+    stageless = execution.placement.without_stages
+    execution = execution._replace(placement=stageless)
+    features, routings = list[jax.Array](), list[Routing]()
+    for k, module in enumerate(modules):
+        tokens_BT = ahead.tokens_BTP[..., k]
+        is_text = tokens_BT >= 0
+        if call.segment_ids_BT is not None:
+            is_text &= call.segment_ids_BT > 0
+        module_call = call.fold_in(module.first_number + k)._replace(
+            router_ids_BT=is_text.astype(jnp.int32),
+            taps=None,  # Figures of layers are those of the model.
+        )
+        graph, params = nnx.split(module)
+
+        def run(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
+            return nnx.merge(graph, params)(x_BTD, embedding_BTD, execution, call)
+
+        run = rematerialized(run, execution.remat, execution.offload, in_loop=False)
+        x_BTD, routing = run(params, x_BTD, embed(jnp.maximum(tokens_BT, 0)))
+        features.append(x_BTD)
+        routings += [] if routing is None else [routing]
+    if not routings:
+        return features, None
+    return features, Routing(*map(jnp.stack, zip(*routings, strict=True)))

@@ -20,6 +20,7 @@ from model.gpt import GPT, abstract_gpt, num_active_params, num_params, params_o
 from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
+from train.eval_step import make_eval_step
 from train.execution import (
     BatchShards,
     batch_shards,
@@ -46,7 +47,7 @@ from train.sharding import (
     state_shardings,
 )
 from train.state import TrainState, abstract_state, initial_state
-from train.step import make_eval_step, make_train_step
+from train.step import make_train_step
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """One update: sum gradients over microbatches, then apply or skip the update."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +11,17 @@ from jaxtyping import Array, Float, Int
 
 from data.batches import Batch
 from model.choices import Dropout
-from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
-from model.params import LAYERS, layer_trees, param_infos
+from model.params import param_infos
 from model.placement import Placement
 from model.predict_ahead import Ahead, look_ahead
 from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
-from train.loss.loss import loss_sum, row_sums
+from train.loss.loss import loss_sum
 from train.numerics import compute_layer_metrics
 from train.optimizer.update import Optimizer
+from train.router_balance import Load, balance_experts
 from train.rows import (
     REPLICATED,
     reduce_over_replicas,
@@ -33,7 +34,6 @@ from train.rows import (
 from train.spikes import is_spike, remember_accepted
 from train.state import TrainState
 
-Load = Float[Array, "L E"] | None
 Metrics = dict[str, Float[Array, "..."]]
 
 
@@ -51,6 +51,14 @@ class Gradients(NamedTuple):
     grads: Any
     load_LE: Load
     num_targets: Int[Array, ""]
+    figures: LayerFigures | None
+
+
+class _LossResults(NamedTuple):
+    """What a loss gives besides its gradients; the fields are those of `Gradients`."""
+
+    losses: tuple[Float[Array, ""], ...]
+    load_LE: Load
     figures: LayerFigures | None
 
 
@@ -139,6 +147,54 @@ def make_train_step(
     return train_step
 
 
+def _make_loss(
+    model: GPT,
+    execution: Execution,
+    config: TrainConfig,
+    watched: bool,
+    num_tokens: int | None,
+) -> Callable[..., tuple[Float[Array, ""], _LossResults]]:
+    """Return the function whose gradient a step computes.
+
+    It maps `(params, rows, num_targets, num_routed, ahead_weight)` to the loss of local
+    rows as a part of the global batch's mean, and to `_LossResults`. `num_targets` are
+    the global numbers of targets of the model and of each prediction module.
+    """
+
+    def compute_loss(
+        params: Any,
+        rows: Rows,
+        num_targets: list[Int[Array, ""]],
+        num_routed: Int[Array, ""] | int,
+        ahead_weight: Float[Array, ""] | None,
+    ) -> tuple[Float[Array, ""], _LossResults]:
+        taps = Taps() if watched else None
+        make_keys = jax.vmap(jax.vmap(jax.random.key))
+        keys_BT = None if rows.seeds_BT is None else make_keys(rows.seeds_BT)
+        losses, nats, routing = loss_sum(
+            bind(model, params),
+            rows.batch,
+            execution,
+            z_loss=config.z_loss,
+            chunk=config.loss_chunk_tokens,
+            num_tokens=num_tokens,
+            call=CallContext(keys_BT=keys_BT, taps=taps),
+            ahead=rows.ahead,
+        )
+        loss, *ahead_losses = map(jnp.divide, losses, num_targets)
+        if ahead_weight is not None:
+            loss += ahead_weight / len(ahead_losses) * sum(ahead_losses)
+        if routing is not None:
+            loss += jnp.mean(routing.loss) / num_routed
+        return loss, _LossResults(
+            losses=tuple(map(jnp.divide, nats, num_targets)),
+            load_LE=None if routing is None else routing.load_E,
+            figures=taps and taps.all_figures(),
+        )
+
+    return compute_loss
+
+
 def make_gradients(
     model: GPT,
     execution: Execution,
@@ -154,6 +210,7 @@ def make_gradients(
     placement, infos = execution.placement, param_infos(model)
     depth, has_experts = model.config.predict_ahead, model.config.expert_layers > 0
     load_shape = model.config.expert_layers + depth, model.config.num_experts
+    compute_loss = _make_loss(model, execution, config, watched, num_tokens)
 
     def on_device(
         params: Any, rows: Rows, ahead_weight: Float[Array, ""] | None = None
@@ -168,36 +225,12 @@ def make_gradients(
         if placement.platform == "cpu":
             rows = _start_after_count(num_targets[0], rows)
 
-        def mean_loss(
-            params: Any, rows: Rows
-        ) -> tuple[
-            Float[Array, ""],
-            tuple[tuple[Float[Array, ""], ...], Load, LayerFigures | None],
-        ]:
-            batch, seeds_BT, ahead = rows
-            taps = Taps() if watched else None
-            make_keys = jax.vmap(jax.vmap(jax.random.key))
-            keys_BT = None if seeds_BT is None else make_keys(seeds_BT)
-            losses, nats, routing = loss_sum(
-                bind(model, params),
-                batch,
-                execution,
-                z_loss=config.z_loss,
-                chunk=config.loss_chunk_tokens,
-                num_tokens=num_tokens,
-                call=CallContext(keys_BT=keys_BT, taps=taps),
-                ahead=ahead,
-            )
-            means = [sum / n for sum, n in zip(losses, num_targets, strict=True)]
-            loss = means[0]
-            if ahead_weight is not None:
-                loss += ahead_weight / depth * sum(means[1:])
-            if routing is not None:
-                loss += jnp.mean(routing.loss) / num_routed
-            load_LE = None if routing is None else routing.load_E
-            nats = tuple(x / n for x, n in zip(nats, num_targets, strict=True))
-            return loss, (nats, load_LE, taps and taps.all_figures())
-
+        mean_loss = partial(
+            compute_loss,
+            num_targets=num_targets,
+            num_routed=num_routed,
+            ahead_weight=ahead_weight,
+        )
         compute_grads = jax.grad(mean_loss, has_aux=True)
         if config.accumulation_steps == 1:
             grads, (losses, load_LE, figures) = compute_grads(params, rows)
@@ -273,79 +306,3 @@ def _start_after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:
     """
     inputs = jnp.where(num_targets > 0, rows.batch.inputs, 0)
     return rows._replace(batch=rows.batch._replace(inputs=inputs))
-
-
-def balance_experts(
-    params: Any, load_LE: Load, accepted: jax.Array, config: ModelConfig
-) -> Any:
-    """Return parameters whose router biases are moved one step towards equal loads.
-
-    A step that is not accepted changes nothing.
-
-    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
-    """
-    if load_LE is None or not config.router_bias_rate:
-        return params
-    direction_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
-    params, start = jax.tree.map(lambda x: x, params), 0  # copies the dicts only
-
-    def move(router: dict[str, jax.Array], rows: jax.Array) -> None:
-        balance = router["balance"] + config.router_bias_rate * rows
-        router["balance"] = jnp.where(accepted, balance, router["balance"])
-
-    for places in layer_trees(params[LAYERS]):
-        routers = [p["mlp"]["router"] for p in places if "router" in p["mlp"]]
-        stop = start + sum(len(router["balance"]) for router in routers)
-        for place, router in enumerate(routers):
-            move(router, direction_LE[start + place : stop : len(routers)])
-        start = stop
-    for k, module in params.get("predict_ahead", {}).items():
-        move(module["block"]["mlp"]["router"], direction_LE[start + int(k)])
-    return params
-
-
-def make_eval_step(
-    model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None = None
-) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
-
-    The step uses the microbatches of training, so that it needs no more memory.
-    """
-    microbatches = config.accumulation_steps
-
-    def eval_step(params: Any, batch: Batch):
-        def sum_microbatch(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
-            bound, chunk = bind(model, params), config.loss_chunk_tokens
-            sums = loss_sum(
-                bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
-            )
-            return sums.nats[0], jnp.sum(rows.targets >= 0)
-
-        def add(total: Any, rows: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, sum_microbatch(rows)), None
-
-        if microbatches == 1:
-            return sum_over_rows(sum_microbatch(batch), execution.placement)
-        zeros = jnp.float32(0), jnp.int32(0)
-        with jax.named_scope("microbatches"):
-            total, _ = jax.lax.scan(add, zeros, split(batch, microbatches))
-        return sum_over_rows(total, execution.placement)
-
-    return run_per_device(
-        eval_step, execution, param_infos(model), lambda specs: REPLICATED
-    )
-
-
-def make_score_step(
-    model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None
-) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
-    """Return `score_step(params, batch) -> (nats, misses)` of each row (`row_sums`)."""
-
-    def score_step(params: Any, batch: Batch):
-        chunk = config.loss_chunk_tokens
-        sums = row_sums(bind(model, params), batch, execution, num_tokens, chunk)
-        return jax.lax.psum(sums, execution.placement.sequence_axes)
-
-    row_spec = execution.placement.rules.spec("batch")
-    infos = param_infos(model)
-    return run_per_device(score_step, execution, infos, lambda specs: row_spec)

@@ -14,7 +14,7 @@ from tests.train.conftest import distance, take_steps
 from train.config import MESH_AXES
 from train.errors import ConfigError
 from train.execution import choose_execution
-from train.step import balance_experts
+from train.router_balance import balance_experts
 
 MOE = (
     *(*PLAIN, "model.router_aux_weight=0.1", "model.router_z_weight=0.01"),

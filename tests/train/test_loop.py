@@ -16,13 +16,13 @@ from data.batches import Order, validation_batches
 from data.sources import open_sources
 from tests.train import doors
 from tests.train.doors import Door, Result, lines, state_of, steps
+from train.eval_step import make_score_step
 from train.feed import place
 from train.program import make_program
 from train.run.goodput import goodput_of
 from train.run.metrics import read_events
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
-from train.step import make_score_step
 
 folder, door = doors.folder, doors.door  # fixtures
 

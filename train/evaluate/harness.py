@@ -19,11 +19,11 @@ from tiktoken import Encoding
 
 from data.batches import Batch
 from data.encoding import END_OF_TEXT, encode
+from train.eval_step import make_score_step
 from train.feed import local_rows, place
 from train.program import Program
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
-from train.step import make_score_step
 
 _BLOCK = 128  # Every attention kernel accepts rows of any multiple of this length.
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from model.eight_bits.quantization import gradient_specs
-from model.gpt import head_spec, project
+from model.head import head_spec, project
 from model.linear import einsum
 from model.placement import ONE_DEVICE
 from train.loss.form import LossOptions

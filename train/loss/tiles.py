@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model.axes import mesh_axes
 from model.gather import WeightPlacement
-from model.gpt import project
+from model.head import project
 from model.placement import ONE_DEVICE
 from model.row_max import row_max
 from train.loss.form import LossOptions

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from model.params import named
+from train.eval_step import make_eval_step
 from train.program import Program
-from train.step import make_eval_step
 
 
 def forward_order(program: Program) -> list[str]:

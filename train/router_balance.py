@@ -1,0 +1,44 @@
+"""Move the biases of routers towards equal loads of the experts.
+
+Shapes: L layers with experts, E experts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from model.config import ModelConfig
+from model.params import LAYERS, layer_trees
+
+Load = Float[Array, "L E"] | None
+
+
+def balance_experts(
+    params: Any, load_LE: Load, accepted: jax.Array, config: ModelConfig
+) -> Any:
+    """Return parameters whose router biases are moved one step towards equal loads.
+
+    A step that is not accepted changes nothing.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    if load_LE is None or not config.router_bias_rate:
+        return params
+    direction_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
+    params, start = jax.tree.map(lambda x: x, params), 0  # copies the dicts only
+
+    def move(router: dict[str, jax.Array], rows: jax.Array) -> None:
+        balance = router["balance"] + config.router_bias_rate * rows
+        router["balance"] = jnp.where(accepted, balance, router["balance"])
+
+    for places in layer_trees(params[LAYERS]):
+        routers = [p["mlp"]["router"] for p in places if "router" in p["mlp"]]
+        stop = start + sum(len(router["balance"]) for router in routers)
+        for place, router in enumerate(routers):
+            move(router, direction_LE[start + place : stop : len(routers)])
+        start = stop
+    for k, module in params.get("predict_ahead", {}).items():
+        move(module["block"]["mlp"]["router"], direction_LE[start + int(k)])
+    return params
