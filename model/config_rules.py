@@ -38,6 +38,7 @@ def broken_rules(model: ModelConfig) -> list[BrokenRule]:
     rules = (
         *_shape_rules(model),
         *_choice_rules(model),
+        *_dtype_rules(model),
         *_latent_rules(model),
         *_expert_rules(model),
     )
@@ -132,6 +133,9 @@ def _choice_rules(model: ModelConfig) -> Iterator[_Rule]:
         "must have local and global layers. null makes all layers local with "
         "model.window, and global without it",
     )
+
+
+def _dtype_rules(model: ModelConfig) -> Iterator[_Rule]:
     yield (
         model.param_dtype is not Dtype.auto,
         "param_dtype",

@@ -40,7 +40,7 @@ from model.segments import (
     run_segment,
 )
 
-# A cache, of arrays [repeats, ...], for each place of each segment.
+# A cache, of arrays [repeats, ...], for each slot of each segment.
 Cache = tuple[LayerCache, ...]
 
 
@@ -195,7 +195,7 @@ class GPT(nnx.Module):
 
     @property
     def _segments(self) -> list[tuple[Segment, list[Block]]]:
-        """Each segment, with the stacked block of each place."""
+        """Each segment, with the stacked block of each slot."""
         blocks = layer_trees(self.layers)
         return list(zip(segments_of(self.config), blocks, strict=True))
 

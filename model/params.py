@@ -2,7 +2,7 @@
 
 After the model is built, parameters are nested dicts of arrays. The parameters of
 layers are stacked along a leading `layers` dim. `layers.1.0.mlp.up.weight` has the
-layers at place 0 of the pattern of segment 1 (model/pattern.py). Checkpoints therefore
+layers at slot 0 of the pattern of segment 1 (model/pattern.py). Checkpoints therefore
 have the same layout for every unrolling of layers and every pipeline.
 """
 
@@ -95,27 +95,27 @@ def param_infos(model: Any) -> dict[str, Any]:
 
 
 def layer_trees(layers: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the trees of a `layers` subtree, by segment and place in numeric order."""
+    """Return the trees of a `layers` subtree, by segment and slot in numeric order."""
     return [
-        [places[str(place)] for place in range(len(places))]
-        for places in (layers[str(segment)] for segment in range(len(layers)))
+        [slots[str(slot)] for slot in range(len(slots))]
+        for slots in (layers[str(segment)] for segment in range(len(layers)))
     ]
 
 
-def in_layer_order(places: Sequence[Any]) -> Any:
+def in_layer_order(slots: Sequence[Any]) -> Any:
     """Return a tree of a segment's values [L, ...], in the order in which layers run.
 
-    `places` has a tree of values [repeats, ...] for each place of the pattern.
+    `slots` has a tree of values [repeats, ...] for each slot of the pattern.
     """
-    if len(places) == 1:
-        return places[0]
+    if len(slots) == 1:
+        return slots[0]
     return jax.tree.map(
-        lambda *values: jnp.stack(values, 1).reshape(-1, *values[0].shape[1:]), *places
+        lambda *values: jnp.stack(values, 1).reshape(-1, *values[0].shape[1:]), *slots
     )
 
 
 def name_in_layer(path: Sequence[Any]) -> str:
-    """Return the name of a leaf's path without its segment and its place.
+    """Return the name of a leaf's path without its segment and its slot.
 
     The result depends only on the path inside the layer, not on how layers are grouped.
     """

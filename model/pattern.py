@@ -1,7 +1,7 @@
 """The kinds of a model's layers, and the segments that the layers form.
 
 A segment repeats a pattern of blocks, and one scan runs it. Blocks of different kinds
-have different parameters, so they have different places in the pattern. The segments
+have different parameters, so they have different slots in the pattern. The segments
 are a function of the model's config only, because checkpoints are laid out by them.
 """
 
@@ -36,10 +36,10 @@ class Segment(NamedTuple):
         """The number of layers."""
         return len(self.pattern) * self.repeats
 
-    def layers(self, place: int) -> range:
-        """Return the numbers of the layers at one place of the pattern."""
+    def layers(self, slot: int) -> range:
+        """Return the numbers of the layers at one slot of the pattern."""
         size = len(self.pattern)
-        return range(self.first + place, self.first + self.num_layers, size)
+        return range(self.first + slot, self.first + self.num_layers, size)
 
 
 def kinds_of(config: ModelConfig) -> list[BlockKind]:

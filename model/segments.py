@@ -42,7 +42,7 @@ class _Layer(NamedTuple):
     """The inputs of one layer that differ between the layers of a scan.
 
     `number` is folded into random keys. A flag is None if it is the same for all layers
-    at the place, because it is then static.
+    at the slot, because it is then static.
     """
 
     number: jax.Array | None
@@ -75,7 +75,7 @@ def draw_layer_keys(config: ModelConfig, rngs: nnx.Rngs) -> Key[Array, "L"]:
 def make_segment(
     config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"]
 ) -> dict[str, Block]:
-    """Return a block for each place ("0", "1", ...), which stacks that place's layers.
+    """Return a block for each slot ("0", "1", ...), which stacks that slot's layers.
 
     `keys_L` are the keys of all layers of the model.
     """
@@ -84,9 +84,9 @@ def make_segment(
         return Block(config, kind, nnx.Rngs(key))
 
     blocks = dict[str, Block]()
-    for place, kind in enumerate(segment.pattern):
-        keys = keys_L[np.array(segment.layers(place))]
-        blocks[str(place)] = nnx.vmap(partial(make_block, kind))(keys)
+    for slot, kind in enumerate(segment.pattern):
+        keys = keys_L[np.array(segment.layers(slot))]
+        blocks[str(slot)] = nnx.vmap(partial(make_block, kind))(keys)
     return blocks
 
 
@@ -108,8 +108,8 @@ def run_segment(
 ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...] | None, Routing | None]:
     """Run the layers of a segment, or those of one pipeline stage, by one scan.
 
-    `blocks` has a stacked block for each place of the pattern, and `caches` has a cache
-    for each place. If all layers at a place have the same flag, it is static. `unroll`
+    `blocks` has a stacked block for each slot of the pattern, and `caches` has a cache
+    for each slot. If all layers at a slot have the same flag, it is static. `unroll`
     is the number of layers in each iteration, rounded to whole patterns; -1 means all
     layers, without a loop. Layers are numbered from `first_layer`.
 
@@ -139,8 +139,8 @@ def run_segment(
                 [None] * size if call.keys_BT is None else layer_numbers,
                 list(params),
                 caches or [None] * size,
-                _flags_by_place(flags.local, size, repeats, 0),
-                _flags_by_place(
+                _flags_by_slot(flags.local, size, repeats, 0),
+                _flags_by_slot(
                     flags.high_precision, size, repeats, first_layer // size
                 ),
             ),
@@ -156,7 +156,7 @@ def run_segment(
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """The body of the scan, which runs one layer at each place of the pattern.
+    """The body of the scan, which runs one layer at each slot of the pattern.
 
     `blocks` are the layers without parameters. `in_loop`: a loop runs single layers.
     """
@@ -169,9 +169,9 @@ class _Pattern:
 
     def __call__(self, x_BTD: Float[Array, "B T D"], inputs):
         outputs = list[_Outputs]()
-        for place, layer in enumerate(map(_Layer, *inputs)):
+        for slot, layer in enumerate(map(_Layer, *inputs)):
             run = rematerialized(
-                partial(self._run_layer, place),
+                partial(self._run_layer, slot),
                 self.execution.remat,
                 self.execution.offload,
                 in_loop=self.in_loop,
@@ -181,14 +181,14 @@ class _Pattern:
             outputs.append(output)
         return x_BTD, outputs
 
-    def _run_layer(self, place: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
+    def _run_layer(self, slot: int, x_BTD: Float[Array, "B T D"], layer: _Layer):
         local, high_precision = self.flags
         call = self.call if layer.number is None else self.call.fold_in(layer.number)
-        local_flag = local[place] if layer.local_flag is None else layer.local_flag
+        local_flag = local[slot] if layer.local_flag is None else layer.local_flag
 
         def run(x_BTD: Float[Array, "B T D"], params, cache, high_precision: bool):
             taps = None if call.taps is None else Taps(exact=high_precision)
-            x_BTD, cache, routing = nnx.merge(self.blocks[place], params)(
+            x_BTD, cache, routing = nnx.merge(self.blocks[slot], params)(
                 x_BTD,
                 self.execution,
                 call._replace(taps=taps, high_precision=high_precision),
@@ -199,7 +199,7 @@ class _Pattern:
 
         arguments = name_layer_input(x_BTD), layer.params, layer.cache
         if layer.high_precision_flag is None:
-            return run(*arguments, high_precision=high_precision[place])
+            return run(*arguments, high_precision=high_precision[slot])
         return jax.lax.cond(
             layer.high_precision_flag,
             partial(run, high_precision=True),
@@ -208,16 +208,16 @@ class _Pattern:
         )
 
 
-def _flags_by_place(
+def _flags_by_slot(
     flags: Sequence[bool], size: int, repeats: int, start: jax.Array | int
 ) -> list[Any]:
-    """Return each place's flags [repeats], or None for a place whose flags are equal.
+    """Return each slot's flags [repeats], or None for a slot whose flags are equal.
 
     In a pipeline, `flags` may list all stages. This stage's repeats begin at `start`.
     """
-    by_place = [flags[place::size] for place in range(size)]
-    arrays = [jnp.asarray(f) if len({*f}) > 1 else None for f in by_place]
-    if len(by_place[0]) == repeats:
+    by_slot = [flags[slot::size] for slot in range(size)]
+    arrays = [jnp.asarray(f) if len({*f}) > 1 else None for f in by_slot]
+    if len(by_slot[0]) == repeats:
         return arrays
     return jax.tree.map(
         lambda array: jax.lax.dynamic_slice_in_dim(array, start, repeats), arrays

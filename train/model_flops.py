@@ -2,7 +2,7 @@
 
 A token costs 6 N + 12 L C T. N is the number of parameters in matrix products: the
 matrices and the head, tied or not, but no embedding look-ups or vectors. The head
-counts once more for each module that predicts a token further ahead. Only experts to
+counts again for each module that predicts a token further ahead. Only experts to
 which a token is routed count. C is heads x head dim, the mean of the dims of keys and
 values, and T is at most the window of a layer. Causal attention is not halved.
 Source: PaLM, arXiv:2204.02311, appendix B.

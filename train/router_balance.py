@@ -33,11 +33,11 @@ def balance_experts(
         balance = router["balance"] + config.router_bias_rate * rows
         router["balance"] = jnp.where(accepted, balance, router["balance"])
 
-    for places in layer_trees(params[LAYERS]):
-        routers = [p["mlp"]["router"] for p in places if "router" in p["mlp"]]
+    for slots in layer_trees(params[LAYERS]):
+        routers = [p["mlp"]["router"] for p in slots if "router" in p["mlp"]]
         stop = start + sum(len(router["balance"]) for router in routers)
-        for place, router in enumerate(routers):
-            move(router, direction_LE[start + place : stop : len(routers)])
+        for slot, router in enumerate(routers):
+            move(router, direction_LE[start + slot : stop : len(routers)])
         start = stop
     for k, module in params.get("predict_ahead", {}).items():
         move(module["block"]["mlp"]["router"], direction_LE[start + int(k)])

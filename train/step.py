@@ -136,9 +136,9 @@ def make_train_step(
         if ahead_losses:
             metrics["ahead_loss"] = jnp.mean(jnp.stack(ahead_losses))
         if load_LE is not None:
-            largest_L, mean_L = jnp.max(load_LE, axis=1), jnp.mean(load_LE, axis=1)
             # A batch may consist of padding only, so that the mean is zero.
-            metrics["expert_load"] = largest_L / jnp.maximum(mean_L, 1e-9)
+            mean_L = jnp.maximum(jnp.mean(load_LE, axis=1), 1e-9)
+            metrics["expert_load"] = jnp.max(load_LE, axis=1) / mean_L
         new_state = TrainState(state.step + 1, params, optimizer_state, recent)
         return new_state, metrics | layer_metrics
 
@@ -219,9 +219,7 @@ def make_gradients(
             total_targets, num_routed = _sum_counts(rows.batch, placement, has_experts)
             num_targets = [jnp.maximum(1, total_targets)]
             if rows.ahead is not None:
-                counts_P = jnp.sum(rows.ahead.targets_BTP >= 0, axis=(0, 1))
-                counts_P = jnp.maximum(1, sum_over_rows(counts_P, placement))
-                num_targets += jnp.unstack(counts_P)
+                num_targets += _count_ahead(rows.ahead, placement)
         if placement.platform == "cpu":
             rows = _start_after_count(num_targets[0], rows)
 
@@ -271,13 +269,11 @@ def make_gradients(
 
 def ahead_weight(config: TrainConfig, step: Int[Array, ""] | int) -> Float[Array, ""]:
     """Return the weight of the loss of prediction modules in a step."""
-    weight, later_weight = (
-        config.predict_ahead_weight,
-        config.predict_ahead_later_weight,
-    )
-    later_weight = weight if later_weight is None else later_weight
-    is_later = step >= config.predict_ahead_later_step
-    return jnp.where(is_later, jnp.float32(later_weight), jnp.float32(weight))
+    weight = jnp.float32(config.predict_ahead_weight)
+    if config.predict_ahead_later_weight is None:
+        return weight
+    later_weight = jnp.float32(config.predict_ahead_later_weight)
+    return jnp.where(step >= config.predict_ahead_later_step, later_weight, weight)
 
 
 def _sum_counts(
@@ -295,6 +291,12 @@ def _sum_counts(
     num_routed = jnp.sum(batch.segment_ids > 0)
     counts = sum_over_rows(jnp.stack([num_targets, num_routed]), placement)
     return counts[0], jnp.maximum(1, counts[1])
+
+
+def _count_ahead(ahead: Ahead, placement: Placement) -> list[Int[Array, ""]]:
+    """Return the global number of targets of each prediction module, at least 1."""
+    counts_P = jnp.sum(ahead.targets_BTP >= 0, axis=(0, 1))
+    return list(jnp.unstack(jnp.maximum(1, sum_over_rows(counts_P, placement))))
 
 
 def _start_after_count(num_targets: Int[Array, ""], rows: Rows) -> Rows:

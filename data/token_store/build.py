@@ -26,7 +26,12 @@ from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import ReadSettings
 from data.token_store.encode import encode_tasks, encoded_part_path, make_tasks
-from data.token_store.parts import EncodingSettings, Segment, read_part, token_dtype
+from data.token_store.parts import (
+    EncodingSettings,
+    StoreSegment,
+    read_part,
+    token_dtype,
+)
 from data.token_store.progress import Meter
 from data.token_store.store import Store, open_store
 from data.token_store.writer import MANIFEST, SCHEMA, write_store
@@ -153,7 +158,7 @@ def encoding_settings(
 
 def _read_segments(
     paths: list[Path], corpus: Corpus, skip_bad: bool, beat: Callable[[], object]
-) -> Iterator[Segment]:
+) -> Iterator[StoreSegment]:
     """Yield all segments; raise DataError at a bad record, or if a split is empty."""
     num_documents, num_bad = collections.Counter(), 0
     for path in paths:

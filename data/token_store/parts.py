@@ -39,7 +39,7 @@ class SegmentSplit(NamedTuple):
     id_ends: np.ndarray  # int64: the end of each id in `ids`
 
 
-class Segment(NamedTuple):
+class StoreSegment(NamedTuple):
     """A few MB of encoded text."""
 
     splits: dict[Split, SegmentSplit]
@@ -100,7 +100,7 @@ class SegmentBuilder:
         self._clear()
 
 
-def read_part(path: Path) -> Iterator[Segment]:
+def read_part(path: Path) -> Iterator[StoreSegment]:
     """Read the segments of a part, in order."""
     with path.open("rb") as file:
         size = path.stat().st_size
@@ -109,7 +109,7 @@ def read_part(path: Path) -> Iterator[Segment]:
                 split: SegmentSplit(*(np.load(file) for _ in SegmentSplit._fields))
                 for split in SPLITS
             }
-            yield Segment(splits, json.loads(np.load(file).tobytes()))
+            yield StoreSegment(splits, json.loads(np.load(file).tobytes()))
 
 
 def split_of(document: str, validation: float) -> Split:

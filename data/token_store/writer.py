@@ -29,7 +29,7 @@ import tensorstore as ts
 
 from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS, Split
-from data.token_store.parts import Segment, SegmentSplit
+from data.token_store.parts import SegmentSplit, StoreSegment
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -44,7 +44,7 @@ ARRAYS = ("tokens", "offsets", "index", "ids", "id_offsets")
 
 def write_store(
     storage: KeyValueStore,
-    segments: Iterable[Segment],
+    segments: Iterable[StoreSegment],
     dtype: np.dtype,
     entries: dict[str, Any],
     ranks: bytes | None = None,

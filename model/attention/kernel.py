@@ -124,13 +124,12 @@ def attention(
         )
     assert drop is None, "train/execution.py refuses dropout here"
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKV))
-    kv_axis = "kv_heads"
-    if placement.spec("heads") != placement.spec("kv_heads"):
-        # Key heads are not sharded like query heads, so a device may lack the key heads
-        # of its query heads. Repeat each key head for every query head that shares it,
-        # and shard k and v like q.
+    is_sharded_like_q = placement.spec("heads") == placement.spec("kv_heads")
+    kv_axis = "kv_heads" if is_sharded_like_q else "heads"
+    if not is_sharded_like_q:
+        # A device may lack the key heads of its query heads. Repeat each key head for
+        # every query head that shares it, and shard k and v like q.
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        kv_axis = "heads"
     V, H = v.shape[-1], q.shape[-1]
     is_padded = V < H and implementation.is_cudnn
     if is_padded:
@@ -148,15 +147,10 @@ def attention(
     else:
         # A kernel's mask is fixed at compile time. Therefore layers with and without a
         # window take different branches.
-        attend_rows = partial(
-            jax.lax.cond,
-            local_flag,
-            make_attend(window=window),
-            make_attend(window=None),
-        )
+        branches = make_attend(window=window), make_attend(window=None)
+        attend_rows = partial(jax.lax.cond, local_flag, *branches)
     o_BTNV = attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N))
-    o_BTNV = o_BTNV[..., :V] if is_padded else o_BTNV
-    return o_BTNV.astype(q_BTNH.dtype)
+    return (o_BTNV[..., :V] if is_padded else o_BTNV).astype(q_BTNH.dtype)
 
 
 def _make_attend_on_shards(

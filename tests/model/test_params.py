@@ -80,10 +80,10 @@ def test_kinds_tell_matrices_from_tables_and_vectors(tiny):
             assert info.kind is Kind.table, name
 
 
-def test_values_of_places_come_in_the_order_of_layers():
-    places = jnp.array([0.0, 3.0]), jnp.array([1.0, 4.0]), jnp.array([2.0, 5.0])
-    assert in_layer_order(places).tolist() == [0, 1, 2, 3, 4, 5]
-    (first, *_) = places
+def test_values_of_slots_come_in_the_order_of_layers():
+    slots = jnp.array([0.0, 3.0]), jnp.array([1.0, 4.0]), jnp.array([2.0, 5.0])
+    assert in_layer_order(slots).tolist() == [0, 1, 2, 3, 4, 5]
+    (first, *_) = slots
     assert in_layer_order([first]).tolist() == [0, 3]
 
 

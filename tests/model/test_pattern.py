@@ -37,7 +37,7 @@ def test_segments_are_few_and_their_patterns_short(config, shapes):
     found = {
         layer: kind
         for segment in segments
-        for place, kind in enumerate(segment.pattern)
-        for layer in segment.layers(place)
+        for slot, kind in enumerate(segment.pattern)
+        for layer in segment.layers(slot)
     }
     assert [found[layer] for layer in range(model.num_layers)] == kinds_of(model)

@@ -113,11 +113,11 @@ def test_what_experts_cannot_lie_on_is_said_at_once(programs, changed, key):
 def test_the_bias_of_an_expert_with_too_few_tokens_grows(programs):
     config = programs(*MOE, devices=1).config.model
 
-    def place() -> dict:
+    def slot() -> dict:
         return {"mlp": {"router": {"balance": jnp.zeros((1, 4))}}}
 
     dense = {"mlp": {}}
-    pattern = {"0": place(), "1": dense, "2": place()}
+    pattern = {"0": slot(), "1": dense, "2": slot()}
     params = {"layers": {"0": {"0": dense}, "1": pattern}}
     load = jnp.asarray([[0.0, 8.0, 4.0, 4.0], [4.0, 4.0, 8.0, 0.0]])
     layers = balance_experts(params, load, jnp.bool_(True), config)["layers"]["1"]

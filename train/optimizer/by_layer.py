@@ -42,7 +42,7 @@ def update_layer_by_layer(
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
     updated_parts, accepted = [], jnp.bool_(True)
     segments = params[LAYERS].items()
-    stacks = [(segment, place) for segment, places in segments for place in places]
+    stacks = [(segment, slot) for segment, slots in segments for slot in slots]
     for stack in (None, *stacks):
         part_grads, part_moments, part_params = (
             _select_stack(stack, tree) for tree in (grads, moments, params)
@@ -96,7 +96,7 @@ def _update_stack(
 def _select_stack(stack: tuple[str, str] | None, tree: Any) -> Any:
     """Return a tree with only scalars and the leaves of one stack.
 
-    `stack` is a segment and a place. None selects the leaves that are not of layers.
+    `stack` is a segment and a slot. None selects the leaves that are not of layers.
     """
 
     def select(path: tuple[Any, ...], leaf: Any) -> Any:

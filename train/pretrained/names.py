@@ -2,7 +2,7 @@
 
 Source: files from `save_pretrained` of transformers 5.23. {} is the layer's index, a
 second {} the expert's, and * stands for both `weight` and `bias`. `layers` stands for
-the layer's segment and place too (model/pattern.py). A tensor of all experts is
+the layer's segment and slot too (model/pattern.py). A tensor of all experts is
 [E, inputs, outputs], with the outputs of its parameters interleaved.
 """
 

@@ -4,7 +4,7 @@ The format of a checkpoint is a number in its metadata; without a number, it is 
 
 In format 1, the layers are up to three stacks: `dense_layers` (the first layers without
 experts), `layers_between` (later layers without experts) and `layers` (all others). In
-format 2, `layers` has a stack for each place of each segment (model/pattern.py).
+format 2, `layers` has a stack for each slot of each segment (model/pattern.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ FORMAT = 2  # the format that is written
 def to_format_1(state: Any, model: ModelConfig) -> Any:
     """Return a tree of `jax.ShapeDtypeStruct`, such as a state, in format 1."""
 
-    places = _places(model)
+    slots = _slots(model)
 
     def convert(node: dict[str, Any]) -> dict[str, Any]:
         stacks = dict[str, Any]()
         for name, layers in _stacks(model).items():
-            segment, place = next(p for p in places if layers[0] in places[p])
+            segment, slot = next(p for p in slots if layers[0] in slots[p])
             resize = partial(_with_depth, depth=len(layers))
-            stacks[name] = jax.tree.map(resize, node[LAYERS][segment][place])
+            stacks[name] = jax.tree.map(resize, node[LAYERS][segment][slot])
         return node | stacks
 
     return _convert_layers(state, convert)
@@ -48,17 +48,17 @@ def from_format_1(state: Any, model: ModelConfig) -> Any:
     def convert(node: dict[str, Any]) -> dict[str, Any]:
         stacks, segments = _stacks(model), dict[str, Any]()
         others = {name: tree for name, tree in node.items() if name not in stacks}
-        # Layers without experts may be in two stacks, and one place may have both.
+        # Layers without experts may be in two stacks, and one slot may have both.
         without_experts = [name for name in stacks if name != LAYERS]
         for names in filter(None, (without_experts, [LAYERS])):
             order = [layer for name in names for layer in stacks[name]]
-            places = {k: p for k, p in _places(model).items() if p[0] in order}
-            rows = tuple(tuple(map(order.index, p)) for p in places.values())
+            slots = {k: p for k, p in _slots(model).items() if p[0] in order}
+            rows = tuple(tuple(map(order.index, p)) for p in slots.values())
             flat = [jax.tree.flatten(node[name]) for name in names]
             leaves, trees = zip(*flat, strict=True)
             parts = [_split(arrays, rows) for arrays in zip(*leaves, strict=True)]
-            for (segment, place), *new in zip(places, *parts, strict=True):
-                segments.setdefault(segment, {})[place] = trees[0].unflatten(new)
+            for (segment, slot), *new in zip(slots, *parts, strict=True):
+                segments.setdefault(segment, {})[slot] = trees[0].unflatten(new)
         return others | {LAYERS: segments}
 
     return _convert_layers(state, convert)
@@ -89,12 +89,12 @@ def _stacks(model: ModelConfig) -> dict[str, list[int]]:
     return stacks
 
 
-def _places(model: ModelConfig) -> dict[tuple[str, str], range]:
-    """Return the numbers of the layers at each place of each segment."""
+def _slots(model: ModelConfig) -> dict[tuple[str, str], range]:
+    """Return the numbers of the layers at each slot of each segment."""
     return {
-        (str(i), str(place)): segment.layers(place)
+        (str(i), str(slot)): segment.layers(slot)
         for i, segment in enumerate(segments_of(model))
-        for place in range(len(segment.pattern))
+        for slot in range(len(segment.pattern))
     }
 
 

@@ -16,7 +16,7 @@ import data.token_store.writer
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.text.files import SPLITS
-from data.token_store.parts import Segment, SegmentSplit
+from data.token_store.parts import SegmentSplit, StoreSegment
 from data.token_store.reader import TokenArray
 from data.token_store.writer import ARRAYS, write_store
 
@@ -25,7 +25,7 @@ lengths = st.lists(
 )
 
 
-def segments_of(ends: np.ndarray, cuts: list[int]) -> Iterator[Segment]:
+def segments_of(ends: np.ndarray, cuts: list[int]) -> Iterator[StoreSegment]:
     """Cut tokens 0, 1, 2 ... into segments anywhere, and documents with them."""
     edges = [0, *sorted({cut for cut in cuts if cut < ends[-1]}), int(ends[-1])]
     for index, (low, high) in enumerate(itertools.pairwise(edges)):
@@ -39,7 +39,7 @@ def segments_of(ends: np.ndarray, cuts: list[int]) -> Iterator[Segment]:
         )
         nothing = SegmentSplit(*(part[:0] for part in split))
         notes = {"bytes": {"train": high - low}, "empty": index, "bad": []}
-        yield Segment(dict(zip(SPLITS, (split, nothing), strict=True)), notes)
+        yield StoreSegment(dict(zip(SPLITS, (split, nothing), strict=True)), notes)
 
 
 @settings(max_examples=40, deadline=None)

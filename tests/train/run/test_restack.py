@@ -28,7 +28,7 @@ STACKS = {
         "layers_between": [1, 3],
         "layers": [2, 4],
     },
-    # One place has layers of two stacks.
+    # One slot has layers of two stacks.
     (*EXPERTS, "model.num_layers=3", "optimizer.moment_dtype=int8"): {
         "dense_layers": [0],
         "layers_between": [1],
@@ -43,10 +43,10 @@ def has_layers(node: object) -> bool:
 
 def in_both_formats(program: Program, stacks: dict[str, list[int]]):
     """Return one state in formats 1 and 2, of which each layer's values differ."""
-    places = {
-        (str(i), str(place)): segment.layers(place)
+    slots = {
+        (str(i), str(slot)): segment.layers(slot)
         for i, segment in enumerate(segments_of(program.config.model))
-        for place in range(len(segment.pattern))
+        for slot in range(len(segment.pattern))
     }
     nodes, tree = jax.tree.flatten(program.state, is_leaf=has_layers)
 
@@ -67,13 +67,13 @@ def in_both_formats(program: Program, stacks: dict[str, list[int]]):
             return jax.tree_util.tree_map_with_path(fill, like)
 
         def layer_like(layer):
-            (found,) = (key for key, layers in places.items() if layer in layers)
+            (found,) = (key for key, layers in slots.items() if layer in layers)
             return node["layers"][found[0]][found[1]]
 
         new = jax.tree.map(ones, node)
-        for (segment, place), layers in places.items():
-            like = node["layers"][segment][place]
-            new["layers"][segment][place] = stacked(layers, like)
+        for (segment, slot), layers in slots.items():
+            like = node["layers"][segment][slot]
+            new["layers"][segment][slot] = stacked(layers, like)
         old = {name: stacked(own, layer_like(own[0])) for name, own in stacks.items()}
         return {k: v for k, v in new.items() if k != "layers"} | old, new
 
