@@ -50,11 +50,13 @@ MODELS = {
         *("model=deepseek_v2_nano", "model.rope_scaling.original_length=16"),
         *("model.rope_scaling.mscale=1.2", "model.embed_dim=32"),
         *("model.mlp_dim=48", "model.expert_dim=24"),
+        "model.router_sequence_aux_weight=0",
     ),
     "deepseek v3": (
         *("model=deepseek_v3_nano", "model.rope_scaling.original_length=16"),
         *("model.rope_scaling.mscale_all_dim=0.6", "model.embed_dim=32"),
-        *("model.mlp_dim=48", "model.expert_dim=24"),
+        *("model.mlp_dim=48", "model.expert_dim=24", "model.experts_per_token=6"),
+        *("model.router_groups_kept=3", "model.router_sequence_aux_weight=0"),
     ),
     "mixtral": ("model=mixtral_nano", "model.embed_dim=32", "model.window=7"),
     "qwen3 with experts": (

@@ -272,10 +272,10 @@ def test_a_gate_of_shared_experts_comes_back(programs, tmp_path, monkeypatch):
     tensor = load_file(tmp_path / "model.safetensors")[
         "model.layers.1.mlp.shared_expert_gate.weight"
     ]
-    gate = params["layers"]["mlp"]["shared_gate"]
+    gate = params["layers"]["1"]["0"]["mlp"]["shared_gate"]
     np.testing.assert_array_equal(tensor, gate)  # [1, D] of one layer
     state = start_from(str(tmp_path), programs(*overrides, "mesh.fsdp=4", devices=4))
-    found = state.params["layers"]["mlp"]["shared_gate"]
+    found = state.params["layers"]["1"]["0"]["mlp"]["shared_gate"]
     np.testing.assert_array_equal(found, gate)
 
 

@@ -147,7 +147,7 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
     params = start_from(str(tmp_path / "theirs"), program).params
     parts = export(tmp_path / "ours", program, params)
     step = make_gradients(program.model, program.execution, program.config.train)
-    loss, grads, *_ = jax.jit(step)(params, place(batch, program.batch))
+    (loss,), grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     for name, parameter in theirs.named_parameters():
         ours, grad = parts.read(dict(named(grads)), name), parameter.grad.numpy()
