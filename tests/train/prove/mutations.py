@@ -229,8 +229,8 @@ def overlapping_microbatches(original):
 
 
 def scaled_microbatches(original):
-    def sum_microbatches(compute, params, parts, load_shape):
-        grads, rest = original(compute, params, parts, load_shape=load_shape)
+    def sum_microbatches(compute, params, parts, **sizes):
+        grads, rest = original(compute, params, parts, **sizes)
         return jax.tree.map(lambda g: g / 2, grads), rest
 
     return sum_microbatches
