@@ -57,7 +57,8 @@ jax.devices()  # reads them
 os.environ["XLA_FLAGS"] = flags
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
-install_import_hook(["model", "train.loss", "train.step"], "beartype.beartype")
+STEPS = ("train.step", "train.eval_step", "train.router_balance")
+install_import_hook(["model", "train.loss", *STEPS], "beartype.beartype")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
