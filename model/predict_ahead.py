@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from model.attention.cache import LayerCache
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
@@ -95,15 +96,19 @@ class PredictAhead(nnx.Module):
         embedding_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-    ) -> tuple[Float[Array, "B T D"], Routing | None]:
-        """Return the normalized features of this module, and the block's routing."""
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
+        """Return the normalized features of this module.
+
+        Also return the updated cache and the routing of the block.
+        """
         parts = self.embedding_norm(embedding_BTD), self.hidden_norm(x_BTD)
         x_BTD = self.projection(jnp.concatenate(parts, axis=-1), execution, call)
         x_BTD = execution.placement.constrain(x_BTD, "batch", "seq", "embed")
-        x_BTD, _, routing = self.block(
-            x_BTD, execution, call, cache=None, local_flag=self.is_local
+        x_BTD, cache, routing = self.block(
+            x_BTD, execution, call, cache=cache, local_flag=self.is_local
         )
-        return self.norm(x_BTD), routing
+        return self.norm(x_BTD), cache, routing
 
 
 def run_modules(
@@ -134,7 +139,9 @@ def run_modules(
         graph, params = nnx.split(module)
 
         def run(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
-            return nnx.merge(graph, params)(x_BTD, embedding_BTD, execution, call)
+            module = nnx.merge(graph, params)
+            x_BTD, _, routing = module(x_BTD, embedding_BTD, execution, call)
+            return x_BTD, routing
 
         run = rematerialized(run, execution.remat, execution.offload, in_loop=False)
         x_BTD, routing = run(params, x_BTD, embed(jnp.maximum(tokens_BT, 0)))

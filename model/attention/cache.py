@@ -4,6 +4,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 V value dim, C latent dim, L layers.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,25 +16,33 @@ from model.attention import masks, xla
 from model.attention.inputs import Inputs
 
 
+def _write(x_BS: jax.Array, new_BT: jax.Array, start: jax.Array) -> jax.Array:
+    """Return x_BS with new_BT from position `start` [] or [B] on."""
+    write = jax.lax.dynamic_update_slice_in_dim
+    if start.ndim:
+        return jax.vmap(partial(write, axis=0))(x_BS, new_BT, start)
+    return write(x_BS, new_BT, start, axis=1)
+
+
 class KeysValues(NamedTuple):
     """The keys and values of the first `length` positions, in arrays of S positions.
 
-    Row b begins at position first_B[b], or at 0 if first_B is None.
+    Row b begins at position first_B[b], or at 0 if first_B is None. If rows have filled
+    different numbers of positions, `length` has a number for each row.
     """
 
     keys: Float[Array, "*L B S K H"]
     values: Float[Array, "*L B S K V"]
-    length: Int[Array, "*L"]
+    length: Int[Array, "*L"] | Int[Array, "*L B"]
     first_B: Int[Array, "*L B"] | None = None
 
     def append(
         self, k_BTKH: Float[Array, "B T K H"], v_BTKV: Float[Array, "B T K V"]
     ) -> "KeysValues":
         """Return the cache with T more positions after the filled positions."""
-        start = (0, self.length, 0, 0)
         return KeysValues(
-            jax.lax.dynamic_update_slice(self.keys, k_BTKH, start),
-            jax.lax.dynamic_update_slice(self.values, v_BTKV, start),
+            _write(self.keys, k_BTKH, self.length),
+            _write(self.values, v_BTKV, self.length),
             self.length + k_BTKH.shape[1],
             self.first_B,
         )
@@ -43,18 +52,17 @@ class Latents(NamedTuple):
     """The latents of the first `length` positions, in an array of S positions.
 
     A latent has the normalised values from which keys and values are expanded, and then
-    the rotated part of all keys (model/attention/latent.py). `first_B` is explained in
-    `KeysValues`.
+    the rotated part of all keys (model/attention/latent.py). `length` and `first_B` are
+    explained in `KeysValues`.
     """
 
     latents: Float[Array, "*L B S C"]
-    length: Int[Array, "*L"]
+    length: Int[Array, "*L"] | Int[Array, "*L B"]
     first_B: Int[Array, "*L B"] | None = None
 
     def append(self, x_BTC: Float[Array, "B T C"]) -> "Latents":
         """Return the cache with T more positions after the filled positions."""
-        start = (0, self.length, 0)
-        latents = jax.lax.dynamic_update_slice(self.latents, x_BTC, start)
+        latents = _write(self.latents, x_BTC, self.length)
         return self._replace(latents=latents, length=self.length + x_BTC.shape[1])
 
     def as_keys_values(self, value_dim: int) -> KeysValues:
@@ -99,13 +107,12 @@ def cached_attention(
     `attention` (model/attention/kernel.py) explains the arguments from `window` on.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
-    positions_T = cache.length - T + jnp.arange(T)
-    distance_TS = positions_T[:, None] - jnp.arange(S)[None]
-    visible_TS = distance_TS >= 0
+    positions_BT = jnp.atleast_1d(cache.length)[:, None] - T + jnp.arange(T)
+    distance_BTS = positions_BT[..., None] - jnp.arange(S)
+    visible_BTS = distance_BTS >= 0
     for num_keys in (trained_length, masks.layer_window(window, local_flag, S)):
         if num_keys is not None:
-            visible_TS &= distance_TS < num_keys
-    visible_BTS = visible_TS[None]
+            visible_BTS &= distance_BTS < num_keys
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S)[None, None] >= cache.first_B[:, None, None]
     inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)

@@ -21,7 +21,8 @@ train.identity
     train.runtime train.sharding train.optimizer train.spikes train.state \
 train.loss train.rows train.numerics train.step \
 train.eval_step train.router_balance train.program train.feed \
-train.evaluate.validation train.sample.generate train.sample.prompts train.describe \
+train.evaluate.validation train.sample.generate train.sample.speculate \
+train.sample.prompts train.describe \
 train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
     train.distributed
     train.run

@@ -81,7 +81,8 @@ PROBABILITIES = np.array([0.04, 0.5, 0.16, 0.3])
 
 def drawn(sampling: Sampling) -> np.ndarray:
     logits = jnp.tile(jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)), (4000, 1))
-    ids = np.asarray(pick(logits, jax.random.key(0), sampling))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    ids = np.asarray(pick(logits, keys, sampling))
     return np.bincount(ids, minlength=4) / 4000
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
-from train.sample.generate import Sampling, _draw, _read_prompts, generate
+from train.sample.generate import Sampling, _draw, generate, prefill
 from train.sample.prompts import continue_rows, prompt_rows, text_before
 
 GREEDY = Sampling(temperature=0)
@@ -75,7 +75,7 @@ def test_prompts_of_other_lengths_need_no_other_program(continued):
     seen = set()
     for prompts in (["a" * 60] * 4, ["abc"] * 4, ["abc", "", "abcd" * 16, "a" * 33]):
         continued(prompts, 20)
-        seen.add((_read_prompts._cache_size(), _draw._cache_size()))
+        seen.add((prefill._cache_size(), _draw._cache_size()))
     assert len(seen) == 1
 
 
