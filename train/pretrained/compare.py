@@ -35,6 +35,7 @@ from train.program import Program
 
 _KEY = "init_from"
 _INDEX = "model.safetensors.index.json"
+_COMPARED_ROWS = 4096  # The number of rows that are compared at once.
 _REMEDY = "Fetch or export the folder again"
 # Older files also contain masks and rotary frequencies, which are ignored.
 _IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -71,7 +72,7 @@ class Folder:
             stored_names |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, a safetensors file is not iterable
                 # GPT-2's files on the hub lack the prefix.
-                has_prefix = name.startswith((prefix, "lm_head"))
+                has_prefix = name.startswith((prefix, "lm_head", "mtp."))
                 full_name = name if has_prefix else prefix + name
                 if not full_name.endswith(_IGNORED_TENSORS):
                     self.shapes[full_name] = tuple(opened.get_slice(name).get_shape())
@@ -85,6 +86,16 @@ class Folder:
         """Return the part of a tensor that one slice for each dim selects."""
         file, stored_name, _ = self._files[name]
         return file.get_slice(stored_name)[tuple(slices)]
+
+    def equal(self, name: str, other_name: str) -> bool:
+        """Return whether two tensors of one shape have the same values."""
+        rows = self.shapes[name][0]
+        starts = range(0, rows, _COMPARED_ROWS)
+        spans = (slice(start, min(start + _COMPARED_ROWS, rows)) for start in starts)
+        return all(
+            np.array_equal(self.read(name, [span]), self.read(other_name, [span]))
+            for span in spans
+        )
 
     def file(self, name: str) -> str:
         """Return the name of the file that contains a tensor."""
@@ -146,6 +157,15 @@ def tensors_of_folder(
     """Return the tensors of the program's model with the folder's vocabulary size."""
     vocab_size = folder.shapes.get(family.embedding_tensor, (0,))[0]
     return FamilyTensors(family, program.config.model, program.infos, vocab_size)
+
+
+def modules_not_read(folder: Folder, model: ModelConfig) -> set[str]:
+    """Return the tensors of prediction modules if the model has no modules."""
+    count = max(folder.settings.get(key) or 0 for key in PREDICTION_LAYERS)
+    layers = range(model.num_layers, model.num_layers + count)
+    prefixes = *(f"model.layers.{layer}." for layer in layers), "mtp."
+    names = {name for name in folder.shapes if name.startswith(prefixes)}
+    return set() if model.predict_ahead else names
 
 
 def _settings_in(path: str) -> dict[str, Any]:
@@ -219,8 +239,9 @@ def _differing_settings(
     theirs = with_layer_types(theirs, model.num_layers)
     if not theirs.get("use_sliding_window", True):
         theirs = {**theirs, "sliding_window": None}
+    not_compared = NOT_COMPARED + PREDICTION_LAYERS * (not model.predict_ahead)
     plain_settings = {
-        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in NOT_COMPARED
+        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in not_compared
     }
     groups = [(plain_settings, theirs, KEYS | family.keys)]
     if family.needs["position"] is Position.rotary:
@@ -258,12 +279,11 @@ def _tensor_differences(
         yield f"{rule}set model.vocab_size={num_tokens} ({file})"
         return
     ours = tensors.shapes(dict(named(program.state.params)))
-    num_ignored = max(folder.settings.get(key) or 0 for key in PREDICTION_LAYERS)
-    ignored = tuple(f"model.layers.{model.num_layers + i}." for i in range(num_ignored))
-    theirs = {k: v for k, v in folder.shapes.items() if not k.startswith(ignored)}
+    ignored, copies = modules_not_read(folder, model), tensors.copies
+    theirs = {k: v for k, v in folder.shapes.items() if k not in ignored}
     if model.tied_head:
         theirs.pop("lm_head.weight", None)
-    for name in sorted({*ours} - {*theirs}):
+    for name in sorted({*ours} - {*theirs} - {*copies}):
         yield f"lacks the tensor {name} {list(ours[name])}"
     for name in sorted({*theirs} - {*ours}):
         file = folder.file(name)
@@ -277,3 +297,6 @@ def _tensor_differences(
         if theirs[name] != ours[name]:
             shapes = f"{list(theirs[name])}, the model {list(ours[name])}"
             yield f"has {name} as {shapes} ({folder.file(name)})"
+        elif name in copies and not folder.equal(name, copies[name]):
+            rule = f"has {name}, which differs from {copies[name]}; the modules of "
+            yield f"{rule}model.predict_ahead share the model's (set it to 0)"

@@ -129,6 +129,7 @@ class Family(NamedTuple):
     length_key: the setting in config.json that holds the maximum row length.
     interleaved: the ends of names of parameters whose last `rope_head_dim` outputs of
         each head are rotated in pairs (2 i, 2 i + 1), and are stored in this order.
+    ahead_names: like `names`, for prediction modules. Empty: the family has none.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Family(NamedTuple):
     keys: dict[str, str] = {}  # noqa: RUF012, a default of a NamedTuple
     length_key: str = "max_position_embeddings"
     interleaved: tuple[str, ...] = ()
+    ahead_names: dict[str, list[str]] = {}  # noqa: RUF012, a default of a NamedTuple
 
     @property
     def embedding_tensor(self) -> str:
@@ -174,11 +176,19 @@ class Family(NamedTuple):
 
     def tensors(self) -> dict[str, list[str]]:
         """Return the parameters that each tensor concatenates, by tensor name."""
-        return {
-            name.replace("*", leaf): [param.replace("*", leaf) for param in params]
-            for name, params in self.names.items()
-            for leaf in (("weight", "bias") if name.endswith("*") else ("",))
-        }
+        return _with_leaves(self.names)
+
+    def module_tensors(self) -> dict[str, list[str]]:
+        """Return the tensors of prediction modules, like `tensors`."""
+        return _with_leaves(self.ahead_names)
+
+
+def _with_leaves(names: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {
+        name.replace("*", leaf): [param.replace("*", leaf) for param in params]
+        for name, params in names.items()
+        for leaf in (("weight", "bias") if name.endswith("*") else ("",))
+    }
 
 
 _SCALING_KIND = "rope_scaling.kind"
@@ -279,12 +289,17 @@ FAMILIES = (
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        _usual(_SCALING_KIND, **DEEPSEEK_V3_EXPERTS, mixer=Mixer.latent_attention),
+        _usual(
+            *(_SCALING_KIND, "predict_ahead"),
+            **DEEPSEEK_V3_EXPERTS,
+            mixer=Mixer.latent_attention,
+        ),
         names.DEEPSEEK,
         settings.deepseek_v3,
         zero_biases=(".router.balance",),
         compatible_types=("kimi_k2",),
         interleaved=_INTERLEAVED,
+        ahead_names=names.DEEPSEEK_AHEAD,
     ),
     Family(
         "mixtral",
@@ -319,7 +334,7 @@ FAMILIES = (
         "glm4_moe",
         "Glm4MoeForCausalLM",
         _usual(
-            *("rotary_fraction", "qkv_bias", "qk_norm"),
+            *("rotary_fraction", "qkv_bias", "qk_norm", "predict_ahead"),
             **DEEPSEEK_V3_EXPERTS,
             qk_norm_over=NormSpan.head,
         ),
@@ -327,6 +342,7 @@ FAMILIES = (
         settings.glm4_moe,
         zero_biases=(".router.balance",),
         keys={"attention_bias": "qkv_bias"},
+        ahead_names=names.GLM4_MOE_AHEAD,
     ),
     Family(
         "gpt2",

@@ -4,6 +4,9 @@ Source: files from `save_pretrained` of transformers 5.23. {} is the layer's ind
 second {} the expert's, and * stands for both `weight` and `bias`. `layers` stands for
 the layer's segment and slot too (model/pattern.py). A tensor of all experts is
 [E, inputs, outputs], with the outputs of its parameters interleaved.
+
+In the tensors of prediction modules (model/predict_ahead.py), {layer} is the number of
+layers plus the module's number, and `predict_ahead` stands for the module's number too.
 """
 
 LLAMA = {
@@ -110,6 +113,42 @@ QWEN3_NEXT_EXPERTS = {
     "model.layers.{}.mlp.shared_expert_gate.weight": ["layers.mlp.shared_gate"],
 }
 GLM4_MOE = LLAMA | DEEPSEEK_EXPERTS
+
+
+def module_block(
+    layers: dict[str, list[str]], prefix: str = "model.layers.{layer}"
+) -> dict[str, list[str]]:
+    """Return the tensors of a prediction module's block, given those of a layer."""
+    return {
+        name.replace("model.layers.{}", prefix): [
+            param.replace("layers", "predict_ahead.block", 1) for param in params
+        ]
+        for name, params in layers.items()
+        if name.startswith("model.layers.{}")
+    }
+
+
+# Engines read an embedding and a head for each module, which are the model's.
+_DEEPSEEK_MODULE = {
+    f"model.layers.{{layer}}.{tensor}.weight": [param]
+    for tensor, param in {
+        "enorm": "predict_ahead.embedding_norm.scale",
+        "hnorm": "predict_ahead.hidden_norm.scale",
+        "eh_proj": "predict_ahead.projection.weight",
+        "shared_head.norm": "predict_ahead.norm.scale",
+        "embed_tokens": "embedding.weight",
+        "shared_head.head": "head.weight",
+    }.items()
+}
+DEEPSEEK_AHEAD = module_block(DEEPSEEK) | _DEEPSEEK_MODULE
+GLM4_MOE_AHEAD = module_block(GLM4_MOE) | _DEEPSEEK_MODULE
+# Qwen has one module: module_block(layers, "mtp.layers.0") | QWEN_MODULE.
+QWEN_MODULE = {
+    "mtp.fc.weight": ["predict_ahead.projection.weight"],
+    "mtp.pre_fc_norm_embedding.weight": ["predict_ahead.embedding_norm.scale"],
+    "mtp.pre_fc_norm_hidden.weight": ["predict_ahead.hidden_norm.scale"],
+    "mtp.norm.weight": ["predict_ahead.norm.scale"],
+}
 GPT_OSS = LLAMA | {
     "model.layers.{}.self_attn.sinks": ["layers.attention.sinks"],
     "model.layers.{}.mlp.router.*": ["layers.mlp.router.*"],

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from model.params import named
-from train.pretrained.compare import Folder, tensors_of_folder
+from train.pretrained.compare import Folder, modules_not_read, tensors_of_folder
 from train.pretrained.families import family_of
 from train.pretrained.tensors import FamilyTensors
 from train.program import Program
@@ -34,6 +34,13 @@ def read_folder(path: str, program: Program) -> TrainState:
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         tensors = tensors_of_folder(folder, family, program)
+        num_unread = len(modules_not_read(folder, program.config.model))
+        if num_unread and jax.process_index() == 0:
+            print(
+                f"weights     {num_unread:,} tensors of prediction modules are not "
+                f"read, because model.predict_ahead=0",
+                flush=True,
+            )
         abstract = dict(named(program.state.params))
         num_rows = {name: tensors.num_vocab_rows(abstract, name) for name in abstract}
         larger = {name for name, n in num_rows.items() if n > tensors.vocab_size}
@@ -66,9 +73,11 @@ class _Reader:
         abstract: dict[str, jax.ShapeDtypeStruct],
     ):
         self._folder, self._tensors, self._abstract = folder, tensors, abstract
+        copies = tensors.copies
         self._tensor_of = {
             (param, tensor.stack_index): (name, tensor.params)
             for name, tensor in tensors.tensors.items()
+            if name not in copies
             for param in tensor.params
         }
 

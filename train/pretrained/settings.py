@@ -6,13 +6,10 @@ from typing import Any
 from model.choices import Scaling
 from model.config import ModelConfig
 
-# Settings that are not compared: a run may train with other dropout rates, and leaves
-# out the layers that predict further tokens.
+# Settings that are not compared, because a run may train with other dropout rates.
+# The numbers of prediction modules are not compared if the model has none.
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-NOT_COMPARED = (
-    *("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop"),
-    *PREDICTION_LAYERS,
-)
+NOT_COMPARED = "attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop"
 
 # Settings for which null means "none". For other settings, null means "not stated".
 NULL_IS_NONE = (
@@ -45,6 +42,7 @@ KEYS = {
     **{"q_lora_rank": "query_rank", "kv_lora_rank": "kv_rank"},
     **{"qk_nope_head_dim": "nope_head_dim", "qk_rope_head_dim": "rope_head_dim"},
     "v_head_dim": "value_head_dim",
+    **dict.fromkeys(PREDICTION_LAYERS, "predict_ahead"),
 }
 _SCALING = {
     **{"rope_theta": "rope_theta", "rope_type": "rope_scaling.kind"},
@@ -156,7 +154,7 @@ def deepseek_v2(model: ModelConfig) -> dict[str, Any]:
 
 
 def deepseek_v3(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of DeepSeek V3, without prediction of further tokens."""
+    """Return the settings of DeepSeek V3."""
     settings = deepseek_v2(model)
     del settings["mlp_bias"]
     # transformers does not read the last two, but other engines do.
@@ -206,7 +204,7 @@ def deepseek_experts(model: ModelConfig) -> dict[str, Any]:
         "topk_group": model.router_groups_kept,
         "norm_topk_prob": model.router_normalized,
         "routed_scaling_factor": model.routed_scaling,
-        **dict.fromkeys(PREDICTION_LAYERS, 0),
+        **dict.fromkeys(PREDICTION_LAYERS, model.predict_ahead),
     }
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,17 +47,36 @@ class FamilyTensors:
             for name, info in self.infos.items()
             for repeat, layer in enumerate(info.layers)
         }
-        stack_ranges = range(model.num_layers), range(model.num_experts)
         self.tensors = {
-            name.format(*index): tensor
-            for name, params in family.tensors().items()
-            for index in itertools.product(*stack_ranges[: name.count("{}")])
-            if (tensor := self._locate(params, index))
-            and all(self._is_written(param) for param in tensor.params)
+            name: tensor
+            for name, tensor in self._family_tensors(model)
+            if all(self._is_written(param) for param in tensor.params)
         }
         self._jitted_make = jax.jit(self._make, static_argnums=2)  # `names`
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
+
+    def _family_tensors(self, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of the family, also those that the model may lack."""
+        layers, experts = range(model.num_layers), range(model.num_experts)
+        for name, params in self.family.tensors().items():
+            for index in itertools.product(*(layers, experts)[: name.count("{}")]):
+                yield name.format(*index), self._locate(params, index)
+        for k in range(model.predict_ahead):
+            for name, params in self.family.module_tensors().items():
+                module = f"predict_ahead.{k}"
+                params = tuple(p.replace("predict_ahead", module) for p in params)
+                is_expert = "{}" in name
+                for expert in experts if is_expert else range(1):
+                    full_name = name.format(expert, layer=model.num_layers + k)
+                    yield full_name, Tensor((expert,) * is_expert, params)
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """The tensors that repeat an earlier one, with the name of the earlier one."""
+        first = dict[Tensor, str]()
+        names = {name: first.setdefault(x, name) for name, x in self.tensors.items()}
+        return {copy: name for copy, name in names.items() if copy != name}
 
     def _locate(self, params: Sequence[str], index: tuple[int, ...]) -> Tensor:
         """Return the tensor of a layer's parameters, whose names begin with `layers.`.

@@ -47,7 +47,8 @@ def write_weights(
             write_atomically(folder / file, content)
         collections.deque(content, maxlen=0)  # lets other processes join each gather
         file_of |= dict.fromkeys(names, file)
-    count = sum(map(math.prod, shapes.values()))
+    copies = tensors.copies
+    count = sum(math.prod(x) for name, x in shapes.items() if name not in copies)
     if len(groups) > 1 and jax.process_index() == 0:
         size = {"total_size": sum(sizes.values())}
         index = {"metadata": size, "weight_map": file_of}
