@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from typing_extensions import Doc
 
 from model.choices import (
@@ -174,7 +174,7 @@ class ModelConfig:
         Size | None, Doc("The dim of its values. null: delta_key_dim.")
     ] = None
     delta_conv_width: Annotated[
-        Size, Doc("The number of positions that its causal convolution sees.")
+        Size, Ge(2), Doc("The number of positions that its causal convolution sees.")
     ] = 4
     activation: Annotated[
         Activation, Doc("The MLP's non-linearity. Those that end in glu add a gate.")

@@ -74,14 +74,13 @@ class Latents(NamedTuple):
 class DeltaState(NamedTuple):
     """The state of a gated delta net after `length` positions (model/delta/).
 
-    Row b begins at position first_B[b], or at 0 if first_B is None. queries, keys and
-    values are the last inputs of the convolutions. R value heads share a key head.
+    Row b begins at position first_B[b], or at 0 if first_B is None. `inputs` are the
+    last E inputs of the convolutions of queries, keys and values. R value heads share a
+    key head.
     """
 
     state: Float[Array, "*L B K R H V"]
-    queries: Float[Array, "*L B E K H"]
-    keys: Float[Array, "*L B E K H"]
-    values: Float[Array, "*L B E N V"]
+    inputs: tuple[Float[Array, "*L B E heads dim"], ...]
     length: Int[Array, "*L"]
     first_B: Int[Array, "*L B"] | None = None
 

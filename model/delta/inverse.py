@@ -1,13 +1,13 @@
 """The inverse of a unit lower triangular matrix, with its own derivative."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-
-def _multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+_multiply = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 @jax.custom_vjp
@@ -27,11 +27,10 @@ def unit_lower_inverse(
     inverse, size = jnp.broadcast_to(jnp.eye(C), strict_lower.shape), 1
     while size < C:
         block = np.arange(C) // size
-        # An element of M has a row and a column in one block of size 2 s, but not s.
-        in_pair = block[:, None] // 2 == block // 2
-        is_below = in_pair & (block[:, None] > block)
-        mask = jnp.broadcast_to(is_below, strict_lower.shape)
-        below = jnp.where(mask, strict_lower, 0)
+        # M has its rows and columns in the same block of size 2 s.
+        is_pair = block[:, None] // 2 == block // 2
+        is_below = jnp.array(is_pair & (block[:, None] > block))
+        below = jnp.where(jnp.broadcast_to(is_below, inverse.shape), strict_lower, 0)
         if size > 1:
             below = _multiply(_multiply(inverse, below), inverse)
         inverse, size = inverse - below, 2 * size
@@ -43,9 +42,8 @@ def _forward(strict_lower: jax.Array):
     return inverse, inverse
 
 
-def _backward(inverse: jax.Array, dinverse: jax.Array):
-    transposed = inverse.mT
-    gradient = _multiply(_multiply(transposed, dinverse), transposed)
+def _backward(inverse: jax.Array, cotangent: jax.Array):
+    gradient = _multiply(_multiply(inverse.mT, cotangent), inverse.mT)
     return (-jnp.tril(gradient, -1),)
 
 

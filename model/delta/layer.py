@@ -12,7 +12,6 @@ value heads, H key dim, V value dim, W taps of the convolution.
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,9 @@ from jaxtyping import Array, Float
 from model.attention.cache import DeltaState, LayerCache
 from model.choices import Intermediate, Norm
 from model.config import ModelConfig
-from model.delta.convolution import convolve, last_inputs
-from model.delta.pieces import RowPieces, document_starts, row_pieces
-from model.delta.rule import DeltaInputs, delta_chunks, delta_step
+from model.delta.convolution import convolve
+from model.delta.pieces import RowPieces, row_pieces
+from model.delta.rule import DeltaInputs, delta_rule
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
 from model.linear import Linear
@@ -54,7 +53,7 @@ class GatedDeltaNet(nnx.Module):
             axes = ("embed", "heads", "head_dim")
             return linear(name, "btd,dnh->btnh", (D, heads, dim), axes, std=std)
 
-        def project_to_scalars(name: str) -> Linear:
+        def project_to_rates(name: str) -> Linear:
             return linear(name, "btd,dn->btn", (D, N), ("embed", "heads"), std=std)
 
         def uniform(low: float, high: float, shape: tuple[int, ...]) -> jax.Array:
@@ -72,7 +71,7 @@ class GatedDeltaNet(nnx.Module):
         self.value, self.gate = project("value", N, V), project("gate", N, V)
         self.query_taps, self.key_taps = make_taps(K, H), make_taps(K, H)
         self.value_taps = make_taps(N, V)
-        self.beta, self.dt = project_to_scalars("beta"), project_to_scalars("dt")
+        self.beta, self.dt = project_to_rates("beta"), project_to_rates("dt")
         # These two stay in float32: rounding them would change all decays.
         self.A_log = vector(jnp.log(uniform(*_DECAYS, shape=(N,))), "heads")
         dt = jnp.exp(uniform(*map(math.log, _STEPS), shape=(N,)))
@@ -92,100 +91,96 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Return the layer's output, and the updated cache. `local_flag` is unused."""
         assert cache is None or isinstance(cache, DeltaState)
-        pieces = row_pieces(execution)
-        starts_BT = document_starts(x_BTD, call, cache, pieces)
-        (q_BTKH, k_BTKH, v_BTNV), last = self._project(
-            x_BTD, execution, call, cache, starts_BT=starts_BT, pieces=pieces
-        )
-        beta_BTN, g_BTN = map(pieces.split, self._rates(x_BTD, execution, call))
 
-        def by_key_head(x_BTN: jax.Array) -> jax.Array:
-            B, T, _, *dims = x_BTN.shape
-            return x_BTN.reshape(B, T, self.sizes.key_heads, -1, *dims)
+        def project(linear: Linear, name: Intermediate) -> jax.Array:
+            y = saveable(linear(x_BTD, execution, call), name)
+            return execution.placement.constrain(y, "batch", "seq", "heads", "head_dim")
 
-        inputs = DeltaInputs(
-            queries=_normalize(q_BTKH) * self.sizes.key_dim**-0.5,
-            keys=_normalize(k_BTKH),
-            values=by_key_head(v_BTNV.astype(jnp.float32)),
-            decay=by_key_head(g_BTN),
-            rate=by_key_head(beta_BTN),
-            starts=starts_BT,
-        )
-        state, T = pieces.state_before if pieces.axes else None, x_BTD.shape[1]
-        with part_scope("delta"):
-            if cache is not None and T == 1:
-                o_BTKRV, state = delta_step(inputs, cache.state)
-            else:
-                compute = execution.numerics.compute_dtype
-                state = state if cache is None else cache.state
-                o_BTKRV, state = delta_chunks(inputs, state, compute)
-        if cache is not None:
-            q, k, v = last
-            cache = cache._replace(
-                state=state, queries=q, keys=k, values=v, length=cache.length + T
+        # Both rates are in float32: a rounded decay would change all later positions.
+        x_exact, exact = x_BTD.astype(jnp.float32), call._replace(high_precision=True)
+        dt_BTN = self.dt(x_exact, execution, exact) + self.dt_bias[...][None, None]
+        g_BTN = -jnp.exp(self.A_log[...])[None, None] * jax.nn.softplus(dt_BTN)
+        beta_BTN = jax.nn.sigmoid(self.beta(x_exact, execution, exact))
+        q, k = project(self.query, "query"), project(self.key, "key")
+        v, z_BTNV = project(self.value, "value"), self.gate(x_BTD, execution, call)
+
+        def mix(projections: tuple[jax.Array, ...], z_BTNV: jax.Array, cache):
+            pieces, compute = row_pieces(execution), execution.numerics.compute_dtype
+            o_BTNV, cache = self._apply_rule(
+                projections, call.segment_ids_BT, cache, pieces=pieces, compute=compute
             )
-        z_BTNV = self.gate(x_BTD, execution, call)
-        o_BTNV = pieces.join(o_BTKRV).reshape(z_BTNV.shape)
-        o_BTNV = self.output_norm(o_BTNV) * jax.nn.silu(z_BTNV.astype(jnp.float32))
-        y_BTD = self.output(o_BTNV.astype(x_BTD.dtype), execution, call)
+            o_BTNV = self.output_norm(o_BTNV) * jax.nn.silu(z_BTNV.astype(jnp.float32))
+            return o_BTNV.astype(x_BTD.dtype), cache
+
+        if execution.remat == "none":
+            # Its arrays are many times as large as the projections, and cheap.
+            mix = jax.checkpoint(mix)
+        o_BTNV, cache = mix((q, k, v, g_BTN, beta_BTN), z_BTNV, cache)
+        y_BTD = self.output(o_BTNV, execution, call)
         return saveable(y_BTD, "attention_output"), cache
 
-    def _project(
+    def _apply_rule(
         self,
-        x_BTD: jax.Array,
-        execution: Execution,
-        call: CallContext,
+        projections: tuple[jax.Array, ...],
+        segment_ids_BT: jax.Array | None,
         cache: DeltaState | None,
         *,
-        starts_BT: jax.Array,
         pieces: RowPieces,
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return queries, keys and values of each piece, and the last inputs of each.
+        compute: DTypeLike,
+    ) -> tuple[jax.Array, DeltaState | None]:
+        """Return the float32 output of the rule [B, T, N, V], and the updated cache."""
+        *qkv, g_BTN, beta_BTN = map(pieces.split, projections)
+        (K, N, H, V), (B, T, _) = self.sizes, g_BTN.shape
+        E = self.query_taps.shape[-1] - 1
+        if cache is None:
+            qkv = [pieces.prepend(x, E) for x in qkv]
+            ids_BS = jnp.zeros((B, E + T), jnp.int32)
+            if segment_ids_BT is not None:
+                ids_BS = pieces.prepend(pieces.split(segment_ids_BT), E)
+        else:
+            pairs = zip(cache.inputs, qkv, strict=True)
+            qkv = [jnp.concatenate(pair, axis=1) for pair in pairs]
+            first_B = jnp.zeros(B) if cache.first_B is None else cache.first_B
+            positions_S = cache.length + jnp.arange(-E, T)
+            ids_BS = (positions_S[None] >= first_B[:, None]).astype(jnp.int32)
+        taps = self.query_taps[...], self.key_taps[...], self.value_taps[...]
+        with part_scope("convolution"):
+            pairs = zip(qkv, taps, strict=True)
+            q, k, v = (convolve(x, ids_BS, tap) for x, tap in pairs)
 
-        These are the last inputs of the convolutions.
-        """
-        documents_BT = jnp.cumsum(starts_BT, axis=1, dtype=jnp.int32)
-        results, last = list[jax.Array](), list[jax.Array]()
-        projections: tuple[tuple[Intermediate, Linear, Any, Any], ...] = (
-            ("query", self.query, self.query_taps, cache and cache.queries),
-            ("key", self.key, self.key_taps, cache and cache.keys),
-            ("value", self.value, self.value_taps, cache and cache.values),
+        def by_key_head(x: jax.Array) -> jax.Array:
+            return x.reshape(B, T, K, N // K, *x.shape[3:])
+
+        inputs = DeltaInputs(
+            queries=_normalize(q) * H**-0.5,
+            keys=_normalize(k),
+            values=by_key_head(v.astype(jnp.float32)),
+            decay=by_key_head(g_BTN),
+            rate=by_key_head(beta_BTN),
+            starts=ids_BS[:, E:] != ids_BS[:, E - 1 : -1],
         )
-        for name, linear, taps, cached in projections:
-            y = saveable(linear(x_BTD, execution, call), name)
-            y = execution.placement.constrain(y, "batch", "seq", "heads", "head_dim")
-            y = pieces.split(y)
-            earlier = cached
-            if earlier is None:
-                shape = len(y), taps.shape[-1] - 1, *y.shape[2:]
-                earlier = jnp.zeros(shape, y.dtype)
-                earlier = pieces.previous(last_inputs(y, earlier, documents_BT))
-            with part_scope("convolution"):
-                results.append(convolve(y, earlier, documents_BT, taps[...]))
-                last.append(last_inputs(y, earlier, documents_BT))
-        return results, last
-
-    def _rates(
-        self, x_BTD: jax.Array, execution: Execution, call: CallContext
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return beta, and the logarithms g of the decays, both float32 [B, T, N]."""
-        # A rounded g would change the decay over all later positions.
-        x_BTD, call = x_BTD.astype(jnp.float32), call._replace(high_precision=True)
-        dt_BTN = self.dt(x_BTD, execution, call)
-        dt_BTN = jax.nn.softplus(dt_BTN + self.dt_bias[...][None, None])
-        g_BTN = -jnp.exp(self.A_log[...])[None, None] * dt_BTN
-        return jax.nn.sigmoid(self.beta(x_BTD, execution, call)), g_BTN
+        with part_scope("delta"):
+            state = self._empty_state(B) if cache is None else cache.state
+            state = pieces.state_before if pieces.axes else state
+            o_BTKRV, state = delta_rule(inputs, state, compute)
+        if cache is not None:
+            q, k, v = (x[:, -E:] for x in qkv)
+            cache = cache._replace(
+                state=state, inputs=(q, k, v), length=cache.length + T
+            )
+        return pieces.join(o_BTKRV.reshape(B, T, N, V)), cache
 
     def empty_cache(
         self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
     ) -> DeltaState:
         """Return a cache of no positions. Its size does not depend on `length`."""
         (K, N, H, V), E = self.sizes, self.query_taps.shape[-1] - 1
-        state = jnp.zeros((batch, K, N // K, H, V), jnp.float32)
         k, v = (jnp.zeros((batch, E, *dims), dtype) for dims in ((K, H), (N, V)))
-        return DeltaState(
-            state, queries=k, keys=k, values=v, length=jnp.int32(0), first_B=first_B
-        )
+        return DeltaState(self._empty_state(batch), (k, k, v), jnp.int32(0), first_B)
+
+    def _empty_state(self, batch: int) -> Float[Array, "B K R H V"]:
+        K, N, H, V = self.sizes
+        return jnp.zeros((batch, K, N // K, H, V))
 
 
 def _normalize(x: Float[Array, "*dims H"]) -> Float[Array, "*dims H"]:

@@ -1,4 +1,4 @@
-"""The gated delta rule: recurrent, and over chunks of positions.
+"""The gated delta rule, over chunks of positions.
 
 A value head has a state S [H, V], which maps keys to values. At each position the state
 decays, and the value that it holds for the key moves towards the new value:
@@ -13,7 +13,7 @@ D_ij = e^(G_i - G_j) for i >= j, otherwise 0:
     S = e^(G_C) S + (e^(G_C - G) k)^T new
 
 A scan over chunks carries S. Everything that does not depend on S is computed before
-the scan, for all chunks at once. g, the inverse and the state are float32; operands of
+the scan, for all chunks at once. g, X, u, w and the state are float32; operands of
 other products have the compute dtype. No factor e^.. spans the start of a document,
 so that the state is forgotten there.
 
@@ -24,6 +24,7 @@ a key head, H key dim, V value dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -34,8 +35,9 @@ from jaxtyping import Array, Bool, Float
 from model.delta.inverse import unit_lower_inverse
 from model.linear import product
 
-CHUNK = 64  # C
+_MAX_CHUNK = 64  # the largest C; a power of two
 _FRACTIONS = 256  # Sums of multiples of 1/256 are exact up to 2^16.
+_exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class DeltaInputs(NamedTuple):
@@ -83,37 +85,18 @@ class _Chunks(NamedTuple):
     decay: Float[Array, "*M B K R"]  # e^(G_C)
 
 
-def _exact(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def delta_step(
-    inputs: DeltaInputs, state: State
-) -> tuple[Float[Array, "B T K R V"], State]:
-    """Return the output of a single position (T = 1), and the state after it."""
-    q, k, v, g, b = (x[:, 0] for x in inputs[:5])
-    decay = jnp.where(inputs.starts[..., None], 0, jnp.exp(g))
-    state = decay[..., None, None] * state
-    held_v = _exact("bkh,bkrhv->bkrv", k, state)
-    state = state + _exact("bkh,bkrv->bkrhv", k, b[..., None] * (v - held_v))
-    return _exact("bkh,bkrhv->bkrv", q, state)[:, None], state
-
-
-def delta_chunks(
+def delta_rule(
     inputs: DeltaInputs,
-    state_before: State | Callable[[AffineMap], State] | None,
+    state_before: State | Callable[[AffineMap], State],
     compute: DTypeLike,
 ) -> tuple[Float[Array, "B T K R V"], State]:
     """Return the float32 output of T positions, and the state after them.
 
-    `state_before` is the float32 state before the first position; None is zero. If it
-    depends on other devices, which have earlier positions of the rows, it is a function
-    of the map of the T positions.
+    `state_before` is the float32 state before the first position. If other devices have
+    earlier positions of the rows, it is a function of the map of the T positions.
     """
     chunks, (B, T, K, R, V) = _prepare(inputs, compute), inputs.values.shape
-    if state_before is None:
-        state_before = jnp.zeros((B, K, R, inputs.keys.shape[-1], V), jnp.float32)
-    elif callable(state_before):
+    if callable(state_before):
         state_before = state_before(_map_of(chunks, compute))
 
     def step(state: jax.Array, chunk: _Chunks):
@@ -139,8 +122,7 @@ def _write(
 
 def _map_of(chunks: _Chunks, compute: DTypeLike) -> AffineMap:
     """Return the map of all chunks, by running them on the state [I | 0]."""
-    *_, H = chunks.w.shape
-    _, B, K, R, _, V = chunks.u.shape
+    (*_, H), (_, B, K, R, _, V) = chunks.w.shape, chunks.u.shape
     state = jnp.broadcast_to(jnp.eye(H, H + V), (B, K, R, H, H + V))
     widened = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(H, 0)]))
     state, _ = jax.lax.scan(
@@ -153,28 +135,8 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
     """Compute for all chunks what does not depend on the state."""
     q_MBKCH, k_MBKCH, v_MBKRCV = (_split(x, 1) for x in inputs[:3])
     g_MBKRC, b_MBKRC, starts_MBC = (_split(x, 0) for x in inputs[3:])
-    documents = jnp.cumsum(starts_MBC, axis=-1, dtype=jnp.int32)
-    in_document = documents[..., :, None] == documents[..., None, :]
-    visible_MBCC = in_document & jnp.tri(CHUNK, dtype=bool)[None, None]
-    documents = documents[:, :, None, None]  # [M, B, 1, 1, C]
-    # The sums may be below -1,000, where float32 has too few digits for differences of
-    # neighbours. Therefore exact multiples of 1/256 and the rest are summed apart. Only
-    # sums inside documents give gradients of exactly zero to other documents.
-    coarse = jax.lax.stop_gradient(jnp.round(g_MBKRC * _FRACTIONS) / _FRACTIONS)
-    sums = [
-        _exact("mbij,mbkrj->mbkri", visible_MBCC.astype(jnp.float32), part)
-        for part in (coarse, g_MBKRC - coarse)
-    ]
-
-    def decay(mask: jax.Array, differences: list[jax.Array]) -> jax.Array:
-        # Mask before `exp`: the exponents of later positions are positive and large.
-        return jnp.exp(jnp.where(mask, sum(differences), -jnp.inf))
-
-    differences = [G[..., :, None] - G[..., None, :] for G in sums]
-    D = decay(visible_MBCC[:, :, None, None], differences)
-    decay_before = decay(documents == 0, sums)
-    after = decay(documents == documents[..., -1:], [G[..., -1:] - G for G in sums])
-    through = decay(documents[..., -1] == 0, [G[..., -1] for G in sums])
+    decays = _decays(g_MBKRC, starts_MBC)
+    decay_before, D = decays[..., 1:, 0], decays[..., 1:, 1:]
 
     similarity = product("mbkih,mbkjh->mbkij", k_MBKCH, k_MBKCH, compute)
     L = b_MBKRC[..., None] * similarity[:, :, :, None] * D
@@ -188,13 +150,38 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
         u=_exact("mbkrij,mbkrjv->mbkriv", X * rate, v_MBKRCV),
         w=_exact("mbkrij,mbkjh->mbkrih", X * decayed_rate, k_MBKCH),
         decay_before=decay_before,
-        decay_after=after,
-        decay=through,
+        decay_after=decays[..., -1, 1:],
+        decay=decays[..., -1, 0],
     )
+
+
+def _decays(g_MBKRC: jax.Array, starts_MBC: jax.Array) -> jax.Array:
+    """Return the factor by which the state decays from position j to i of a chunk.
+
+    The result is [M, B, K, R, C + 1, C + 1]. Position 0 is the one before the chunk.
+    The factor is zero if a document starts in between, and for i < j.
+    """
+    documents = jnp.cumsum(starts_MBC, axis=-1, dtype=jnp.int32)
+    documents = jnp.pad(documents, [(0, 0), (0, 0), (1, 0)])
+    is_same = documents[..., :, None] == documents[..., None, :]
+    visible = is_same & jnp.tri(documents.shape[-1], dtype=bool)[None, None]
+    # The sums may be below -1,000, where float32 has too few digits for differences of
+    # neighbours. Therefore exact multiples of 1/256 and the rest are summed apart. Only
+    # sums inside documents give gradients of exactly zero to other documents.
+    coarse = jax.lax.stop_gradient(jnp.round(g_MBKRC * _FRACTIONS) / _FRACTIONS)
+    summed = visible[..., 1:].astype(jnp.float32)
+    exponents = jnp.float32(0)
+    for part in (coarse, g_MBKRC - coarse):
+        G = _exact("mbij,mbkrj->mbkri", summed, part)
+        exponents += G[..., :, None] - G[..., None, :]
+    # Mask before `exp`: the exponents of later positions are positive and large.
+    return jnp.exp(jnp.where(visible[:, :, None, None], exponents, -jnp.inf))
 
 
 def _split(x: jax.Array, num_feature_dims: int) -> jax.Array:
     """Return [M, B, *heads, C, *features] of [B, T, *heads, *features], padded."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % CHUNK)] + [(0, 0)] * (x.ndim - 2))
-    chunks = x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+    B, T, *dims = x.shape
+    C = min(_MAX_CHUNK, 1 << (T - 1).bit_length())  # The inverse needs a power of two.
+    x = jnp.pad(x, [(0, 0), (0, -T % C), *[(0, 0)] * len(dims)])
+    chunks = x.reshape(B, -1, C, *dims)
     return jnp.moveaxis(chunks, (1, 2), (0, x.ndim - num_feature_dims))

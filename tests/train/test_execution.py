@@ -57,3 +57,11 @@ def test_only_a_gpu_unrolls_few_layers_unasked(
     device = SimpleNamespace(platform=platform, device_kind=H100)
     sizes = {**dict.fromkeys(MESH_AXES, 1), axis: 2}
     assert choose_execution(config, device, sizes).layer_unroll == unroll
+
+
+def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs):
+    rows = "mesh.context=4", "mesh.data=2", "data.sequence_length=32"
+    with pytest.raises(ConfigError, match="must be at least 40"):
+        programs(
+            *rows, "model.mixer=gated_delta", "model.delta_conv_width=6", devices=8
+        )

@@ -52,6 +52,11 @@ MODELS = {
         *("model.rope_head_dim=4", "model.value_head_dim=7", "model.qk_norm=false"),
         "model.rotary_fraction=1",
     ),
+    "delta": (
+        *(*MOE, "model.mixer_pattern=[gated_delta,attention]"),
+        *("model.attention_gate=true", "model.delta_value_heads=8"),
+        "model.delta_key_dim=16",
+    ),
     "balanced": (*MOE, *BALANCED),  # a microbatch's own: not on stages
     "grouped": (
         *(*MOE, "model.router_groups=4", "model.router_groups_kept=2"),
@@ -80,6 +85,10 @@ SLOW = [
     ("latent", "fsdp=2 context=2 tensor=2 context_attention=all_gather"),
     ("latent", "fsdp=4 context=2 context_attention=ulysses train.remat=[latent]"),
     ("latent", "pipeline=2 fsdp=2 tensor=2 train.remat=full"),
+    ("delta", "data=2 fsdp=2 tensor=2"),
+    ("delta", "context=4 fsdp=2 train.remat=full"),  # A device has two pieces of a row,
+    ("delta", "context=4 tensor=2 context_attention=all_gather"),  # or one.
+    ("delta", "pipeline=2 context=2 expert=2"),
     ("dense", "pipeline=4 data=2"),
     ("near", "pipeline=2 data=2 tensor=2"),
     ("near", "pipeline=2 fsdp=2 context=2 train.remat=dots"),

@@ -56,6 +56,25 @@ def test_decays_stay_in_float32_and_are_not_decayed_themselves():
         assert infos["attention"][name].kind is Kind.vector
 
 
+def test_a_backward_pass_saves_no_arrays_of_chunks():
+    """Such an array has 64 numbers for each position and head; a saved result has 8."""
+    sizes = {"delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 8}
+    net = GatedDeltaNet(ModelConfig(embed_dim=16, **sizes), nnx.Rngs(0))
+    graph, params = nnx.split(net)
+    x_BTD = jnp.ones((1, 512, 16))
+
+    def num_saved(execution: Execution) -> int:
+        def apply(params, x_BTD):
+            net = nnx.merge(graph, params)
+            return net(x_BTD, execution, NO_CONTEXT, None, False)[0]
+
+        backward = jax.eval_shape(lambda *args: jax.vjp(apply, *args)[1], params, x_BTD)
+        return sum(array.size for array in jax.tree.leaves(backward))
+
+    assert num_saved(Execution()) < 12 * x_BTD.size
+    assert num_saved(Execution(remat="full")) > 40 * x_BTD.size  # saved in a layer
+
+
 def test_transformers_computes_the_same():
     """With weights in its own order: [q | k | v | z] and [b | a] of each key head."""
     torch = pytest.importorskip("torch")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.delta.rule import DeltaInputs, delta_chunks, delta_step
+from model.delta.rule import DeltaInputs, delta_rule
 from tests.model.reference import recurrence
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -50,12 +50,12 @@ def empty() -> jax.Array:
     return jnp.zeros((B, K, R, H, V))
 
 
-run = jax.jit(partial(delta_chunks, compute=jnp.float32))
+run = jax.jit(partial(delta_rule, compute=jnp.float32))
 
 
 @jax.jit
 def weighted_sum(inputs: DeltaInputs, state: jax.Array, weights: jax.Array):
-    return jnp.sum(delta_chunks(inputs, state, jnp.float32)[0] * weights)
+    return jnp.sum(delta_rule(inputs, state, jnp.float32)[0] * weights)
 
 
 def by_head(x):
@@ -113,7 +113,7 @@ def test_single_positions_equal_chunks(case):
     _, state = run(jax.tree.map(lambda x: x[:, :65], inputs), empty())
     for t in range(65, 70):
         step = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
-        o, state = delta_step(step, state)
+        o, state = run(step, state)
         assert error(o[:, 0], whole[:, t]) < 1e-5
     assert error(state, end) < 1e-5
 
@@ -144,7 +144,7 @@ def test_documents_in_a_row_are_as_if_alone():
 
 def test_bfloat16_operands_cost_little():
     inputs = draw("similar", 150)
-    found, _ = delta_chunks(inputs, empty(), jnp.bfloat16)
+    found, _ = delta_rule(inputs, empty(), jnp.bfloat16)
     right = in_float64(expected, *inputs[:5]).reshape(found.shape)
     assert np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)) < 1e-2
 
