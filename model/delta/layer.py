@@ -113,7 +113,7 @@ class GatedDeltaNet(nnx.Module):
             return o_BTNV.astype(x_BTD.dtype), cache
 
         if execution.remat == "none":
-            # Its arrays are many times as large as the projections, and cheap.
+            # The arrays of all chunks take far more memory than what they come from.
             mix = jax.checkpoint(mix)
         o_BTNV, cache = mix((q, k, v, g_BTN, beta_BTN), z_BTNV, cache)
         y_BTD = self.output(o_BTNV, execution, call)
@@ -160,8 +160,9 @@ class GatedDeltaNet(nnx.Module):
             starts=ids_BS[:, E:] != ids_BS[:, E - 1 : -1],
         )
         with part_scope("delta"):
-            state = self._empty_state(B) if cache is None else cache.state
-            state = pieces.state_before if pieces.axes else state
+            state = pieces.state_before if pieces.axes else self._empty_state(B)
+            if cache is not None:
+                state = cache.state
             o_BTKRV, state = delta_rule(inputs, state, compute)
         if cache is not None:
             q, k, v = (x[:, -E:] for x in qkv)
