@@ -140,9 +140,9 @@ class GatedDeltaNet(nnx.Module):
         else:
             pairs = zip(cache.inputs, qkv, strict=True)
             qkv = [jnp.concatenate(pair, axis=1) for pair in pairs]
-            first_B = jnp.zeros(B) if cache.first_B is None else cache.first_B
-            positions_S = cache.length + jnp.arange(-E, T)
-            ids_BS = (positions_S[None] >= first_B[:, None]).astype(jnp.int32)
+            first_B1 = 0 if cache.first_B is None else cache.first_B[:, None]
+            is_in_row = cache.length + jnp.arange(-E, T)[None] >= first_B1
+            ids_BS = jnp.broadcast_to(is_in_row, (B, E + T)).astype(jnp.int32)
         taps = self.query_taps[...], self.key_taps[...], self.value_taps[...]
         with part_scope("convolution"):
             pairs = zip(qkv, taps, strict=True)

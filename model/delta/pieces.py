@@ -42,13 +42,11 @@ class RowPieces(NamedTuple):
 
         These are zeros before the first piece of a row.
         """
-        last = x[:, -count:]
+        last = jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
         if self.axes:
-            pieces = self._gather(last)
+            pieces = self._gather(x[:, -count:])
             no_piece = jnp.zeros_like(pieces[:1])
             last = self._take_local(jnp.concatenate([no_piece, pieces[:-1]]))
-        else:
-            last = jnp.zeros_like(last)
         return jnp.concatenate([last, x], axis=1)
 
     def state_before(self, local_map: AffineMap) -> jax.Array:
