@@ -130,7 +130,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, DeltaState | None]:
         """Return the float32 output of the rule [B, T, N, V], and the updated cache."""
         *qkv, g_BTN, beta_BTN = map(pieces.split, projections)
-        (K, N, H, V), (B, T, _) = self.sizes, g_BTN.shape
+        (B, T, N), V = g_BTN.shape, self.sizes.value_dim
         E = self.query_taps.shape[-1] - 1
         if cache is None:
             qkv = [pieces.prepend(x, E) for x in qkv]
@@ -143,22 +143,7 @@ class GatedDeltaNet(nnx.Module):
             first_B1 = 0 if cache.first_B is None else cache.first_B[:, None]
             is_in_row = cache.length + jnp.arange(-E, T)[None] >= first_B1
             ids_BS = jnp.broadcast_to(is_in_row, (B, E + T)).astype(jnp.int32)
-        taps = self.query_taps[...], self.key_taps[...], self.value_taps[...]
-        with part_scope("convolution"):
-            pairs = zip(qkv, taps, strict=True)
-            q, k, v = (convolve(x, ids_BS, tap) for x, tap in pairs)
-
-        def by_key_head(x: jax.Array) -> jax.Array:
-            return x.reshape(B, T, K, N // K, *x.shape[3:])
-
-        inputs = DeltaInputs(
-            queries=_normalize(q) * H**-0.5,
-            keys=_normalize(k),
-            values=by_key_head(v.astype(jnp.float32)),
-            decay=by_key_head(g_BTN),
-            rate=by_key_head(beta_BTN),
-            starts=ids_BS[:, E:] != ids_BS[:, E - 1 : -1],
-        )
+        inputs = self._rule_inputs(qkv, ids_BS, g_BTN, beta_BTN)
         with part_scope("delta"):
             state = pieces.state_before if pieces.axes else self._empty_state(B)
             if cache is not None:
@@ -170,6 +155,32 @@ class GatedDeltaNet(nnx.Module):
                 state=state, inputs=(q, k, v), length=cache.length + T
             )
         return pieces.join(o_BTKRV.reshape(B, T, N, V)), cache
+
+    def _rule_inputs(
+        self,
+        qkv: list[jax.Array],
+        ids_BS: jax.Array,
+        g_BTN: jax.Array,
+        beta_BTN: jax.Array,
+    ) -> DeltaInputs:
+        """Return the operands of the rule, at the last T of S positions."""
+        T = g_BTN.shape[1]
+        taps = self.query_taps[...], self.key_taps[...], self.value_taps[...]
+        with part_scope("convolution"):
+            pairs = zip(qkv, taps, strict=True)
+            q, k, v = (convolve(x, ids_BS, tap) for x, tap in pairs)
+
+        def by_key_head(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[:2], self.sizes.key_heads, -1, *x.shape[3:])
+
+        return DeltaInputs(
+            queries=_normalize(q) * self.sizes.key_dim**-0.5,
+            keys=_normalize(k),
+            values=by_key_head(v.astype(jnp.float32)),
+            decay=by_key_head(g_BTN),
+            rate=by_key_head(beta_BTN),
+            starts=ids_BS[:, -T:] != ids_BS[:, -T - 1 : -1],
+        )
 
     def empty_cache(
         self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
