@@ -106,8 +106,8 @@ def cached_attention(
     `attention` (model/attention/kernel.py) explains the arguments from `window` on.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
-    positions_BT = jnp.atleast_1d(cache.length)[:, None] - T + jnp.arange(T)
-    distance_BTS = positions_BT[..., None] - jnp.arange(S)
+    positions_BT = jnp.atleast_1d(cache.length)[:, None] - T + jnp.arange(T)[None]
+    distance_BTS = positions_BT[..., None] - jnp.arange(S)[None, None]
     visible_BTS = distance_BTS >= 0
     for num_keys in (trained_length, masks.layer_window(window, local_flag, S)):
         if num_keys is not None:
