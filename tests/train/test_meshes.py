@@ -11,11 +11,7 @@ import pytest
 
 from tests.train.conftest import take_steps
 from train.config import CheckpointConfig
-from train.prove.parity import (
-    Reference,
-    compare_with_one_device,
-    measure_steps,
-)
+from train.prove.parity import Reference
 from train.run.checkpoint import Checkpoints
 
 DENSE = (
@@ -117,8 +113,8 @@ def alone(configure):
         reference = Reference(config, jax.devices(), num_steps=20)
         assert (reference.batches[0].segment_ids.max(axis=1) > 1).any()
         assert all(name.endswith("router.balance") for name in reference.no_gradient)
-        values = reference.values(measure_steps)
-        losses = [x for key, x in values.items() if key.quantity == "loss"]
+        _, steps = reference.values
+        losses = [x for key, x in steps.items() if key.quantity == "loss"]
         assert losses[-1] < losses[0] - 0.1  # it learns
         return reference
 
@@ -131,8 +127,7 @@ def alone(configure):
 )
 def test_a_run_is_that_of_one_device(configure, alone, model, mesh):
     config = configure(*MODELS[model], *sizes(mesh))
-    reference = alone(model)
-    comparison = compare_with_one_device(config, jax.devices(), reference)
+    comparison = alone(model).compare(config)
     losses = [d for d in comparison.differences if d.key.quantity == "loss"]
     assert len(losses) == 1 + config.model.predict_ahead + 20
     assert not comparison.failures

@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.attention import xla
-from model.attention.context_parallel import KERNELS
-from model.attention.inputs import Inputs
-from model.choices import Grouped
+from model.attention.kernel import attention
+from model.choices import Attention, Grouped
 from model.execution import Execution
 from model.experts.grouped import grouped_product
 from train.config import Config
 from train.errors import NOT_PROVED, Exit
-from train.mesh import Device
 from train.prove.parity import ArrayDifference, Key, relative_error
 
 _TOLERANCE = 2e-2  # Operands and results have eight bits of precision in bfloat16.
@@ -29,7 +26,7 @@ _ROWS, _MAX_QUERY_HEADS, _EXPERT_ROWS, _MAX_EXPERTS = 1, 2, 1024, 4
 
 def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
     """Compare the kernels on a local device, or raise Exit with NOT_PROVED."""
-    differences = compare_kernels(config, execution, jax.local_devices()[0])
+    differences = compare_kernels(config, execution)
     if failures := [difference for difference in differences if difference.is_wrong]:
         text = "\n  ".join(["Kernels differ from plain formulas:", *map(str, failures)])
         remedy = "Update jax and the driver, or set model.attention=xla (slower)."
@@ -37,24 +34,19 @@ def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
     return {}
 
 
-def compare_kernels(
-    config: Config, execution: Execution, device: Device
-) -> list[ArrayDifference]:
+def compare_kernels(config: Config, execution: Execution) -> list[ArrayDifference]:
     """Return how much results and gradients of the run's kernels are off.
 
     Attention is compared with each window that a layer has. Operands of the plain
-    formulas are the same rounded numbers, and their products are in float32.
+    formulas are the same rounded numbers, and their products are in float32. The
+    kernels run on JAX's default device.
     """
-    model, rng = config.model, np.random.default_rng(0)
-    with jax.default_device(device):
-        differences = [
-            difference
-            for window in dict.fromkeys(model.windows)
-            for difference in _compare_attention(config, execution, window, rng)
-        ]
-        if model.expert_layers:
-            for swapped in (False, True):
-                differences += _compare_experts(config, execution, swapped, rng)
+    rng, differences = np.random.default_rng(0), list[ArrayDifference]()
+    for window in dict.fromkeys(config.model.windows):
+        differences += _compare_attention(config, execution, window, rng)
+    if config.model.expert_layers:
+        for swapped in (False, True):
+            differences += _compare_experts(config, execution, swapped, rng)
     return differences
 
 
@@ -64,27 +56,34 @@ def _compare_attention(
     """Yield the differences of attention over documents of several lengths."""
     model, dtype = config.model, execution.numerics.compute_dtype
     T, H = min(config.data.sequence_length, _MAX_LENGTH), model.head_size
-    N, scale = min(_MAX_QUERY_HEADS, model.num_heads // model.kv_heads), H**-0.5
-    if window is not None and window >= T:
-        window = None
+    V, N = model.value_size, min(_MAX_QUERY_HEADS, model.num_heads // model.kv_heads)
     ids_BT = None
     if config.data.document_mask:
         is_start_BT = rng.random((_ROWS, T)) < 8 / T
         ids_BT = jnp.cumsum(jnp.asarray(is_start_BT, jnp.int32), axis=1) + 1
-    q, k, v, dy = (_normal(rng, (_ROWS, T, n, H), dtype) for n in (N, 1, 1, N))
+    dims = (N, H), (1, H), (1, V), (N, V)
+    q, k, v, dy = (_normal(rng, (_ROWS, T, *pair), dtype) for pair in dims)
     sinks_N = _normal(rng, (N,), jnp.float32) if model.attention_sinks else None
-    kernel = KERNELS[execution.attention]
 
-    def attend(module: Any, scales_queries: bool, *operands: Any) -> jax.Array:
+    def attend(kernel: Attention, *operands: jax.Array) -> jax.Array:
         q, k, v, sinks_N = operands
-        q = q if scales_queries else (q * scale).astype(q.dtype)
-        inputs = Inputs(q, k, v, ids_BT, sinks_N)
-        return module.attend(inputs, window=window, soft_cap=model.attention_soft_cap)
+        is_scaled = kernel is Attention.splash  # see `attention`
+        return attention(
+            (q * H**-0.5).astype(q.dtype) if is_scaled else q,
+            k,
+            v,
+            ids_BT,
+            implementation=kernel,
+            compute=q.dtype,
+            window=window,
+            soft_cap=model.attention_soft_cap,
+            sinks_N=sinks_N,
+        )
 
-    run = partial(attend, kernel, kernel.SCALES_QUERIES)
     name = f"{execution.attention} attention, window {window or 'none'}:"
+    run, plain = (partial(attend, k) for k in (execution.attention, Attention.xla))
     operands = {"queries": q, "keys": k, "values": v, "sinks": sinks_N}
-    yield from _compare(name, run, partial(attend, xla, True), operands, dy)
+    yield from _compare(name, run, plain, operands, dy)
 
 
 def _compare_experts(
@@ -99,14 +98,13 @@ def _compare_experts(
     w = _normal(rng, (E, D, F), dtype) * jnp.asarray(D**-0.5, dtype)
     # The first expert has no rows, and the last rows belong to no expert.
     shares_E = np.arange(E) / max(1, E * (E - 1) / 2)
-    sizes_E = rng.multinomial(_EXPERT_ROWS * 7 // 8, shares_E)
+    sizes_E = jnp.asarray(rng.multinomial(_EXPERT_ROWS * 7 // 8, shares_E), jnp.int32)
 
     def multiply(kernel: Grouped, x: jax.Array, w: jax.Array) -> jax.Array:
-        sizes = jnp.asarray(sizes_E, jnp.int32)
-        return grouped_product(x, w, sizes, x.dtype, kernel, swapped=swapped)
+        return grouped_product(x, w, sizes_E, x.dtype, kernel, swapped=swapped)
 
-    run, plain = partial(multiply, execution.grouped), partial(multiply, Grouped.scan)
     name = f"{execution.grouped} products of experts, {D} x {F}:"
+    run, plain = (partial(multiply, k) for k in (execution.grouped, Grouped.scan))
     yield from _compare(name, run, plain, {"rows": x, "matrices": w}, dy)
 
 
@@ -130,14 +128,11 @@ def _compare(
         y, backward = jax.vjp(function, *operands)
         return y, *backward(dy.astype(y.dtype))
 
-    def in_float32(dy: Any, operands: Any) -> Any:
-        as_float32 = partial(jnp.asarray, dtype=jnp.float32)
-        return run(plain, *jax.tree.map(as_float32, (dy, operands)))
-
     arrays = [*operands.values()]
     actual = jax.jit(partial(run, kernel))(dy, arrays)
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(in_float32)(dy, arrays)
+        dy, arrays = jax.tree.map(lambda x: x.astype(jnp.float32), (dy, arrays))
+        expected = jax.jit(partial(run, plain))(dy, arrays)
     names = ("result", *(f"gradient of {operand}" for operand in operands))
     for part, x, y in zip(names, actual, expected, strict=True):
         if y is not None:

@@ -18,7 +18,7 @@ from train.errors import ConfigError, Mistake
 from train.execution import batch_shards, choose_execution
 from train.identity import flatten
 from train.mesh import Device
-from train.mesh_sizes import mesh_mistakes
+from train.mesh_sizes import least_sizes, mesh_mistakes
 from train.sharding import axis_rules
 
 ACCUMULATION = "train.accumulation_steps"
@@ -27,8 +27,8 @@ MAX_DEVICES = 8
 _DISPENSABLE = ("data", "fsdp", "tensor", "expert", "context", "pipeline")
 # Devices along these axes send to the next one. Of two devices, each is the next.
 _DIRECTED = ("context", "pipeline")
-# The size of each key that depends on no other. If it breaks a rule, the next multiple
-# is tried.
+# The size of each key that depends on no other. If it breaks a rule, a multiple is
+# tried.
 SIZES = {
     "model.embed_dim": 32,
     "model.mlp_dim": 48,
@@ -39,6 +39,10 @@ SIZES = {
     "model.nope_head_dim": 8,
     "model.rope_head_dim": 4,
     "model.value_head_dim": 6,
+    "model.delta_key_heads": 2,
+    "model.delta_value_heads": 4,
+    "model.delta_key_dim": 8,
+    "model.delta_value_dim": 6,
 }
 
 Changes = dict[str, Any]  # Values by their full key.
@@ -78,8 +82,8 @@ def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a config with other values of some keys such as `model.embed_dim`."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        part: Any = getattr(config, section)
-        config = replace(config, **{section: replace(part, **{name: value})})
+        part = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: part})
     return config
 
 
@@ -107,24 +111,21 @@ def parts_of(config: Config) -> list[str]:
 
 def _axis_sizes(config: Config) -> Changes:
     """Return the size of each mesh axis, and its factor across slices."""
-    full = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    sizes = {axis: _smallest_factor(size) for axis, size in full.items()}
-    for axis in _DISPENSABLE:
+    full = mesh_of(config)  # The size of an axis is -1 if it takes all other devices.
+    primes = (2, 3, 5, 7)
+    sizes = {a: next((p for p in primes if n % p == 0), 2) for a, n in full.items()}
+    if math.prod(sizes.values()) > MAX_DEVICES:
+        sizes = dict.fromkeys(full, 2)
+    for axis in filter(full.get, _DISPENSABLE):
         if math.prod(sizes.values()) > MAX_DEVICES:
             sizes[axis] = 1
-    for axis in _DIRECTED:
+    for axis in filter(full.get, _DIRECTED):
         has_room = 2 * math.prod(sizes.values()) <= MAX_DEVICES
-        if has_room and sizes[axis] == 2 and full[axis] > 0 and full[axis] % 4 == 0:
+        if has_room and sizes[axis] == 2 and full[axis] % 4 == 0:
             sizes[axis] = 4
     factors = {a: math.gcd(getattr(config.mesh.dcn, a), n) for a, n in sizes.items()}
     changes: Changes = {f"mesh.{axis}": size for axis, size in sizes.items()}
     return changes | {"mesh.dcn": DcnConfig(**factors)}
-
-
-def _smallest_factor(size: int) -> int:
-    """Return the smallest prime factor; 1 for 1, and 2 for -1 (unknown)."""
-    candidates = range(2, max(2, size) + 1)
-    return 1 if size == 1 else next(n for n in candidates if size % n == 0 or size < 0)
 
 
 def _choices(config: Config) -> Changes:
@@ -148,34 +149,32 @@ def _choices(config: Config) -> Changes:
 def _rows(config: Config, small: Config) -> Changes:
     """Return rows of 64 positions, two of a microbatch on each device."""
     data, model, train = config.data, config.model, config.train
-    length, sizes = min(64, data.sequence_length), dict.fromkeys(MESH_AXES, 1)
-    shards = batch_shards(axis_rules(small.mesh), sizes | mesh_of(small)).rows
-    microbatches, stages = train.pipeline_microbatches, small.mesh.pipeline
+    length, microbatches = min(64, data.sequence_length), train.pipeline_microbatches
+    shards = batch_shards(axis_rules(small.mesh), least_sizes(small.mesh, 1)).rows
     rounds = 2 if microbatches and microbatches > abs(config.mesh.pipeline) else 1
     chunk = train.loss_chunk_tokens
     if chunk is None and model.vocab_rows >= 8192:  # Then `auto` divides the logits.
         chunk = data.sequence_length // 4
-    positions = {
-        "train.loss_chunk_tokens": chunk,
-        "model.window": model.window,
-        "model.max_sequence_length": model.max_sequence_length and data.sequence_length,
-    }
-    scaled = {
-        key: value and max(3, value * length // data.sequence_length)
-        for key, value in positions.items()
-    }
-    return scaled | {
+
+    def shorten(positions: int | None) -> int | None:
+        return positions and max(3, positions * length // data.sequence_length)
+
+    return {
         "data.sequence_length": length,
         "data.batch_size": 2 * shards * small.train.accumulation_steps * rounds,
-        "train.pipeline_microbatches": microbatches and rounds * stages,
+        "train.pipeline_microbatches": microbatches and rounds * small.mesh.pipeline,
+        "train.loss_chunk_tokens": shorten(chunk),
+        "model.window": shorten(model.window),
+        "model.max_sequence_length": model.max_sequence_length and length,
     }
 
 
 def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
     """Yield alternative changes of depth, heads, other sizes, experts, vocabulary."""
     model, mesh = config.model, small.mesh
-    # Two repeats of the pattern of layers, which is the same on each stage.
-    period = math.lcm(len(model.layer_pattern or "1"), model.experts_every)
+    # Two repeats of the patterns of layers, which are the same on each stage.
+    patterns = model.layer_pattern or "1", model.mixer_pattern or "1"
+    period = math.lcm(*map(len, patterns), model.experts_every)
     groups = mesh.pipeline * mesh.pipeline_repeats if mesh.pipeline > 1 else 1
     dense = min(model.dense_layers, groups)
     depths = dense + math.lcm(2 * period, groups), dense + 2 * period * groups
@@ -196,9 +195,9 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
         if kv_heads <= model.kv_heads
     ]
     for key, size in SIZES.items():
-        value = flatten(config)[key]
-        sizes = [size * factor for factor in (1, 2, 3, 4, 8)]
-        yield [{key: n} for n in sizes if isinstance(value, int) and n < value]
+        full_size = getattr(model, key.removeprefix("model.")) or 0
+        sizes = (size * factor for factor in (1, 2, 3, 4, 8))
+        yield [{key: size} for size in sizes if size < full_size]
     if model.expert_layers:
         used = min(2, model.experts_per_token)
         ratio = min(8, model.num_experts // model.experts_per_token)
@@ -209,8 +208,7 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
             if experts <= model.num_experts
         ]
     # Devices exchange rows of a table that has more ids than they have tokens.
-    full_mesh = {axis: abs(getattr(config.mesh, axis)) for axis in MESH_AXES}
-    shards = batch_shards(axis_rules(config.mesh), full_mesh)
+    shards = batch_shards(axis_rules(config.mesh), least_sizes(config.mesh, 1))
     tokens = config.data.batch_size * config.data.sequence_length
     parts = config.train.accumulation_steps * shards.rows * shards.sequence
     has_more_ids = tokens // parts < model.vocab_rows
@@ -219,12 +217,11 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
 
 def _mistakes(config: Config, device: Device) -> list[Mistake]:
     """Return every rule that a config breaks on its mesh of virtual devices."""
-    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    mistakes = config_mistakes(config)
-    mistakes = mistakes or mesh_mistakes(config, math.prod(sizes.values()))
+    num_devices = math.prod(mesh_of(config).values())
+    mistakes = config_mistakes(config) or mesh_mistakes(config, num_devices)
     if not mistakes:
         try:
-            choose_execution(config, device, sizes)
+            choose_execution(config, device, least_sizes(config.mesh, num_devices))
         except ConfigError as error:
             return error.mistakes
     return mistakes
@@ -235,11 +232,12 @@ def _left_out(config: Config, small: Config) -> list[str]:
     sentences = [
         "The CPU computes in float32, with XLA's attention and plain loops of experts."
     ]
-    for axis in (axis for axis in mesh_of(config) if axis not in mesh_of(small)):
-        sentences.append(
-            f"mesh.{axis} is 1 because there are {MAX_DEVICES} virtual devices; to "
-            "include it, set another axis to 1."
-        )
+    sentences += [
+        f"mesh.{axis} is 1 because there are {MAX_DEVICES} virtual devices; to "
+        "include it, set another axis to 1."
+        for axis in mesh_of(config)
+        if axis not in mesh_of(small)
+    ]
     if config.model.router_aux_weight != small.model.router_aux_weight:
         sentences.append(
             "model.router_aux_weight is 0 because that loss depends on how a batch is "

@@ -23,14 +23,14 @@ BROKEN_KERNEL = """
 import runpy, sys
 from model.attention import xla
 
-attend = xla.attend
+attend = xla.attend_masked
 calls = []
 
-def wrong(inputs, **options):
-    calls.append(inputs)
-    return attend(inputs, **options) * (2 if len(calls) == 1 else 1)
+def wrong(*operands, **options):
+    calls.append(operands)
+    return attend(*operands, **options) * (2 if len(calls) == 1 else 1)
 
-xla.attend = wrong
+xla.attend_masked = wrong
 runpy.run_module("train", run_name="__main__", alter_sys=True)
 """
 

@@ -20,32 +20,38 @@ MODEL = (
 
 
 @pytest.fixture
-def case(configure):
+def case(configure, monkeypatch):
     """A config with windows, sinks and experts, and its execution."""
+    use(monkeypatch, xla.attend)
     config = configure(*MODEL)
     sizes = dict.fromkeys(MESH_AXES, 1)
     execution = choose_execution(config, jax.devices()[0], sizes)
-    return config, execution._replace(grouped=Grouped.ragged)
+    return config, execution._replace(attention=Attention.cudnn, grouped=Grouped.ragged)
 
 
 def wrong_parts(case):
-    differences = compare_kernels(*case, jax.devices()[0])
+    differences = compare_kernels(*case)
     return {d.key.name.split(": ")[1] for d in differences if d.is_wrong}
 
 
 def use(monkeypatch, attend):
-    kernel = SimpleNamespace(attend=attend, SCALES_QUERIES=True)
-    monkeypatch.setitem(KERNELS, Attention.xla, kernel)
+    monkeypatch.setitem(KERNELS, Attention.cudnn, SimpleNamespace(attend=attend))
 
 
 def test_right_kernels_agree_in_bfloat16(case):
-    differences = compare_kernels(*case, jax.devices()[0])
+    differences = compare_kernels(*case)
     assert not any(difference.is_wrong for difference in differences)
     # The result and four gradients, with and without a window; two products, each with
     # a result and two gradients.
     assert len(differences) == 2 * 5 + 2 * 3
     assert all(difference.error > 0 for difference in differences)
     assert check_kernels(*case) == {}
+
+
+def test_values_of_latent_attention_have_their_own_dim(configure, case):
+    _, execution = case
+    config = configure("model=deepseek_v3_nano", "model.value_head_dim=24")
+    assert not any(d.is_wrong for d in compare_kernels(config, execution))
 
 
 def test_a_window_that_is_too_long_is_found(case, monkeypatch):

@@ -6,15 +6,8 @@ import jax
 import pytest
 
 from tests.train.prove.mutations import CUBE, DENSE, MUTATIONS, Mutation
-from train.program import make_program
 from train.prove.forward_order import forward_order
-from train.prove.parity import (
-    Reference,
-    compare_with_one_device,
-    find_cause,
-    measure_gradients,
-    measure_steps,
-)
+from train.prove.parity import Reference, find_cause
 
 FAST = {"no sum of scales", "targets of one shard only"}
 ROWS = ("data.sequence_length=32", "data.batch_size=8", "model.vocab_size=24")
@@ -26,11 +19,7 @@ def reference(configure):
 
     @functools.cache
     def reference(model: tuple[str, ...]) -> Reference:
-        config = configure(*model, *ROWS)
-        reference = Reference(config, jax.devices())
-        for measure in (measure_gradients, measure_steps):
-            reference.values(measure)
-        return reference
+        return Reference(configure(*model, *ROWS), jax.devices())
 
     return reference
 
@@ -41,8 +30,7 @@ def compare(configure, reference):
 
     def compare(model, mesh):
         words = [word if "." in word else f"mesh.{word}" for word in mesh.split()]
-        config = configure(*model, *ROWS, *words)
-        return compare_with_one_device(config, jax.devices(), reference(model))
+        return reference(model).compare(configure(*model, *ROWS, *words))
 
     return compare
 
@@ -64,7 +52,7 @@ def test_a_fault_is_found_and_its_cause_is_named(
     monkeypatch.undo()
     jax.clear_caches()
     assert comparison.failures
-    assert str(comparison.failures[0].key).startswith(mutation.first)
+    assert str(comparison.failures[0]).startswith(mutation.first)
     assert comparison.cause
     assert {*comparison.cause} <= {*mutation.cause}
 
@@ -100,8 +88,7 @@ def test_a_parameter_without_a_gradient_is_named(configure):
 
 def test_parameters_are_in_the_order_of_the_forward_pass(configure):
     config = configure("model=gpt_oss_nano", "model.num_layers=2", *ROWS)
-    order = forward_order(make_program(config, jax.devices()[:1]))
-    names = [name.removeprefix("layers.0.0.") for name in order]
+    names = [n.removeprefix("layers.0.0.") for n in forward_order(config.model)]
     assert names[:2] == ["embedding.weight", "attention_norm.scale"]
     assert names[-2:] == ["norm.scale", "head.weight"]
     inner = names.index("attention.output.weight")

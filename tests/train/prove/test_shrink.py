@@ -5,9 +5,11 @@ import math
 import jax
 import pytest
 
+from model.choices import Mixer
 from tests.fleet import REPOSITORY
 from train.identity import flatten
 from train.program import make_program, settle
+from train.prove.parity import Reference
 from train.prove.shrink import SIZES, mesh_of, shrink
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs/model").glob("*.yaml"))
@@ -50,6 +52,23 @@ def test_any_model_becomes_small_and_keeps_its_switches(shrunk, model):
     assert len(left_out) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [name for name in MODELS if name.endswith("_nano")])
+def test_every_family_is_proved(shrunk, composed, model):
+    has_experts = composed(f"model={model}").model.expert_layers
+    mesh = "mesh.fsdp=2", "mesh.expert=2" if has_experts else "mesh.tensor=2"
+    config = shrunk(f"model={model}", *mesh).config
+    assert not Reference(config, jax.devices()).compare(config).failures
+
+
+def test_every_mixer_of_a_pattern_stays(shrunk):
+    pattern = "[gated_delta,gated_delta,gated_delta,attention]"
+    words = f"model.mixer_pattern={pattern}", "model.num_layers=16"
+    model = shrunk("model=qwen3_nano", *words, *MESH, "data.batch_size=64").config.model
+    assert model.num_layers == 8
+    assert {*model.mixers} == {*Mixer} - {Mixer.latent_attention}
+
+
 def test_ratios_of_heads_experts_and_windows_stay(shrunk):
     model = shrunk("model=qwen3_30b_a3b", *MESH, "data.batch_size=64").config.model
     assert model.num_heads / model.kv_heads == 8
@@ -64,7 +83,13 @@ def test_ratios_of_heads_experts_and_windows_stay(shrunk):
     ("overrides", "mesh", "num_left_out"),
     [
         ("mesh.fsdp=-1", {"fsdp": 2}, 0),
+        ("mesh.fsdp=11", {"fsdp": 2}, 0),
         ("mesh.context=8 mesh.fsdp=1", {"context": 4}, 0),
+        (
+            "mesh.pipeline=9 mesh.fsdp=16 mesh.tensor=8",
+            {"pipeline": 2, "fsdp": 2, "tensor": 2},
+            0,
+        ),
         (
             "mesh.pipeline=4 mesh.fsdp=3 model.embed_dim=384",
             {"pipeline": 2, "fsdp": 3},
