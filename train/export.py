@@ -38,6 +38,13 @@ class ExportConfig:
         Doc("The dtype of the weights. null: the dtype of the parameters."),
     ] = None
     tokenizer: Annotated[bool, Doc("Write the tokenizer too.")] = True
+    family: Annotated[
+        str | None,
+        Doc(
+            "The model_type in transformers of the written folder, such as "
+            "qwen3_5_moe_text. null: the first family that has the model's settings."
+        ),
+    ] = None
 
 
 def export_mistakes(config: ExportConfig) -> list[Mistake]:
@@ -61,7 +68,7 @@ def main(config: ExportConfig) -> int:
     from train.pretrained.folder import require_empty_folder, write_folder
     from train.run.starts import read_run
 
-    family_of(read_run(run_dir(Config(run=config.run))).model)
+    family_of(read_run(run_dir(Config(run=config.run))).model, config.family)
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
@@ -79,6 +86,7 @@ def main(config: ExportConfig) -> int:
         step,
         dtype=str(config.dtype or program.config.model.param_dtype),
         with_tokenizer=config.tokenizer,
+        family_name=config.family,
     )
     if is_leader:
         print(f"exported    {folder}, step {step:,}: {summary}")

@@ -20,6 +20,7 @@ from model.config import ModelConfig
 from model.params import named
 from train.errors import ConfigError, Mistake, as_typed
 from train.pretrained.families import FAMILIES, NOT_NULL, Family
+from train.pretrained.fused import Part, parts_of_experts
 from train.pretrained.settings import (
     KEYS,
     NOT_COMPARED,
@@ -39,6 +40,9 @@ _COMPARED_ROWS = 4096  # The number of rows that are compared at once.
 _REMEDY = "Fetch or export the folder again"
 # Older files also contain masks and rotary frequencies, which are ignored.
 _IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# The encoder of images in a published model, whose text model has a prefix.
+_ENCODER = "model.visual."
+_TEXT_PREFIX = "model.language_model."
 
 
 class Folder:
@@ -71,12 +75,20 @@ class Folder:
                 raise _unreadable(folder / file, error) from error
             stored_names |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, a safetensors file is not iterable
+                if name.startswith(_ENCODER):
+                    continue
                 # GPT-2's files on the hub lack the prefix.
                 has_prefix = name.startswith((prefix, "lm_head", "mtp."))
                 full_name = name if has_prefix else prefix + name
+                full_name = full_name.replace(_TEXT_PREFIX, prefix)
                 if not full_name.endswith(_IGNORED_TENSORS):
-                    self.shapes[full_name] = tuple(opened.get_slice(name).get_shape())
-                    self._files[full_name] = opened, name, file
+                    shape = tuple(opened.get_slice(name).get_shape())
+                    parts = {full_name: Part(shape)}
+                    if family.has_single_experts:
+                        parts = parts_of_experts(full_name, shape) or parts
+                    for part_name, part in parts.items():
+                        self.shapes[part_name] = part.shape
+                        self._files[part_name] = opened, name, file, part
         if missing_names := {*file_of} - stored_names:
             missing = min(missing_names)
             file, rule = folder / file_of[missing], f"which {_INDEX} says it holds"
@@ -84,8 +96,9 @@ class Folder:
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
         """Return the part of a tensor that one slice for each dim selects."""
-        file, stored_name, _ = self._files[name]
-        return file.get_slice(stored_name)[tuple(slices)]
+        file, stored_name, _, part = self._files[name]
+        x = file.get_slice(stored_name)[part.select(slices)]
+        return x if part.expert is None else x[0]
 
     def equal(self, name: str, other_name: str) -> bool:
         """Return whether two tensors of one shape have the same values."""
@@ -197,6 +210,7 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
         rule += ", ".join(family.name for family in FAMILIES)
     else:
         family = min(candidates, key=lambda family: len(family.unmet_needs(model)))
+        theirs = theirs | theirs.get("text_config", {})
         differing = {
             f"model.{key}": (value, None if callable(family.needs[key]) else need)
             for key, (value, need) in family.unmet_needs(model).items()
@@ -211,7 +225,7 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
             their_value = theirs.get(name) if name in our_settings else None
             if their_value is not None and getattr(model, key) is None:
                 if name == "layer_types":
-                    their_value = pattern_of(their_value)
+                    their_value = pattern_of(their_value, key)
                 differing.setdefault(f"model.{key}", (None, their_value))
         rule = f"holds a model of type {kind}, and model.* makes another:"
         for key, (our_value, their_value) in differing.items():
@@ -261,7 +275,8 @@ def _differing_settings(
             if (their_value is not None or means_none) and their_value != value:
                 key = f"model.{keys[name]}" if name in keys else name
                 if name == "layer_types" and their_value is not None:
-                    value, their_value = pattern_of(value), pattern_of(their_value)
+                    layers = value, their_value
+                    value, their_value = (pattern_of(x, keys[name]) for x in layers)
                 pair = ("none" if x == "default" else x for x in (value, their_value))
                 differing[key] = next(pair), next(pair)
     return differing

@@ -129,6 +129,8 @@ class Family(NamedTuple):
     length_key: the setting in config.json that holds the maximum row length.
     interleaved: the ends of names of parameters whose last `rope_head_dim` outputs of
         each head are rotated in pairs (2 i, 2 i + 1), and are stored in this order.
+    by_key_head: the ends of names of tensors that hold, for each key head of a gated
+        delta net, the outputs of all their parameters.
     ahead_names: like `names`, for prediction modules. Empty: the family has none.
     """
 
@@ -143,7 +145,13 @@ class Family(NamedTuple):
     keys: dict[str, str] = {}  # noqa: RUF012, a default of a NamedTuple
     length_key: str = "max_position_embeddings"
     interleaved: tuple[str, ...] = ()
+    by_key_head: tuple[str, ...] = ()
     ahead_names: dict[str, list[str]] = {}  # noqa: RUF012, a default of a NamedTuple
+
+    @property
+    def has_single_experts(self) -> bool:
+        """Whether each expert has tensors of its own."""
+        return any("experts.{}." in name for name in self.names)
 
     @property
     def embedding_tensor(self) -> str:
@@ -191,6 +199,20 @@ def _with_leaves(names: dict[str, list[str]]) -> dict[str, list[str]]:
     }
 
 
+# The needs of Qwen3-Next and Qwen 3.5.
+_HYBRID = _EXPERTS | {
+    "shared_experts": lambda model: max(1, model.shared_experts),
+    "shared_expert_gate": True,
+    "mixer_pattern": lambda model: tuple(
+        Mixer.gated_delta if mixer is Mixer.gated_delta else Mixer.attention
+        for mixer in model.mixer_pattern or (model.mixer,)
+    ),
+    "norm_unit_offset": True,
+    "attention_gate": True,
+    "qk_norm": True,
+    "qk_norm_over": NormSpan.head,
+}
+_MIXERS = {"layer_types": "mixer_pattern"}
 _SCALING_KIND = "rope_scaling.kind"
 _EXPERT_SIZE = {"intermediate_size": "expert_dim"}
 FAMILIES = (
@@ -317,6 +339,24 @@ FAMILIES = (
         settings.qwen3_moe,
     ),
     Family(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _usual("mixer", "rotary_fraction", "experts_every", **_HYBRID),
+        names.QWEN3_NEXT,
+        settings.qwen3_next,
+        keys=_MIXERS | {"decoder_sparse_step": "experts_every"},
+        by_key_head=("in_proj_qkvz.weight", "in_proj_ba.weight"),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _usual("mixer", "rotary_fraction", **_HYBRID, router_normalized=True),
+        names.QWEN3_5_MOE,
+        settings.qwen3_5_moe,
+        compatible_types=("qwen3_5_moe",),
+        keys=_MIXERS,
+    ),
+    Family(
         "gpt_oss",
         "GptOssForCausalLM",
         _usual(
@@ -364,18 +404,24 @@ FAMILIES = (
 )
 
 
-def family_of(model: ModelConfig) -> Family:
-    """Return the family that a model belongs to.
+def family_of(model: ModelConfig, name: str | None = None) -> Family:
+    """Return the family that a model belongs to, or the family of a name if it fits.
 
     Raises:
-        ConfigError: if no family fits, with every difference from the nearest family.
+        ConfigError: if no family fits, with every difference from the nearest family;
+            or if no family has the name.
     """
+    families = [family for family in FAMILIES if name in (None, family.name)]
+    if not families:
+        family_names = ", ".join(family.name for family in FAMILIES)
+        rule = f"must be null or one of {family_names}"
+        raise ConfigError([Mistake("family", name, rule)])
 
     def distance(family: Family) -> tuple[int, bool]:
         unmet = family.unmet_needs(model)
         return len(unmet), "mlp" in unmet
 
-    nearest = min(FAMILIES, key=distance)
+    nearest = min(families, key=distance)
     if mistakes := nearest.mistakes(model):
         raise ConfigError(mistakes)
     return nearest

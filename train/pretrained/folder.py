@@ -60,10 +60,12 @@ def write_folder(
     step: int,
     dtype: str,
     with_tokenizer: bool,
+    family_name: str | None = None,
 ) -> str:
     """Write a checkpoint into an empty folder; return a line about its contents.
 
-    Process 0 writes the parameters of all processes as `dtype`.
+    Process 0 writes the parameters of all processes as `dtype`. `family_name` names a
+    family, if several fit the model.
 
     Raises:
         ConfigError: if no family fits the model.
@@ -71,7 +73,7 @@ def write_folder(
     """
     config, encoding = program.config, sources.encoding
     model, length = config.model, config.data.sequence_length
-    family, is_writer = family_of(model), jax.process_index() == 0
+    family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:
         content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")

@@ -3,7 +3,8 @@
 Source: files from `save_pretrained` of transformers 5.23. {} is the layer's index, a
 second {} the expert's, and * stands for both `weight` and `bias`. `layers` stands for
 the layer's segment and slot too (model/pattern.py). A tensor of all experts is
-[E, inputs, outputs], with the outputs of its parameters interleaved.
+[E, inputs, outputs], with the outputs of its parameters interleaved. Layers with a
+gated delta net have no `self_attn`, and other layers have no `linear_attn`.
 
 In the tensors of prediction modules (model/predict_ahead.py), {layer} is the number of
 layers plus the module's number, and `predict_ahead` stands for the module's number too.
@@ -107,11 +108,40 @@ DEEPSEEK = {
     },
     **DEEPSEEK_EXPERTS,
 }
-QWEN3_NEXT_EXPERTS = {
+_DELTA = "model.layers.{}.linear_attn"
+_DELTA_NET = {
+    f"{_DELTA}.conv1d.weight": [
+        f"layers.attention.{name}_taps" for name in ("query", "key", "value")
+    ],
+    f"{_DELTA}.A_log": ["layers.attention.A_log"],
+    f"{_DELTA}.dt_bias": ["layers.attention.dt_bias"],
+    f"{_DELTA}.norm.weight": ["layers.attention.output_norm.scale"],
+    f"{_DELTA}.out_proj.weight": ["layers.attention.output.weight"],
+}
+
+
+def _delta_projections(**names: tuple[str, ...]) -> dict[str, list[str]]:
+    return {
+        f"{_DELTA}.in_proj_{tensor}.weight": [
+            f"layers.attention.{name}.weight" for name in params
+        ]
+        for tensor, params in names.items()
+    }
+
+
+_QWEN3_HYBRID = {
+    **LLAMA,
+    **_DELTA_NET,
     **EXPERTS,
     **_shared_experts("shared_expert"),
     "model.layers.{}.mlp.shared_expert_gate.weight": ["layers.mlp.shared_gate"],
 }
+QWEN3_NEXT = _QWEN3_HYBRID | _delta_projections(
+    qkvz=("query", "key", "value", "gate"), ba=("beta", "dt")
+)
+QWEN3_5_MOE = _QWEN3_HYBRID | _delta_projections(
+    qkv=("query", "key", "value"), z=("gate",), b=("beta",), a=("dt",)
+)
 GLM4_MOE = LLAMA | DEEPSEEK_EXPERTS
 
 

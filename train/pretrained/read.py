@@ -7,13 +7,18 @@ import inspect
 import math
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import jax
 import numpy as np
 
 from model.params import named
-from train.pretrained.compare import Folder, modules_not_read, tensors_of_folder
-from train.pretrained.families import family_of
+from train.pretrained.compare import (
+    Folder,
+    family_of_folder,
+    modules_not_read,
+    tensors_of_folder,
+)
 from train.pretrained.tensors import FamilyTensors
 from train.program import Program
 from train.state import TrainState
@@ -30,7 +35,7 @@ def read_folder(path: str, program: Program) -> TrainState:
     Raises:
         DataError: with the name of a missing or damaged file.
     """
-    family = family_of(program.config.model)
+    family = family_of_folder(path, program.config.model)
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         tensors = tensors_of_folder(folder, family, program)
@@ -75,7 +80,7 @@ class _Reader:
         self._folder, self._tensors, self._abstract = folder, tensors, abstract
         copies = tensors.copies
         self._tensor_of = {
-            (param, tensor.stack_index): (name, tensor.params)
+            (param, tensor.stack_index): (name, tensor)
             for name, tensor in tensors.tensors.items()
             if name not in copies
             for param in tensor.params
@@ -140,30 +145,50 @@ class _Reader:
         """Return the given spans, with the outputs of each head as they are stored."""
         num_stacked, holds_all = len(index), (name, index) not in self._tensor_of
         experts = [slice(e, e + 1) for e in index[1:]] if holds_all else []
-        tensor, siblings = self._tensor_of[name, index[: num_stacked - len(experts)]]
+        tensor_index = index[: num_stacked - len(experts)]
+        stored, (_, siblings, groups) = self._tensor_of[name, tensor_index]
         dims = self._abstract[name].shape[num_stacked:]
         num_inputs = self._tensors.num_input_dims(name)
         rows, in_shape, in_slices = _flatten(spans[:num_inputs], dims[:num_inputs])
         columns, out_shape, out_slices = _flatten(spans[num_inputs:], dims[num_inputs:])
         shape, slices = in_shape + out_shape, (*in_slices, *out_slices)
-        earlier = siblings[: siblings.index(name)]
-        if holds_all:
-            stride = len(siblings)
-            columns = slice(stride * columns.start, stride * columns.stop)
-            inputs = [rows] if num_inputs else []
-            x = self._folder.read(tensor, [*experts, *inputs, columns])
-            return x[..., len(earlier) :: stride].reshape(shape)[slices]
-        first_output = num_stacked + num_inputs
-        shapes = [self._abstract[sibling].shape[first_output:] for sibling in earlier]
-        offset = sum(map(math.prod, shapes))
-        columns = slice(columns.start + offset, columns.stop + offset)
-        if not num_inputs:
-            x = self._folder.read(tensor, [columns])
-        elif self._tensors.is_transposed(name):
-            x = self._folder.read(tensor, [columns, rows]).T
+        inputs = [rows] if num_inputs else []
+        read = partial(self._read_columns, name, stored, inputs=inputs, experts=experts)
+        number, first_output = siblings.index(name), num_stacked + num_inputs
+        shapes = [self._abstract[sibling].shape[first_output:] for sibling in siblings]
+        sizes = [*map(math.prod, shapes)]
+        groups = sizes[number] if holds_all else groups
+        width, offset = sizes[number] // groups, sum(sizes[:number]) // groups
+        group_size = sum(sizes) // groups
+        first, stop = columns.start // width, -(-columns.stop // width)  # groups
+        inner = slice(columns.start - first * width, columns.stop - first * width)
+        if stop - first == 1:  # no other parameter lies between these columns
+            first_column = first * group_size + offset
+            x = read(slice(first_column + inner.start, first_column + inner.stop))
         else:
-            x = self._folder.read(tensor, [rows, columns])
+            x = read(slice(first * group_size, stop * group_size))
+            rows_shape = x.shape[:-1]
+            x = x.reshape((*rows_shape, stop - first, group_size))
+            x = x[..., offset : offset + width]
+            x = x.reshape((*rows_shape, -1))[..., inner]
         return x.reshape(shape)[slices]
+
+    def _read_columns(
+        self,
+        name: str,
+        stored: str,
+        columns: slice,
+        *,
+        inputs: list[slice],
+        experts: list[slice],
+    ) -> np.ndarray:
+        """Return outputs of a stored tensor, which are the last dim of the result."""
+        if num_taps := self._tensors.num_taps(name):
+            channels = slice(columns.start // num_taps, columns.stop // num_taps)
+            return self._folder.read(stored, [channels]).reshape(-1)
+        if inputs and not experts and self._tensors.is_transposed(name):
+            return self._folder.read(stored, [columns, *inputs]).T
+        return self._folder.read(stored, [*experts, *inputs, columns])
 
 
 def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[_Span, ...]:

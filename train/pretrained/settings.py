@@ -43,6 +43,16 @@ KEYS = {
     **{"qk_nope_head_dim": "nope_head_dim", "qk_rope_head_dim": "rope_head_dim"},
     "v_head_dim": "value_head_dim",
     **dict.fromkeys(PREDICTION_LAYERS, "predict_ahead"),
+    **{"linear_num_key_heads": "delta_key_heads"},
+    **{"linear_num_value_heads": "delta_value_heads"},
+    **{"linear_key_head_dim": "delta_key_dim"},
+    **{"linear_value_head_dim": "delta_value_dim"},
+    "linear_conv_kernel_dim": "delta_conv_width",
+}
+# The words of the keys of `model.*` for the kinds in layer_types.
+_WORDS = {
+    "layer_pattern": {"sliding_attention": "local", "full_attention": "global"},
+    "mixer_pattern": {"linear_attention": "gated_delta", "full_attention": "attention"},
 }
 _SCALING = {
     **{"rope_theta": "rope_theta", "rope_type": "rope_scaling.kind"},
@@ -62,7 +72,7 @@ _DEFAULT_THETAS = {
     **{"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150e3, "olmo3": 500e3}
 }
 # Defaults of partial_rotary_factor, for families that have it.
-_DEFAULT_FRACTIONS = {"glm4_moe": 0.5}
+_DEFAULT_FRACTIONS = {"glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_moe_text": 0.25}
 # The key of `model.*` for each setting of rotary positions, by kind of layer.
 ROPE_KEYS = {
     "full_attention": _SCALING,
@@ -210,15 +220,43 @@ def deepseek_experts(model: ModelConfig) -> dict[str, Any]:
 
 def glm4_moe(model: ModelConfig) -> dict[str, Any]:
     """Return the settings of GLM 4.5 and 4.6."""
-    settings = llama(model) | deepseek_experts(model)
+    settings = _with_rotary_fraction(llama(model) | deepseek_experts(model), model)
     del settings["mlp_bias"]
+    return settings | {"attention_bias": model.qkv_bias, "use_qk_norm": model.qk_norm}
+
+
+def _with_rotary_fraction(
+    settings: dict[str, Any], model: ModelConfig
+) -> dict[str, Any]:
+    """Return settings with the rotated fraction, for versions 5 and 4."""
     fraction = {"partial_rotary_factor": model.rotary_fraction}
-    settings["rope_parameters"] |= fraction
+    rope = {"rope_parameters": settings["rope_parameters"] | fraction}
+    return settings | rope | fraction
+
+
+def qwen3_5_moe(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Qwen 3.5's text model with experts."""
+    settings = _with_rotary_fraction(qwen3_moe(model), model)
+    key_heads, value_heads, key_dim, value_dim = model.delta_sizes
+    kinds = {word: kind for kind, word in _WORDS["mixer_pattern"].items()}
     return settings | {
-        "attention_bias": model.qkv_bias,
-        "use_qk_norm": model.qk_norm,
-        **fraction,
+        "shared_expert_intermediate_size": model.shared_experts * model.expert_size,
+        "layer_types": [kinds[mixer] for mixer in model.mixers],
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": model.delta_conv_width,
+        "attn_output_gate": True,
     }
+
+
+def qwen3_next(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Qwen3-Next."""
+    settings = qwen3_5_moe(model) | {"decoder_sparse_step": model.experts_every}
+    if model.experts_every > 1:
+        settings["intermediate_size"] = model.mlp_size
+    return settings
 
 
 def gpt_oss(model: ModelConfig) -> dict[str, Any]:
@@ -242,20 +280,23 @@ def with_layer_types(settings: dict[str, Any], num_layers: int) -> dict[str, Any
     `num_layers` is the default of num_hidden_layers. The last layer of each period has
     full attention. Source: transformers 5.23, configuration_*.py of these families.
     """
-    defaults = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
-    default = defaults.get(settings["model_type"])
+    windowed = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+    hybrid = {"qwen3_next": 4, "qwen3_5_moe_text": 4}
+    default = (windowed | hybrid).get(settings["model_type"])
     if default is None or settings.get("layer_types") is not None:
         return settings
-    keys = ("sliding_window_pattern", "_sliding_window_pattern")
+    windows = "sliding_window_pattern", "_sliding_window_pattern"
+    keys = (*windows, "full_attention_interval")
     period = next(filter(None, map(settings.get, keys)), default)
     numbers = range(1, settings.get("num_hidden_layers", num_layers) + 1)
-    kinds = ["sliding_attention" if n % period else "full_attention" for n in numbers]
+    first_kind = "linear" if settings["model_type"] in hybrid else "sliding"
+    kinds = [f"{first_kind if n % period else 'full'}_attention" for n in numbers]
     return settings | {"layer_types": kinds}
 
 
-def pattern_of(layer_types: Sequence[str]) -> list[str]:
-    """Return the shortest repeating pattern, in the words of `model.layer_pattern`."""
-    layers = ["local" if kind[:4] == "slid" else "global" for kind in layer_types]
+def pattern_of(layer_types: Sequence[str], key: str) -> list[str]:
+    """Return the shortest repeating pattern, in the words of a key of `model.*`."""
+    layers = [_WORDS[key].get(kind, kind) for kind in layer_types]
     lengths = range(1, len(layers) + 1)
     periods = (n for n in lengths if layers[n:] == layers[: len(layers) - n])
     return layers[: next(periods, 0)]

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from model.choices import Mixer
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
 from train.pretrained.families import Family
+
+# The ends of names of parameters that are written in float32.
+_PRECISE = (".router.balance", ".A_log", ".dt_bias")
 
 
 class Tensor(NamedTuple):
@@ -21,10 +25,13 @@ class Tensor(NamedTuple):
     stack_index: (repeat, expert), (repeat,) or (); indexes a parameter's leading dims.
         A tensor of experts with the index (repeat,) holds all experts.
     params: the names of the parameters that are concatenated along their outputs.
+    groups: the number of equal parts into which the outputs of each parameter are cut.
+        The tensor has part 0 of each parameter, then part 1 of each, and so on.
     """
 
     stack_index: tuple[int, ...]
     params: tuple[str, ...]
+    groups: int = 1
 
 
 class FamilyTensors:
@@ -41,6 +48,8 @@ class FamilyTensors:
         """
         self.family, self.vocab_size = family, vocab_size
         self._rope_dim = model.rope_head_dim
+        self._mixers, self._key_heads = model.mixers, model.delta_sizes.key_heads
+        self._conv_width = model.delta_conv_width
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
         self._locations = {
             layer: (name.split(".")[:3], repeat)
@@ -52,7 +61,7 @@ class FamilyTensors:
             for name, tensor in self._family_tensors(model)
             if all(self._is_written(param) for param in tensor.params)
         }
-        self._jitted_make = jax.jit(self._make, static_argnums=2)  # `names`
+        self._jitted_make = jax.jit(self._make, static_argnums=(2, 3))
         written = {param for tensor in self.tensors.values() for param in tensor.params}
         assert written >= self.infos.keys(), self.infos.keys() - written
 
@@ -61,7 +70,8 @@ class FamilyTensors:
         layers, experts = range(model.num_layers), range(model.num_experts)
         for name, params in self.family.tensors().items():
             for index in itertools.product(*(layers, experts)[: name.count("{}")]):
-                yield name.format(*index), self._locate(params, index)
+                if tensor := self._locate(name, params, index):
+                    yield name.format(*index), tensor
         for k in range(model.predict_ahead):
             for name, params in self.family.module_tensors().items():
                 module = f"predict_ahead.{k}"
@@ -78,16 +88,23 @@ class FamilyTensors:
         names = {name: first.setdefault(x, name) for name, x in self.tensors.items()}
         return {copy: name for copy, name in names.items() if copy != name}
 
-    def _locate(self, params: Sequence[str], index: tuple[int, ...]) -> Tensor:
+    def _locate(
+        self, name: str, params: Sequence[str], index: tuple[int, ...]
+    ) -> Tensor | None:
         """Return the tensor of a layer's parameters, whose names begin with `layers.`.
 
-        `index` is (layer, expert), (layer,) or () for parameters outside of layers.
+        `index` is (layer, expert), (layer,) or () for parameters outside of layers. The
+        result is None for a tensor of another mixer than the layer's.
         """
         if not index:
             return Tensor((), tuple(params))
+        is_delta = self._mixers[index[0]] is Mixer.gated_delta
+        if (".self_attn." if is_delta else ".linear_attn.") in name:
+            return None
         prefix, repeat = self._locations[index[0]]
         names = (".".join([*prefix, *param.split(".")[1:]]) for param in params)
-        return Tensor((repeat, *index[1:]), tuple(names))
+        groups = self._key_heads if name.endswith(self.family.by_key_head) else 1
+        return Tensor((repeat, *index[1:]), tuple(names), groups)
 
     def _is_written(self, name: str) -> bool:
         """Return whether the model has a parameter, or a zero bias stands for it."""
@@ -111,34 +128,47 @@ class FamilyTensors:
     def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
         """Return the dtype of a written tensor; `dtype` is that of most tensors.
 
-        The router's bias is always float32, because its steps are small.
+        The router's bias is always float32, because its steps are small. So are the
+        decays of a gated delta net, because they act over many positions.
         """
-        is_bias = self.tensors[name].params[0].endswith(".router.balance")
-        return np.dtype(np.float32) if is_bias else dtype
+        is_precise = self.tensors[name].params[0].endswith(_PRECISE)
+        return np.dtype(np.float32) if is_precise else dtype
 
     def shapes(self, params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors, by name, without reading arrays."""
-        index_of = {t.params: t.stack_index for t in self.tensors.values()}
+        tensor_of = {tensor.params: tensor for tensor in self.tensors.values()}
         shapes = jax.eval_shape(
             lambda p: {
-                names: self._make(p, index, names) for names, index in index_of.items()
+                names: self._make(p, tensor.stack_index, names, tensor.groups)
+                for names, tensor in tensor_of.items()
             },
             params,
         )
-        return {name: shapes[names].shape for name, (_, names) in self.tensors.items()}
+        return {name: shapes[t.params].shape for name, t in self.tensors.items()}
 
     def _make(
         self,
         params: dict[str, jax.Array],
         index: tuple[int, ...],
         names: tuple[str, ...],
+        groups: int,
     ) -> jax.Array:
         """Return the tensor that the named parameters make up at an index."""
         arrays = [self._flatten(params, param, index) for param in names]
-        if self.holds_all_experts(names[0], index):
-            return jnp.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
-        joined = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        *inputs, num_outputs = arrays[0].shape
+        has_experts = self.holds_all_experts(names[0], index)
+        groups = num_outputs if has_experts else groups
+        grouped = [x.reshape((*inputs, groups, -1)) for x in arrays]
+        joined = jnp.concatenate(grouped, axis=-1).reshape((*inputs, -1))
+        if has_experts:
+            return joined
+        if num_taps := self.num_taps(names[0]):
+            return joined.reshape(-1, 1, num_taps)
         return joined.T if self.is_transposed(names[0]) else joined
+
+    def num_taps(self, name: str) -> int:
+        """Return the last dim of taps, stored as [channels, 1, taps]; otherwise 0."""
+        return self._conv_width if name.endswith("_taps") else 0
 
     def num_vocab_rows(self, params: Mapping[str, Any], name: str) -> int:
         """Return the size of a parameter's vocabulary dim, or 0 if it has none."""

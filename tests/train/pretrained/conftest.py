@@ -63,6 +63,19 @@ MODELS = {
         *("model=mixtral_nano", "model.embed_dim=32", "model.qk_norm=true"),
         "model.router_normalized=false",
     ),
+    "qwen3-next": (
+        *("model=qwen3_next_nano", "model.mixer_pattern=[gated_delta,attention]"),
+        *("model.embed_dim=32", "model.head_dim=16", "model.expert_dim=24"),
+        *("model.delta_key_dim=8", "model.delta_value_dim=6"),
+        *("model.delta_value_heads=6", "model.experts_every=2", "model.mlp_dim=40"),
+    ),
+    "qwen3.5": (
+        *("model=qwen3_next_nano", "model.mixer_pattern=[gated_delta,attention]"),
+        *("model.embed_dim=32", "model.head_dim=16", "model.expert_dim=24"),
+        *("model.delta_key_dim=8", "model.delta_value_dim=6"),
+        *("model.delta_key_heads=4", "model.delta_value_heads=4"),
+        "model.shared_experts=2",
+    ),
     "gpt-oss": (
         *("model=gpt_oss_nano", "model.embed_dim=32", "model.window=7"),
         *("model.expert_dim=24", "model.swiglu_limit=0.5"),
@@ -88,6 +101,9 @@ MODELS = {
     ),
 }
 
+# The families of models that an earlier family could hold too.
+FAMILY_NAMES = {"qwen3.5": "qwen3_5_moe_text"}
+
 
 def perturbed(model, scale=0.1, seed=0):
     """Return parameters of a model of which none is what it was drawn."""
@@ -98,9 +114,9 @@ def perturbed(model, scale=0.1, seed=0):
     )
 
 
-def export(folder, program, params, dtype="float32"):
+def export(folder, program, params, dtype="float32", family=None):
     """Write weights and settings to a folder, and return what the tensors hold."""
-    family = family_of(program.config.model)
+    family = family_of(program.config.model, family)
     parts = FamilyTensors(family, program.config.model, program.infos, BYTES.n_vocab)
     where = run_folder(str(folder))
     write_weights(where, parts, dict(named(params)), jnp.dtype(dtype))

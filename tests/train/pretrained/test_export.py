@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,14 @@ from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
-from tests.train.pretrained.conftest import BYTES, LENGTH, MODELS, export, perturbed
+from tests.train.pretrained.conftest import (
+    BYTES,
+    FAMILY_NAMES,
+    LENGTH,
+    MODELS,
+    export,
+    perturbed,
+)
 from train.cli.command import compose
 from train.errors import ConfigError
 from train.pretrained import weights
@@ -24,7 +32,7 @@ from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_weights
 from train.run.folder import run_folder
 
-SLOW = ("qwen3 with experts", "gpt-oss", "glm 4.5, one group")
+SLOW = ("qwen3 with experts", "qwen3.5", "gpt-oss", "glm 4.5, one group")
 
 
 @pytest.fixture(
@@ -33,9 +41,10 @@ SLOW = ("qwen3 with experts", "gpt-oss", "glm 4.5, one group")
     ]
 )
 def model(request, programs):
-    """A program of a small model, and parameters of which none is what it was drawn."""
+    """A program of a small model, its parameters after a change, and its family."""
     program = programs(*MODELS[request.param], "model.num_layers=2", devices=1)
-    return program, perturbed(program.config.model)
+    params = perturbed(program.config.model)
+    return program, params, FAMILY_NAMES.get(request.param)
 
 
 def test_yarns_factor_is_that_of_the_two_lengths(configure):
@@ -50,8 +59,8 @@ def test_yarns_factor_is_that_of_the_two_lengths(configure):
 
 def test_transformers_computes_the_same_logits(model, tmp_path):
     transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
-    program, params = model
-    export(tmp_path, program, params)
+    program, params, family = model
+    export(tmp_path, program, params, family=family)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
@@ -130,6 +139,10 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         ((*MODELS["mixtral"], "model.shared_experts=1"), {"model.shared_experts"}),
         ((*MODELS["llama"], "model.predict_ahead=1"), {"model.predict_ahead"}),
         (
+            (*MODELS["qwen3-next"], "model.attention_gate=false"),
+            {"model.attention_gate"},
+        ),
+        (
             (*MODELS["olmo3"], "model.rope_theta=1e4", f"{truncate}=false"),
             {"model.rope_theta_local", truncate},
         ),
@@ -138,6 +151,15 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         with pytest.raises(ConfigError, match="must be") as error:
             family_of(composed(*overrides).model)
         assert {mistake.key for mistake in error.value.mistakes} == expected
+
+
+def test_a_named_family_must_fit(configure):
+    model = configure(*MODELS["qwen3.5"]).model
+    assert family_of(model, "qwen3_5_moe_text").name == "qwen3_5_moe_text"
+    with pytest.raises(ConfigError, match="router_normalized = false"):
+        family_of(replace(model, router_normalized=False), "qwen3_5_moe_text")
+    with pytest.raises(ConfigError, match="must be null or one of llama, "):
+        family_of(model, "qwen3_5_moe_test")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +175,8 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         ("gemma3_4b", 3_880_263_168),
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
+        ("qwen3_next_80b_a3b", 79_674_391_296),
+        ("qwen3_5_35b_a3b", 34_660_610_688),
         ("gpt_oss_20b", 20_914_757_184),
         ("glm_4_5_air", 106_852_251_264),
         ("gpt2_124m", 124_439_808),

@@ -12,12 +12,16 @@ from safetensors.numpy import load_file, save_file
 from data.errors import DataError
 from model.gpt import GPT, params_of
 from model.params import is_info, named
-from tests.train.pretrained.conftest import BYTES, MODELS, export, perturbed
+from tests.train.pretrained.conftest import (
+    BYTES,
+    FAMILY_NAMES,
+    MODELS,
+    export,
+    perturbed,
+)
 from train.errors import ConfigError
-from train.pretrained import compare, families, names
 from train.pretrained.begin import start_from
 from train.pretrained.compare import check_folder
-from train.pretrained.families import FAMILIES
 
 CUBE = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
 VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"
@@ -31,7 +35,7 @@ def exported(programs, tmp_path_factory):
         program = programs(*MODELS[name], "model.num_layers=2", VOCABULARY, devices=1)
         params = perturbed(program.config.model, scale=1, seed=7)
         folder = tmp_path_factory.mktemp("exported")
-        export(folder, program, params)
+        export(folder, program, params, family=FAMILY_NAMES.get(name))
         return folder, params
 
     return make
@@ -51,6 +55,18 @@ def exported(programs, tmp_path_factory):
         pytest.param(
             "qwen3 with experts",
             ("mesh.expert=2", "mesh.data=1"),
+            marks=pytest.mark.slow,
+        ),
+        ("qwen3-next", CUBE),
+        # A device has half of each key head's outputs.
+        pytest.param(
+            "qwen3-next",
+            ("mesh.params.head_dim=fsdp", "mesh.fsdp=2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qwen3.5",
+            ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2"),
             marks=pytest.mark.slow,
         ),
         ("gpt-oss", ("mesh.expert=2", "mesh.tensor=2", "mesh.fsdp=2")),
@@ -97,14 +113,14 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
         *("llama", "llama 3.1", "llama, yarn", "mistral", "qwen2", "qwen3", "olmo2"),
         *("gemma2", "gemma3", "mixtral", "qwen3 with experts", "gpt-oss", "gpt2"),
         *("olmo3", "glm 4.5", "glm 4.5, one group", "deepseek v2", "deepseek v3"),
+        *("qwen3-next", "qwen3.5"),
     ],
 )
 def test_transformers_own_folder_loads(programs, tmp_path, family):
     transformers = pytest.importorskip("transformers")
     program = programs(*MODELS[family], "model.num_layers=2", VOCABULARY, devices=1)
-    export(
-        tmp_path / "ours", program, params_of(GPT(program.config.model, nnx.Rngs(0)))
-    )
+    params = params_of(GPT(program.config.model, nnx.Rngs(0)))
+    export(tmp_path / "ours", program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     check_folder(str(tmp_path / "theirs"), program)
@@ -252,31 +268,43 @@ def test_a_routers_bias_is_never_dropped(glm):
         check_folder(str(folder), make("model.router_bias_rate=0"))
 
 
-@pytest.mark.slow
-def test_a_gate_of_shared_experts_comes_back(programs, tmp_path, monkeypatch):
-    """In a family that is GLM's but for the experts of Qwen3-Next."""
-    (glm,) = (family for family in FAMILIES if family.name == "glm4_moe")
-    gated = glm._replace(
-        needs=glm.needs | {"shared_expert_gate": True},
-        names=names.LLAMA | names.QWEN3_NEXT_EXPERTS,
-    )
-    for module in (families, compare):
-        monkeypatch.setattr(module, "FAMILIES", (gated,))
-    overrides = (
-        *(*MODELS["glm 4.5"], "model.num_layers=2", VOCABULARY),
-        *("model.shared_expert_gate=true", "model.router_bias_rate=0"),
-    )
+def test_a_published_qwen3_5_is_read_without_its_other_parts(programs, tmp_path):
+    """It has a prefix, all experts in two tensors, images and a prediction module."""
+    overrides = (*MODELS["qwen3.5"], "model.num_layers=2", VOCABULARY)
     program = programs(*overrides, devices=1)
     params = perturbed(program.config.model)
-    export(tmp_path, program, params)
-    tensor = load_file(tmp_path / "model.safetensors")[
-        "model.layers.1.mlp.shared_expert_gate.weight"
-    ]
-    gate = params["layers"]["1"]["0"]["mlp"]["shared_gate"]
-    np.testing.assert_array_equal(tensor, gate)  # [1, D] of one layer
-    state = start_from(str(tmp_path), programs(*overrides, "mesh.fsdp=4", devices=4))
-    found = state.params["layers"]["1"]["0"]["mlp"]["shared_gate"]
-    np.testing.assert_array_equal(found, gate)
+    export(tmp_path, program, params, family="qwen3_5_moe_text")
+    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(file)
+    published = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in tensors.items()
+        if ".experts." not in name
+    }
+    for layer in range(2):
+        name = f"layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack(
+                [tensors[f"model.{name}.{e}.{part}_proj.weight"] for e in range(8)]
+            )
+            for part in ("gate", "up", "down")
+        )
+        fused = f"model.language_model.{name}"
+        published[f"{fused}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        published[f"{fused}.down_proj"] = down
+    image = {"model.visual.patch_embed.proj.bias": np.ones(3, np.float32)}
+    prediction = {"mtp.fc.weight": np.ones((2, 4), np.float32)}
+    save_file(published | image | prediction, file)
+    text = json.loads(settings.read_text())
+    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
+    settings.write_text(json.dumps(whole))
+    mesh = ("mesh.fsdp=2", "mesh.expert=2")
+    state = start_from(str(tmp_path), programs(*overrides, *mesh, devices=4))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
+    with pytest.raises(ConfigError, match=r"model\.embed_dim is 48, there 32"):
+        check_folder(
+            str(tmp_path), programs(*overrides, "model.embed_dim=48", devices=1)
+        )
 
 
 def test_names_of_gpt2_without_prefix_are_the_same(programs, exported):

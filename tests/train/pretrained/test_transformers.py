@@ -17,7 +17,13 @@ from data.tokenizer_json import tokenizer_config, tokenizer_json
 from model.gpt import abstract_gpt, params_of
 from model.params import named, param_infos
 from tests.data.test_tokenizer_folder import TEXTS
-from tests.train.pretrained.conftest import BYTES, MODELS, export, perturbed
+from tests.train.pretrained.conftest import (
+    BYTES,
+    FAMILY_NAMES,
+    MODELS,
+    export,
+    perturbed,
+)
 from train.cli.command import compose
 from train.feed import place
 from train.pretrained.begin import start_from
@@ -33,6 +39,15 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 
+PRESETS = [
+    *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "llama3_405b"),
+    *("mistral_7b", "qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b"),
+    *("mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "gpt2_124m", "gpt2_1558m"),
+    *("gpt_oss_120b", "qwen3_235b_a22b", "olmo3_7b", "olmo3_32b"),
+    "glm_4_5_air",
+]
+
+
 def a_batch(theirs):
     """Return a batch of 4 x 32 tokens, and their loss on it."""
     tokens = np.random.default_rng(0).integers(0, BYTES.n_vocab, (4, 33), np.int32)
@@ -44,20 +59,18 @@ def a_batch(theirs):
 
 
 @pytest.mark.parametrize(
-    "preset",
+    ("preset", "family_name"),
     [
-        *("llama3_1b", "llama3_8b", "llama3_70b", "llama3_1_8b", "llama3_405b"),
-        *("mistral_7b", "qwen2_5_7b", "olmo2_7b", "gemma2_9b", "gemma3_4b"),
-        *("mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "gpt2_124m", "gpt2_1558m"),
-        *("gpt_oss_120b", "qwen3_235b_a22b", "olmo3_7b", "olmo3_32b"),
-        "glm_4_5_air",
+        ("qwen3_next_80b_a3b", "qwen3_next"),
+        ("qwen3_5_35b_a3b", "qwen3_5_moe_text"),
+        *((preset, None) for preset in PRESETS),
     ],
 )
-def test_full_size_tensors_are_those_that_transformers_writes(preset):
+def test_full_size_tensors_are_those_that_transformers_writes(preset, family_name):
     """By name, shape and dtype; nothing is allocated."""
     loading = pytest.importorskip("transformers.core_model_loading")
     model = compose([f"model={preset}"]).model
-    family, ours = family_of(model), abstract_gpt(model)
+    family, ours = family_of(model, family_name), abstract_gpt(model)
     parts = FamilyTensors(family, model, param_infos(ours), model.vocab_size or 0)
     settings = exported_settings(family, model, BYTES, 2048, "bfloat16")
     settings |= {"vocab_size": model.vocab_size}
@@ -67,13 +80,15 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     written = loading.revert_weight_conversion(theirs, theirs.state_dict())
     if model.tied_head:
         del written["lm_head.weight"]  # which save_pretrained leaves out
-    bfloat16, precise = np.dtype("bfloat16"), ".e_score_correction_bias"
+    bfloat16, decays = np.dtype("bfloat16"), (".A_log", ".dt_bias")
     for name, tensor in written.items():
         is_precise = parts.dtype_of(name, bfloat16) != bfloat16
-        assert is_precise == name.endswith(precise)
+        assert is_precise == name.endswith((".e_score_correction_bias", *decays))
         expected = torch.float32 if is_precise else torch.bfloat16
-        # transformers has some routers in float32, however they are stored.
-        assert tensor.dtype is expected or name.endswith(".mlp.gate.weight")
+        # transformers has some routers in float32 and decays in bfloat16, however they
+        # are stored.
+        free = name.endswith((".mlp.gate.weight", *decays))
+        assert free or tensor.dtype is expected
     shapes = {name: tuple(tensor.shape) for name, tensor in written.items()}
     assert parts.shapes(dict(named(params_of(ours)))) == shapes
 
@@ -82,7 +97,7 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset):
     "family",
     [
         *("llama", "gemma3", "gpt-oss", "olmo3", "deepseek v2", "deepseek v3"),
-        *("glm 4.5", "glm 4.5, one group"),
+        *("glm 4.5", "glm 4.5, one group", "qwen3-next", "qwen3.5"),
     ],
 )
 def test_gradients_are_the_same(programs, tmp_path, family):
@@ -92,7 +107,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     vocabulary = f"model.vocab_size={BYTES.n_vocab}"
     program = programs(*named_so, *rows, vocabulary, devices=1)
     params = perturbed(program.config.model)
-    parts = export(tmp_path, program, params)
+    parts = export(tmp_path, program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )
@@ -165,7 +180,7 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
     "family",
     [
         *("llama", "gemma3", "mixtral", "gpt-oss", "glm 4.5", "gpt2"),
-        *("deepseek v2", "deepseek v3"),
+        *("deepseek v2", "deepseek v3", "qwen3-next", "qwen3.5"),
     ],
 )
 def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family):
@@ -173,7 +188,8 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
     named_so = (*MODELS[family], "model.num_layers=2", vocabulary)
     rows = "data.sequence_length=32", "data.batch_size=4", "data.document_mask=false"
     program = programs(*named_so, *rows, "model.router_aux_weight=0", devices=1)
-    export(tmp_path, program, perturbed(program.config.model))
+    params = perturbed(program.config.model)
+    export(tmp_path, program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     )

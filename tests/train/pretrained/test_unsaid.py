@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.pretrained.conftest import BYTES, LENGTH, MODELS
+from tests.train.pretrained.conftest import BYTES, FAMILY_NAMES, LENGTH, MODELS
 from train.cli.command import compose
 from train.errors import ConfigError
 from train.pretrained.compare import family_of_folder
@@ -22,9 +22,8 @@ def of(name: str, *more: str):
 def write(folder: Path, name: str, **changed: object) -> str:
     """Write that model's config.json, but for some settings; None leaves one out."""
     model = of(name)
-    settings = (
-        exported_settings(family_of(model), model, BYTES, LENGTH, "float32") | changed
-    )
+    family = family_of(model, FAMILY_NAMES.get(name))
+    settings = exported_settings(family, model, BYTES, LENGTH, "float32") | changed
     said = {key: value for key, value in settings.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(said))
     return str(folder)
@@ -53,6 +52,22 @@ def test_another_pattern_is_refused_by_name(tmp_path, name, said, pattern):
 
 
 @pytest.mark.parametrize(
+    ("said", "pattern"),
+    [
+        ({}, "gated_delta,gated_delta,gated_delta,attention"),
+        ({"full_attention_interval": 2}, "gated_delta,attention"),
+    ],
+)
+def test_another_pattern_of_mixers_is_refused_by_name(tmp_path, said, pattern):
+    folder = write(tmp_path, "qwen3-next", layer_types=None, **said)
+    family_of_folder(folder, of("qwen3-next", f"model.mixer_pattern=[{pattern}]"))
+    other = of("qwen3-next", "model.mixer_pattern=[attention,gated_delta]")
+    with pytest.raises(ConfigError, match="mixer_pattern is") as error:
+        family_of_folder(folder, other)
+    assert f"model.mixer_pattern=[{pattern}]" in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("setting", "other"),
     [("scale_attn_by_inverse_layer_idx", True), ("scale_attn_weights", False)],
 )
@@ -72,6 +87,7 @@ def test_scores_that_gpt2_scales_otherwise_are_refused(tmp_path, setting, other)
         ("gemma3", "rope_theta_local=10000", "rope_theta_local=20000"),
         ("olmo3", "rope_theta_local=500000", "rope_theta_local=20000"),
         ("glm 4.5", "rotary_fraction=0.5", "rotary_fraction=0.25"),
+        ("qwen3.5", "rotary_fraction=0.25", "rotary_fraction=0.5"),
     ],
 )
 def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
