@@ -201,6 +201,7 @@ def _with_leaves(names: dict[str, list[str]]) -> dict[str, list[str]]:
 
 # The needs of Qwen3-Next and Qwen 3.5.
 _HYBRID = _EXPERTS | {
+    "predict_ahead": lambda model: min(1, model.predict_ahead),
     "shared_experts": lambda model: max(1, model.shared_experts),
     "shared_expert_gate": True,
     "mixer_pattern": lambda model: tuple(
@@ -346,6 +347,7 @@ FAMILIES = (
         settings.qwen3_next,
         keys=_MIXERS | {"decoder_sparse_step": "experts_every"},
         by_key_head=("in_proj_qkvz.weight", "in_proj_ba.weight"),
+        ahead_names=names.QWEN3_NEXT_AHEAD,
     ),
     Family(
         "qwen3_5_moe_text",
@@ -355,6 +357,7 @@ FAMILIES = (
         settings.qwen3_5_moe,
         compatible_types=("qwen3_5_moe",),
         keys=_MIXERS,
+        ahead_names=names.QWEN3_NEXT_AHEAD,
     ),
     Family(
         "gpt_oss",

@@ -129,13 +129,13 @@ def _delta_projections(**names: tuple[str, ...]) -> dict[str, list[str]]:
     }
 
 
-_QWEN3_HYBRID = {
+_QWEN3_ATTENTION = {
     **LLAMA,
-    **_DELTA_NET,
     **EXPERTS,
     **_shared_experts("shared_expert"),
     "model.layers.{}.mlp.shared_expert_gate.weight": ["layers.mlp.shared_gate"],
 }
+_QWEN3_HYBRID = _QWEN3_ATTENTION | _DELTA_NET
 QWEN3_NEXT = _QWEN3_HYBRID | _delta_projections(
     qkvz=("query", "key", "value", "gate"), ba=("beta", "dt")
 )
@@ -172,8 +172,8 @@ _DEEPSEEK_MODULE = {
 }
 DEEPSEEK_AHEAD = module_block(DEEPSEEK) | _DEEPSEEK_MODULE
 GLM4_MOE_AHEAD = module_block(GLM4_MOE) | _DEEPSEEK_MODULE
-# Qwen has one module: module_block(layers, "mtp.layers.0") | QWEN_MODULE.
-QWEN_MODULE = {
+# Qwen has one module, whose block has attention.
+QWEN3_NEXT_AHEAD = module_block(_QWEN3_ATTENTION, "mtp.layers.0") | {
     "mtp.fc.weight": ["predict_ahead.projection.weight"],
     "mtp.pre_fc_norm_embedding.weight": ["predict_ahead.embedding_norm.scale"],
     "mtp.pre_fc_norm_hidden.weight": ["predict_ahead.hidden_norm.scale"],

@@ -8,7 +8,10 @@ from model.config import ModelConfig
 
 # Settings that are not compared, because a run may train with other dropout rates.
 # The numbers of prediction modules are not compared if the model has none.
-PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+PREDICTION_LAYERS = (
+    *("num_nextn_predict_layers", "num_mtp_layers"),
+    "mtp_num_hidden_layers",
+)
 NOT_COMPARED = "attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop"
 
 # Settings for which null means "none". For other settings, null means "not stated".
@@ -248,6 +251,7 @@ def qwen3_5_moe(model: ModelConfig) -> dict[str, Any]:
         "linear_value_head_dim": value_dim,
         "linear_conv_kernel_dim": model.delta_conv_width,
         "attn_output_gate": True,
+        **dict.fromkeys(PREDICTION_LAYERS, model.predict_ahead),
     }
 
 

@@ -12,13 +12,19 @@ from model.gpt import abstract_gpt, bind, num_params, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
 from model.predict_ahead import look_ahead
-from tests.train.pretrained.conftest import BYTES, LENGTH, MODELS, export, perturbed
+from tests.train.pretrained.conftest import (
+    BYTES,
+    FAMILY_NAMES,
+    LENGTH,
+    MODELS,
+    export,
+    perturbed,
+)
 from train.cli.command import compose
 from train.errors import ConfigError
-from train.pretrained import compare, families, names
 from train.pretrained.begin import start_from
 from train.pretrained.compare import check_folder
-from train.pretrained.families import FAMILIES, family_of
+from train.pretrained.families import family_of
 from train.pretrained.tensors import FamilyTensors
 
 VOCABULARY = f"model.vocab_size={BYTES.n_vocab}"
@@ -127,23 +133,20 @@ def test_a_copy_may_be_missing_but_not_differ(make, deepseek):
         check_folder(str(folder), program)
 
 
-def test_a_family_may_name_modules_as_qwen_does(make, tmp_path, monkeypatch):
-    """The family is DeepSeek's except for the names of its module."""
-    (family,) = (family for family in FAMILIES if family.name == "deepseek_v3")
-    block = names.module_block(names.DEEPSEEK, "mtp.layers.0")
-    family = family._replace(ahead_names=block | names.QWEN_MODULE)
-    for module in (families, compare):
-        monkeypatch.setattr(module, "FAMILIES", (family,))
-    program = make("deepseek v3", 1)
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
+def test_the_module_of_qwen_has_a_block_of_its_own(make, tmp_path, name):
+    program = make(name, 1)
     params = perturbed(program.config.model)
-    export(tmp_path, program, params)
+    export(tmp_path, program, params, family=FAMILY_NAMES.get(name))
     tensors = load_file(tmp_path / WEIGHTS)
     written = {name for name in tensors if name.startswith("mtp.")}
-    assert written >= {"mtp.fc.weight", "mtp.layers.0.mlp.experts.3.up_proj.weight"}
+    assert written >= {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"}
+    assert written >= {f"mtp.layers.0.mlp.experts.{i}.up_proj.weight" for i in (0, 3)}
+    assert not any("linear_attn" in name for name in written)
     assert not any(name.startswith("model.layers.2") for name in tensors)
     state = start_from(str(tmp_path), program)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
-    start_from(str(tmp_path), make("deepseek v3", 0))
+    start_from(str(tmp_path), make(name, 0))
 
 
 @pytest.mark.slow
