@@ -9,6 +9,7 @@ from train.console import print_table
 from train.hardware.chips import peak_flops
 from train.loss.form import choose_form
 from train.mesh_sizes import num_shards
+from train.optimizer.groups import group_members
 from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
@@ -51,7 +52,19 @@ def describe_program(program: Program) -> None:
     has_states = Mixer.gated_delta in config.model.mixers
     formula = "6 N + 12 L C T" + " or 18 L S" * has_states
     print(f"            {flops} of the model ({formula} per token)")
+    _describe_groups(program)
     print(f"steps       {config.train.num_steps:,}", flush=True)
+
+
+def _describe_groups(program: Program) -> None:
+    """Print which parameters have another learning rate or another decay."""
+    optimizer = program.config.optimizer
+    members = group_members(optimizer, program.infos)
+    for group, names in zip(optimizer.groups, members, strict=True):
+        decay = group.weight_decay
+        text = f"rate times {group.learning_rate:g}"
+        text += "" if decay is None else f", decay {decay:g}"
+        print(f"group       {group.match}: {text}, for {', '.join(names)}")
 
 
 def _describe_layers(program: Program) -> None:

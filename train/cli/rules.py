@@ -9,6 +9,7 @@ not reported if one of these keys is itself wrong.
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ from train.config import (
     OptimizerName,
     Remat,
     Schedule,
+    ScheduleConfig,
 )
 from train.errors import Mistake, nearest
 from train.mesh_sizes import listed
@@ -70,7 +72,7 @@ def _model_mistakes(model: ModelConfig) -> Iterator[Mistake]:
 
 def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes between sections, and in values that a bound cannot describe."""
-    model, data, run, schedule = config.model, config.data, config.run, config.schedule
+    model, data, run = config.model, config.data, config.run
     address, steps = config.distributed.coordinator_address, config.profile.steps
     accumulation, num_steps = config.train.accumulation_steps, config.train.num_steps
     host, _, port = (address or "").rpartition(":")
@@ -105,13 +107,33 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
         rule += "would have a token so far ahead"
         related = ("model.predict_ahead",)
         yield Mistake("data.sequence_length", data.sequence_length, rule, related)
+    yield from _schedule_mistakes(config.schedule, num_steps)
+
+
+def _schedule_mistakes(schedule: ScheduleConfig, num_steps: int) -> Iterator[Mistake]:
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
-    if schedule.name is Schedule.wsd and decay and warmup + decay > num_steps:
+    if schedule.has_decay and decay and warmup + decay > num_steps:
         rule = f"must leave room for schedule.warmup_steps={warmup} within "
         rule += f"train.num_steps={num_steps}; lower schedule.warmup_steps or this one "
-        rule += "(null: 30 % of the steps)"
+        rule += "(null: schedule.decay_fraction of the steps)"
         related = ("schedule.warmup_steps", "train.num_steps")
         yield Mistake("schedule.decay_steps", decay, rule, related)
+    ends = schedule.earlier_decays
+    if sorted({warmup, *ends}) != [warmup, *ends]:
+        rule = f"must be ascending steps after schedule.warmup_steps={warmup}"
+        related = ("schedule.warmup_steps",)
+        yield Mistake("schedule.earlier_decays", ends, rule, related)
+    if schedule.name is not Schedule.piecewise:
+        return
+    for i, point in enumerate(schedule.points):
+        if (point.step is None) == (point.fraction is None):
+            rule = "must have either a step or a fraction"
+            yield Mistake(f"schedule.points[{i}]", asdict(point), rule)
+    steps = [step for step, _ in schedule.piecewise_points(num_steps)]
+    if not steps or sorted(set(steps)) != steps:
+        rule = "must be one point or more, at ascending steps; say "
+        rule += "[{step: 0, factor: 1}, {fraction: 1, factor: 0}]"
+        yield Mistake("schedule.points", steps, rule, ("train.num_steps",))
 
 
 def eval_set_mistakes(

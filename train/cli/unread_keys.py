@@ -6,7 +6,7 @@ from dataclasses import fields
 from data.config import Source
 from model.choices import Activation, Mixer, Mlp, Position, Scaling
 from model.config import ModelConfig
-from train.config import Config, OptimizerName, Schedule
+from train.config import Config, OptimizerName, Schedule, ScheduleConfig
 from train.identity import config_differences
 
 # Prefixes of the keys of `optimizer.*` that each optimizer ignores.
@@ -48,17 +48,30 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
         yield model.mlp is Mlp.dense, f"model.{key}", "model.mlp is dense"
 
 
+def _unread_schedule_keys(schedule: ScheduleConfig) -> Iterator[tuple[bool, str, str]]:
+    has_decay, name = schedule.has_decay, schedule.name
+    has_end = has_decay or name is Schedule.cosine
+    for is_read, key in (
+        (has_decay, "decay_"),
+        (has_decay, "earlier_decays"),
+        (name is Schedule.power, "power_"),
+        (name is Schedule.piecewise, "points"),
+        (has_end, "final_fraction"),
+    ):
+        yield not is_read, f"schedule.{key}", f"schedule.name is {name}"
+    if schedule.decay_steps is not None:
+        yield True, "schedule.decay_fraction", "schedule.decay_steps is set"
+
+
 def unread_key_warnings(config: Config) -> list[str]:
     """Return warnings about keys without effect, and a warm-up that never ends."""
     changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
-    schedule, source = config.schedule.name, config.data.source
-    is_wsd, is_constant = schedule is Schedule.wsd, schedule is Schedule.constant
+    source = config.data.source
     model, train, optimizer = config.model, config.train, config.optimizer.name
     is_one_weight = train.predict_ahead_later_weight is None
     unread = [
         *_unread_model_keys(model),
-        (not is_wsd, "schedule.decay_steps", "schedule.name is not wsd"),
-        (is_constant, "schedule.final_fraction", "schedule.name is constant"),
+        *_unread_schedule_keys(config.schedule),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (source is Source.python, "data.on_error", f"data.source is {source}"),

@@ -32,11 +32,14 @@ from train.config.monitoring import (
     WandbConfig,
 )
 from train.config.optimizer import (
+    DecayShape,
     MomentDtype,
     OptimizerConfig,
     OptimizerName,
+    ParameterGroup,
     Schedule,
     ScheduleConfig,
+    SchedulePoint,
 )
 from train.config.run import CheckpointConfig, RunConfig
 from train.config.training import Remat, TrainConfig
@@ -48,6 +51,7 @@ __all__ = [
     "Config",
     "Count",
     "DcnConfig",
+    "DecayShape",
     "DistributedConfig",
     "EvalConfig",
     "EvalSet",
@@ -60,12 +64,14 @@ __all__ = [
     "Number",
     "OptimizerConfig",
     "OptimizerName",
+    "ParameterGroup",
     "Platform",
     "Remat",
     "RunConfig",
     "RuntimeConfig",
     "Schedule",
     "ScheduleConfig",
+    "SchedulePoint",
     "Seconds",
     "Step",
     "TensorBoardConfig",

@@ -1,6 +1,6 @@
 """The optimizer and its learning-rate schedule."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
@@ -33,6 +33,23 @@ class MomentDtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     int8 = "int8"
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with another learning rate or another decay."""
+
+    match: Annotated[
+        str,
+        Doc("A pattern of parameter names, in which * stands for any text: *norm*."),
+    ] = ""
+    learning_rate: Annotated[
+        NotNegative, Doc("A factor on the learning rate of these parameters.")
+    ] = 1.0
+    weight_decay: Annotated[
+        NotNegative | None,
+        Doc("Their decay, multiplied by their learning rate. null does not change it."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,13 @@ class OptimizerConfig:
         NotNegative,
         Doc("The decay of Muon's matrices, multiplied by Muon's learning rate."),
     ] = 0.0
+    groups: Annotated[
+        list[ParameterGroup],
+        Doc(
+            "Parameters with another learning rate or decay. The first group whose "
+            "pattern matches a parameter has it."
+        ),
+    ] = field(default_factory=list)
 
 
 class Schedule(StrEnum):
@@ -108,6 +132,35 @@ class Schedule(StrEnum):
     constant = "constant"
     cosine = "cosine"
     wsd = "wsd"
+    power = "power"
+    piecewise = "piecewise"
+
+
+class DecayShape(StrEnum):
+    """How a decay falls with the fraction x of its steps: 1 - x, or 1 - sqrt(x)."""
+
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+@dataclass(frozen=True)
+class SchedulePoint:
+    """A point of a piecewise schedule, at a step or at a fraction of the run."""
+
+    step: Annotated[Number | None, Doc("The step of the point.")] = None
+    fraction: Annotated[
+        Annotated[float, Ge(0), Le(1)] | None,
+        Doc("The position of the point as a fraction of the steps of the run."),
+    ] = None
+    factor: Annotated[NotNegative, Doc("The factor on every learning rate there.")] = (
+        1.0
+    )
+
+    def step_of(self, num_steps: int) -> int:
+        """Return the step of the point in a run of `num_steps`."""
+        if self.step is not None:
+            return self.step
+        return round((self.fraction or 0.0) * num_steps)
 
 
 @dataclass(frozen=True)
@@ -116,24 +169,74 @@ class ScheduleConfig:
 
     name: Annotated[
         Schedule,
-        Doc("The shape after the warm-up. wsd stays at the peak, then falls linearly."),
+        Doc(
+            "The shape after the warm-up. wsd stays at the peak, and power falls like "
+            "a power of the step; both end with a decay. piecewise connects points."
+        ),
     ] = Schedule.cosine
     warmup_steps: Annotated[
         Number, Doc("The number of steps in which the factor rises linearly to 1.")
     ] = 100
     decay_steps: Annotated[
         Count | None,
-        Doc("The number of last steps in which wsd falls. null: 30 % of all steps."),
+        Doc(
+            "The number of last steps in which wsd and power decay. null: "
+            "decay_fraction decides."
+        ),
     ] = None
+    decay_fraction: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        Doc(
+            "The number of steps of a decay, as a fraction of the steps until its end. "
+            "1 decays from the end of the warm-up on."
+        ),
+    ] = 0.3
+    decay_shape: Annotated[
+        DecayShape, Doc("How a decay falls: linearly, or like 1 - sqrt(x).")
+    ] = DecayShape.linear
+    earlier_decays: Annotated[
+        list[Count],
+        Doc(
+            "Ascending steps at which wsd or power has decayed too, before it returns "
+            "to its rate. Checkpoints at these steps are results of shorter runs."
+        ),
+    ] = field(default_factory=list)
+    power_exponent: Annotated[
+        Positive, Doc("power falls like the step to the power of -power_exponent.")
+    ] = 0.51
+    power_start_step: Annotated[
+        Count | None,
+        Doc("The step from which power falls. null: the end of the warm-up."),
+    ] = None
+    points: Annotated[
+        list[SchedulePoint],
+        Doc("The points of piecewise, each with a factor and a step or a fraction."),
+    ] = field(default_factory=list)
     final_fraction: Annotated[
         float, Ge(0), Le(1), Doc("The factor at the end, as a fraction of the peak.")
     ] = 0.1
 
-    def num_decay_steps(self, num_steps: int) -> int:
-        """Return the number of steps in which `wsd` falls (default: 30 % of all)."""
-        limit = max(1, num_steps - self.warmup_steps)
-        return self.decay_steps or min(max(1, round(0.3 * num_steps)), limit)
+    @property
+    def has_decay(self) -> bool:
+        """Whether the run ends with a decay whose start depends on its length."""
+        return self.name in (Schedule.wsd, Schedule.power)
+
+    def decays(self, num_steps: int) -> list[tuple[int, int]]:
+        """Return the first step of each decay, and the step at which it ends."""
+        ends = [step for step in self.earlier_decays if step < num_steps]
+        decays, begin = list[tuple[int, int]](), self.warmup_steps
+        for end in [*ends, num_steps]:
+            steps = self.decay_steps or max(1, round(self.decay_fraction * end))
+            decays.append((max(begin, end - steps), end))
+            begin = end
+        return decays
 
     def decay_start(self, num_steps: int) -> int:
-        """Return the step at which `wsd` starts to fall."""
-        return max(self.warmup_steps, num_steps - self.num_decay_steps(num_steps))
+        """Return the first step of the last decay."""
+        return self.decays(num_steps)[-1][0]
+
+    def piecewise_points(self, num_steps: int) -> list[tuple[int, float]]:
+        """Return the step and the factor of each point."""
+        return [(point.step_of(num_steps), point.factor) for point in self.points]

@@ -27,8 +27,8 @@ def muon(
     compute_dtype: DTypeLike,
     mesh: Mesh | None = None,
     specs: Any = None,
-) -> optax.GradientTransformation:
-    """Return Muon as an optax transformation, for matrices only.
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Return Muon's momentum and its orthogonalization, for matrices only.
 
     The operands of products and the parts that devices exchange have the compute dtype.
     The devices of `mesh` share the work. Without a mesh, one device does it.
@@ -63,12 +63,8 @@ def muon(
             results = run(arrays)
             return tree.unflatten(map(_scale, results, matrices))
 
-    return optax.chain(
-        optax.trace(config.muon_momentum, nesterov=True),
-        optax.stateless(compute_directions),
-        optax.add_decayed_weights(config.muon_weight_decay),
-        optax.scale(config.muon_learning_rate),
-    )
+    momentum = optax.trace(config.muon_momentum, nesterov=True)
+    return momentum, optax.stateless(compute_directions)
 
 
 def _fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:

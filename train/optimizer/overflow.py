@@ -1,6 +1,6 @@
 """Detect updates that overflow float32, and configs that rule overflows out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, assert_never
 
 import jax
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from train.config import OptimizerConfig, OptimizerName
+from train.optimizer.groups import Rates
 
 
-def may_overflow(config: OptimizerConfig) -> bool:
+def may_overflow(config: OptimizerConfig, rates: Iterable[Rates]) -> bool:
     """Return whether finite gradients may lead to weights that overflow float32.
 
     Updates that cannot overflow are not checked, because a check reads the whole state.
@@ -18,9 +19,8 @@ def may_overflow(config: OptimizerConfig) -> bool:
     weights: then weights stay below 1e19 for 10 million steps, and their squares are
     finite. The mean of clipped gradients is at most clip_norm, so Adam's direction is
     at most clip_norm / ((1 - b1) epsilon). Lion's direction is at most 1, and Muon's is
-    below the root of a dim.
+    below the root of a dim. `rates` are those of all parameters.
     """
-    rates = [(config.learning_rate, config.weight_decay)]
     match config.name:
         case OptimizerName.lion:
             max_direction = 1.0
@@ -31,8 +31,6 @@ def may_overflow(config: OptimizerConfig) -> bool:
                 return True
             adam_bound = config.clip_norm / ((1 - config.b1) * config.epsilon)
             max_direction = max(1e6, adam_bound)
-            if config.name is OptimizerName.muon:
-                rates.append((config.muon_learning_rate, config.muon_weight_decay))
         case _:
             assert_never(config.name)
     return any(rate * max_direction > 1e12 or rate * decay > 1 for rate, decay in rates)

@@ -1,4 +1,8 @@
-"""The schedule: the factor on learning rates at each step."""
+"""The schedule: the factor on learning rates at each step.
+
+Sources: arXiv:2405.18392 (decays, and the shape 1 - sqrt), arXiv:2410.05192 (a run that
+decays and rises again), arXiv:2408.13359 (power).
+"""
 
 from collections.abc import Callable
 from typing import assert_never
@@ -7,42 +11,64 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from train.config import Schedule, ScheduleConfig
+from train.config import DecayShape, Schedule, ScheduleConfig
+
+Factor = Callable[[jax.Array], jax.Array]
 
 
-def make_schedule(
-    config: ScheduleConfig, num_steps: int
-) -> Callable[[jax.Array], jax.Array]:
+def make_schedule(config: ScheduleConfig, num_steps: int) -> Factor:
     """Return the factor on learning rates as a function of the step. Its peak is 1.
 
     After a linear warm-up, `constant` stays at 1, `cosine` falls to the final fraction
-    at num_steps, and `wsd` stays at 1 and falls linearly over the last steps.
+    at num_steps, and `piecewise` connects points. `wsd` stays at 1 and `power` falls
+    slowly, until both decay to the final fraction at num_steps.
     """
     warmup, final = config.warmup_steps, config.final_fraction
     match config.name:
         case Schedule.cosine:
-            body = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
-        case Schedule.wsd:
-            decay_start = config.decay_start(num_steps) - warmup
-            body = _linear_decay(decay_start, config.num_decay_steps(num_steps), final)
+            cosine = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
+            body = lambda step: cosine(jnp.maximum(step - warmup, 0))  # noqa: E731
+        case Schedule.wsd | Schedule.power:
+            body = _with_decays(config, num_steps)
+        case Schedule.piecewise:
+            body = _piecewise(config, num_steps)
         case Schedule.constant:
             body = optax.constant_schedule(1.0)
         case _:
             assert_never(config.name)
     # The first update, at step 0, already has a positive rate: (step + 1) / warmup.
     return lambda step: jnp.where(
-        step < warmup, (step + 1) / max(1, warmup), body(jnp.maximum(step - warmup, 0))
+        step < warmup, (step + 1) / max(1, warmup), body(step)
     )
 
 
-def _linear_decay(
-    decay_start: int, decay_steps: int, final: float
-) -> Callable[[jax.Array], jax.Array]:
-    """Return a factor that falls linearly from 1 to exactly the final fraction."""
+def _with_decays(config: ScheduleConfig, num_steps: int) -> Factor:
+    """Return a factor that decays once or several times, at last to the final fraction.
+
+    The factor is exactly the final fraction from num_steps on.
+    """
+    final = config.final_fraction
+
+    def level(step: jax.Array | int) -> jax.Array | float:
+        if config.name is Schedule.wsd:
+            return 1.0
+        start = config.power_start_step or max(1, config.warmup_steps)
+        return (jnp.maximum(step, start) / start) ** -config.power_exponent
 
     def factor(step: jax.Array) -> jax.Array:
-        fraction = jnp.maximum(step - decay_start, 0) / max(1, decay_steps)
-        decayed = 1.0 - (1.0 - final) * fraction
-        return jnp.where(step < decay_start + decay_steps, decayed, final)
+        value, stop = level(step), num_steps
+        for start, stop in config.decays(num_steps):
+            fraction = jnp.maximum(step - start, 0) / max(1, stop - start)
+            if config.decay_shape is DecayShape.sqrt:
+                fraction = jnp.sqrt(fraction)
+            decayed = level(start) - (level(start) - final) * fraction
+            value = jnp.where((start <= step) & (step < stop), decayed, value)
+        return jnp.where(step < stop, value, final)
 
     return factor
+
+
+def _piecewise(config: ScheduleConfig, num_steps: int) -> Factor:
+    """Return a factor that is linear between points, and constant after the last."""
+    steps, factors = zip(*config.piecewise_points(num_steps), strict=True)
+    return lambda step: jnp.interp(step, jnp.array(steps), jnp.array(factors))

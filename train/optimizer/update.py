@@ -20,6 +20,7 @@ from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.by_layer import update_layer_by_layer
+from train.optimizer.groups import add_decay, parameter_rates, scale_by_rate
 from train.optimizer.moments import MomentStorage, decode_moments
 from train.optimizer.muon import muon
 from train.optimizer.overflow import may_overflow, num_overflows
@@ -39,6 +40,7 @@ class Optimizer:
 
     schedule: the factor on learning rates at a step.
     storage: the format of moments between updates.
+    checks_overflow: whether an update is checked before it is written.
     by_layer: whether layers are updated one by one.
     in_place: see `update_layer_by_layer`.
     """
@@ -47,6 +49,7 @@ class Optimizer:
     transform: optax.GradientTransformation
     schedule: Callable[[jax.Array], jax.Array]
     storage: MomentStorage
+    checks_overflow: bool
     by_layer: bool = False
     in_place: bool = True
 
@@ -125,7 +128,7 @@ class Optimizer:
     ) -> tuple[Any, Any, jax.Array]:
         """Return float32 weights and moments after an update, and count overflows."""
         weights, new_moments = self._apply(grads, moments, params, norm, factor)
-        if not may_overflow(self.config):
+        if not self.checks_overflow:
             return weights, new_moments, jnp.float32(0)
 
         def count(grads: Any, moments: Any, params: Any) -> jax.Array:
@@ -204,10 +207,11 @@ def make_optimizer(
         specs: tree of the parameters' PartitionSpecs on the mesh.
         seed: the seed of stochastic rounding.
         platform: the platform of the devices.
+
+    Raises:
+        ConfigError: a group of `optimizer.groups` has no parameter.
     """
-    decayed = jax.tree.map(
-        lambda info: info.kind is not Kind.vector, infos, is_leaf=is_info
-    )
+    rates = parameter_rates(config, infos)
     match config.name:
         case OptimizerName.adafactor:
             direction = scale_by_adafactor(infos)
@@ -219,8 +223,8 @@ def make_optimizer(
             assert_never(config.name)
     transform = optax.chain(
         direction,
-        optax.add_decayed_weights(config.weight_decay, decayed),
-        optax.scale(config.learning_rate),
+        add_decay(rates, optax.MaskedState(optax.EmptyState())),
+        scale_by_rate(rates),
     )
     if config.name is OptimizerName.muon:  # Adam updates all but matrices
         labels = jax.tree.map(
@@ -228,8 +232,10 @@ def make_optimizer(
             infos,
             is_leaf=is_info,
         )
-        muon_part = muon(
-            config, infos, compute_dtype=compute_dtype, mesh=mesh, specs=specs
+        muon_part = optax.chain(
+            *muon(config, infos, compute_dtype=compute_dtype, mesh=mesh, specs=specs),
+            add_decay(rates, optax.EmptyState()),
+            scale_by_rate(rates),
         )
         transform = optax.partition({"muon": muon_part, "adamw": transform}, labels)
     return Optimizer(
@@ -237,6 +243,7 @@ def make_optimizer(
         transform,
         make_schedule(schedule, num_steps),
         MomentStorage(config.moment_dtype, infos, seed),
+        checks_overflow=may_overflow(config, rates.values()),
         by_layer=_needs_loop(config, platform, mesh),
         # Compiling ahead of time, XLA:GPU does not learn which arguments are in host
         # memory, and refuses to update moments there in place.

@@ -158,9 +158,11 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
     schedule, wanted_steps = config.schedule, config.train.num_steps
     if wanted_steps == previous_steps or schedule.name is Schedule.constant:
         return previous_steps
-    decay_start = min(map(schedule.decay_start, (previous_steps, wanted_steps)))
-    # Up to the earlier decay, both lengths give the same learning rates.
-    if schedule.name is Schedule.wsd and newest_step <= decay_start:
+    rate, new_rate = (
+        make_schedule(schedule, n) for n in (previous_steps, wanted_steps)
+    )
+    taken_steps = jnp.arange(max(0, newest_step))
+    if jnp.array_equal(rate(taken_steps), new_rate(taken_steps)):
         message = "the schedule's length was %d steps, and is %d now"
         log.info(message, previous_steps, wanted_steps)
         return wanted_steps
@@ -176,9 +178,9 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
                 "final_fraction=0.1 run.allow_change=[schedule.final_fraction]"
             )
         return previous_steps
-    rate = make_schedule(schedule, previous_steps)
     remedy = "a schedule of the new length needs another run.name"
-    if schedule.name is Schedule.wsd:
+    if schedule.has_decay:
+        decay_start = min(map(schedule.decay_start, (previous_steps, wanted_steps)))
         remedy = f"add run.rewind_to={decay_start}, if a checkpoint up to there is kept"
     log.warning(
         "the schedule keeps its length, %d steps: the run ends at %.0f%% of the peak "

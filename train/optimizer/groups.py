@@ -1,0 +1,100 @@
+"""The learning rate and the weight decay of each parameter."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from model.params import Kind, is_info, named
+from train.config import OptimizerConfig, OptimizerName, ParameterGroup
+from train.errors import ConfigError, Mistake
+
+
+class Rates(NamedTuple):
+    """The peak learning rate of a parameter, and its decay relative to that rate."""
+
+    learning_rate: float
+    weight_decay: float
+
+
+def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, Rates]:
+    """Return the rates of each parameter by its dotted name. Vectors do not decay.
+
+    Raises:
+        ConfigError: a group of `optimizer.groups` has no parameter.
+    """
+    members = group_members(config, infos)
+    if mistakes := [
+        Mistake(
+            f"optimizer.groups[{i}].match",
+            group.match,
+            "must match a parameter that no earlier group matches; their names are "
+            "like layers.0.0.mlp.up.weight (python -m train.plan lists them)",
+        )
+        for i, group in enumerate(config.groups)
+        if not members[i]
+    ]:
+        raise ConfigError(mistakes)
+    group_of = {
+        name: group
+        for group, names in zip(config.groups, members, strict=True)
+        for name in names
+    }
+    rates = dict[str, Rates]()
+    for name, info in named(infos, is_info):
+        rate, decay = config.learning_rate, config.weight_decay
+        if config.name is OptimizerName.muon and info.kind is Kind.matrix:
+            rate, decay = config.muon_learning_rate, config.muon_weight_decay
+        if info.kind is Kind.vector:
+            decay = 0.0
+        group = group_of.get(name, ParameterGroup())
+        if group.weight_decay is not None:
+            decay = group.weight_decay
+        rates[name] = Rates(rate * group.learning_rate, decay)
+    return rates
+
+
+def group_members(config: OptimizerConfig, infos: Any) -> list[list[str]]:
+    """Return the parameters of each group: those that no earlier group matches."""
+    members: list[list[str]] = [[] for _ in config.groups]
+    for name, _ in named(infos, is_info):
+        for group, names in zip(config.groups, members, strict=True):
+            if fnmatchcase(name, group.match):
+                names.append(name)
+                break
+    return members
+
+
+def add_decay(
+    rates: Mapping[str, Rates], empty_state: Any
+) -> optax.GradientTransformation:
+    """Return a transformation that adds each parameter's decay to its direction.
+
+    `empty_state` is what the transformation has in the state of an optimizer.
+    """
+
+    def add(path: tuple[Any, ...], direction: jax.Array, param: jax.Array) -> jax.Array:
+        decay = rates[_name(path)].weight_decay
+        return direction + decay * param if decay else direction
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return jax.tree_util.tree_map_with_path(add, updates, params), state
+
+    return optax.GradientTransformation(lambda params: empty_state, update)
+
+
+def scale_by_rate(rates: Mapping[str, Rates]) -> optax.GradientTransformation:
+    """Return a transformation that multiplies directions by peak learning rates."""
+
+    def scale(path: tuple[Any, ...], direction: jax.Array) -> jax.Array:
+        return rates[_name(path)].learning_rate * direction
+
+    return optax.stateless(
+        lambda directions, _: jax.tree_util.tree_map_with_path(scale, directions)
+    )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
