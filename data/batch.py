@@ -42,6 +42,36 @@ class Piece(NamedTuple):
     length: int
 
 
+def cut_rows(batch: Batch, part_B: np.ndarray, length: int) -> Batch:
+    """Return one part of each row: part i has positions [i length, (i + 1) length).
+
+    `part_B` is int64 [rows]. In a part, the positions of its first document start at 0.
+    """
+    row_length = batch.inputs.shape[1]
+    if length == row_length:
+        return batch
+    columns = part_B[:, None] * length + np.arange(length)
+    batch = Batch(*(np.take_along_axis(x, columns, axis=1) for x in batch))
+    segments, positions = batch.segment_ids, batch.positions
+    is_first = (segments == segments[:, :1]) & (segments > 0)
+    starts = np.where(is_first, positions[:, :1], 0)
+    first_segment = np.maximum(segments[:, :1] - 1, 0)
+    return batch._replace(
+        segment_ids=np.where(segments > 0, segments - first_segment, 0),
+        positions=positions - starts,
+    )
+
+
+def cut_pieces(pieces: list[Piece], part: int, length: int) -> list[Piece]:
+    """Return the pieces of one part of a row, with columns of the part."""
+    first, cut = part * length, list[Piece]()
+    for column, start, size in pieces:
+        begin, end = max(column, first), min(column + size, first + length)
+        if begin < end:
+            cut.append(Piece(begin - first, start + begin - column, end - begin))
+    return cut
+
+
 def expand_groups(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each member's group number and index within the group: int64 [members].
 

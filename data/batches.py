@@ -1,9 +1,9 @@
 """Batches of rows: batch s is a function of (config, seed, s).
 
 The mixture says from which source each row of the run comes (data/mixture.py). Grain
-shuffles the row numbers of each source, in a different order each epoch. Batch s is the
-rows [s B, s B + B) of the mixture, where B is the batch size. Therefore any batch can
-be looked up in constant time, and a checkpoint need not save a data position. Each
+shuffles the row numbers of each source, in a different order each epoch. Batches are
+consecutive rows of the mixture (data/phases.py). Therefore any batch can be looked up
+in constant time, and a checkpoint need not save a data position. Each
 process reads only its local rows, and the batches do not depend on the number of
 processes.
 
@@ -14,7 +14,6 @@ Threads read up to `data.prefetch` batches ahead. They end when their iterator i
 deleted, and they do not keep the process from exiting.
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.batch import Batch, expand_groups
+from data.batch import Batch, cut_pieces, cut_rows, expand_groups
 from data.config import DataConfig, Mistakes, Source
 from data.encoding import decode
 from data.errors import DataError
 from data.mixture import Mixture
+from data.phases import Phase, batch_number, phase_at, phases_of
 from data.rows import Rows, open_rows, read_rows
 from data.shuffle import seed_of, shuffled_rows
 from data.sources import Sources
@@ -72,17 +72,19 @@ class Order:
         """
         self._config, self._sources = config, sources
         self.rows, self._is_local = _open_split(sources, config, "train")
+        self.phases = phases_of(config)
         num_rows = {name: len(rows) for name, rows in self.rows.items()}
-        if sum(num_rows.values()) < config.batch_size or 0 in num_rows.values():
+        needed = max(p.tokens_per_batch for p in self.phases) // config.sequence_length
+        if sum(num_rows.values()) < needed or 0 in num_rows.values():
             rows = ", ".join(f"{name} {count}" for name, count in num_rows.items())
             raise DataError(
                 f"{sources.path}: the training text has {sources.num_tokens('train')} "
                 f"tokens. With data.sequence_length={config.sequence_length} it has "
-                f"this number of rows: {rows}. A batch needs data.batch_size="
-                f"{config.batch_size} rows, and each source needs one. Use shorter "
+                f"this number of rows: {rows}. A batch needs "
+                f"{needed} rows, and each source needs one. Use shorter "
                 f"sequences, a smaller batch or more text"
             )
-        self._mixture = Mixture(list(num_rows), _phases(config, list(num_rows)))
+        self._mixture = Mixture(list(num_rows), self._weights_by_row(list(num_rows)))
         is_single = len(self.rows) == 1
         self._seeds = [seed_of(seed, None if is_single else n) for n in self.rows]
 
@@ -92,7 +94,7 @@ class Order:
         The rows of skipped batches count as used.
         """
         num_batches = self.batch_number(num_steps - 1) + 1 if num_steps else 0
-        rows_used = self._mixture.counts(num_batches * self._config.batch_size).tolist()
+        rows_used = self._mixture.counts(self._first_row(num_batches)).tolist()
         return {
             name: count / len(rows)
             for (name, rows), count in zip(self.rows.items(), rows_used, strict=True)
@@ -113,15 +115,35 @@ class Order:
         """Return the number of the batch that a step trains on."""
         return batch_number(step, self._config.skip_batches)
 
-    def find(self, step: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Look up the sources of some rows of a step's batch.
+    def phase(self, step: int) -> Phase:
+        """Return the phase of a step's batch."""
+        return phase_at(self.phases, self.batch_number(step))
 
-        `rows` are int64 [n], indices in the batch. Returns int64 [n], the index of each
-        row's source, and int64 [n], the row's number in that source. Raises DataError
-        if a source exceeds its limit of epochs.
+    def _first_row(self, batch: int) -> int:
+        """Return the number of rows of which earlier batches have parts."""
+        phase = phase_at(self.phases, batch)
+        return -(-phase.part(batch) * phase.length // self._config.sequence_length)
+
+    def find(
+        self, step: int, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Look up some rows of a step's batch, by their indices in the batch.
+
+        Args:
+            step: the number of earlier updates.
+            rows: int64 [n].
+
+        Returns:
+            Three arrays int64 [n]: the index of each row's source, the number of a row
+            in that source, and which part of this row it is.
+
+        Raises:
+            DataError: a source exceeds its limit of epochs.
         """
-        first_row = self.batch_number(step) * self._config.batch_size
-        source_of_row, rank = self._mixture.rows(first_row + rows)
+        phase, batch = self.phase(step), self.batch_number(step)
+        parts_per_row = self._config.sequence_length // phase.length
+        row, part = np.divmod(phase.part(batch) + rows, parts_per_row)
+        source_of_row, rank = self._mixture.rows(row)
         numbers = np.zeros_like(rank)
         for index, (name, source_rows) in enumerate(self.rows.items()):
             mask, max_epochs = source_of_row == index, self._max_epochs(name)
@@ -132,38 +154,56 @@ class Order:
                 )
             seed = self._seeds[index]
             numbers[mask] = shuffled_rows(rank[mask], len(source_rows), seed)
-        return source_of_row, numbers
+        return source_of_row, numbers, part
 
     def read(self, step: int, rows: RowSlices = None) -> Batch:
-        """Read rows of a step's batch. A DataError names the step, source and rows."""
-        source_of_row, numbers = self.find(step, _row_indices(self._config, rows))
+        """Read one or several slices of a step's batch, concatenated; None reads all.
+
+        A DataError names the step, source and rows.
+        """
+        phase = self.phase(step)
+        source_of_row, numbers, part = self.find(step, _row_indices(phase.rows, rows))
         try:
-            return read_rows(self.rows, source_of_row, numbers)
+            batch = read_rows(self.rows, source_of_row, numbers)
         except DataError as error:
             raise DataError(f"step {step}, {error}") from error
+        return cut_rows(batch, part, phase.length)
 
     def batches(
-        self, start_step: int = 0, rows: RowSlices = None, stop_step: int = sys.maxsize
+        self,
+        start_step: int = 0,
+        rows: Callable[[Phase], RowSlices] = lambda phase: None,
+        stop_step: int = sys.maxsize,
     ) -> Iterator[Batch]:
         """Return an iterator over the steps' batches that reads ahead.
 
-        `rows` is one or several slices of each batch, which are concatenated; None
-        selects all rows. The iterator raises DataError if a chunk is damaged, or a
-        source exceeds its limit of epochs.
+        `rows` returns one or several slices of the batches of a phase, which are
+        concatenated; None selects all rows. The iterator raises DataError if a chunk is
+        damaged, or a source exceeds its limit of epochs.
         """
+        slices = {phase: rows(phase) for phase in self.phases}
+        num_tokens = max(
+            len(_row_indices(phase.rows, slices[phase])) * phase.length
+            for phase in self.phases
+        )
+
+        def read(step: int) -> Batch:
+            return self.read(step, slices[self.phase(step)])
+
         steps = range(start_step, stop_step)
-        read = functools.partial(self.read, rows=rows)
-        num_rows = len(_row_indices(self._config, rows))
-        return _prefetch(read, steps, self._is_local, num_rows, self._config)
+        return _prefetch(read, steps, self._is_local, num_tokens, self._config)
 
     def excerpts(self, step: int) -> Iterator[Excerpt]:
         """Yield the parts of documents in a step's batch, row by row."""
-        source_of_row, numbers = self.find(step, np.arange(self._config.batch_size))
+        phase = self.phase(step)
+        source_of_row, numbers, parts = self.find(step, np.arange(phase.rows))
         names = [list(self.rows)[source] for source in source_of_row]
-        for row, (name, number) in enumerate(zip(names, numbers, strict=True)):
+        found = zip(names, numbers, parts, strict=True)
+        for row, (name, number, part) in enumerate(found):
             store = self._sources.stores[name]
             tokens = store.split("train")
-            for column, start, length in self.rows[name].pieces(int(number)):
+            pieces = self.rows[name].pieces(int(number))
+            for column, start, length in cut_pieces(pieces, part, phase.length):
                 document, document_start, _ = tokens.document_at(start)
                 text = decode(store.encoding, tokens.read(start, start + length))
                 yield Excerpt(
@@ -180,16 +220,14 @@ class Order:
         source = self._config.sources.get(name)
         return math.inf if source is None or source.epochs is None else source.epochs
 
-
-def batch_number(step: int, skip_batches: Sequence[int]) -> int:
-    """Return the number of the batch that a step trains on, given `skip_batches`."""
-    number, next_batch = step, 0  # Batches before `next_batch` have been considered.
-    for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
-        first = max(first, next_batch)
-        if number >= first:
-            number += last + 1 - first
-        next_batch = last + 1
-    return number
+    def _weights_by_row(self, names: list[str]) -> list[tuple[int, dict[str, float]]]:
+        """Return the weights of a mixture, and the first row for which they hold."""
+        config = self._config
+        if config.source is not Source.mixture:
+            return [(0, dict.fromkeys(names, 1.0))]
+        weights = {name: source.weight for name, source in config.sources.items()}
+        changes = [(self._first_row(c.step), c.weights) for c in config.weight_changes]
+        return [(0, weights), *changes]
 
 
 def validation_batches(
@@ -200,7 +238,7 @@ def validation_batches(
     Each pair of an input and a target occurs exactly once. Rows of several sources
     alternate in proportion to the sources' row counts. The last batch ends with
     padding, so that all batches have the same shape. The iterator ends after
-    `num_batches` batches (-1 means all). `rows` is as in `Order.batches`.
+    `num_batches` batches (-1 means all). `rows` is as in `Order.read`.
     """
     readers, is_local = _open_split(sources, config, sources.held_out, pad=True)
     num_rows = np.array([len(reader) for reader in readers.values()])
@@ -211,13 +249,14 @@ def validation_batches(
     pad_width = (0, num_available * config.batch_size - len(order))
     source_of_row = np.pad(source_of_row[order], pad_width, constant_values=-1)
     numbers = np.pad(numbers[order], pad_width)
-    row_indices = _row_indices(config, rows)
+    row_indices = _row_indices(config.batch_size, rows)
 
     def read(step: int) -> Batch:
         positions = step * config.batch_size + row_indices
         return read_rows(readers, source_of_row[positions], numbers[positions])
 
-    return _prefetch(read, range(stop), is_local, len(row_indices), config)
+    num_tokens = len(row_indices) * config.sequence_length
+    return _prefetch(read, range(stop), is_local, num_tokens, config)
 
 
 def _open_split(
@@ -232,30 +271,22 @@ def _open_split(
     return rows, all(store.split(split).is_local for store in stores)
 
 
-def _phases(config: DataConfig, names: list[str]) -> list[tuple[int, dict[str, float]]]:
-    if config.source is not Source.mixture:
-        return [(0, dict.fromkeys(names, 1.0))]
-    weights = {name: source.weight for name, source in config.sources.items()}
-    changes = [(c.step * config.batch_size, c.weights) for c in config.weight_changes]
-    return [(0, weights), *changes]
-
-
-def _row_indices(config: DataConfig, rows: RowSlices) -> np.ndarray:
+def _row_indices(num_rows: int, rows: RowSlices) -> np.ndarray:
     rows = slice(None) if rows is None else rows
     slices = [rows] if isinstance(rows, slice) else rows
-    return np.concatenate([np.arange(config.batch_size)[s] for s in slices])
+    return np.concatenate([np.arange(num_rows)[s] for s in slices])
 
 
 def _prefetch(
     read: Callable[[int], Batch],
     steps: range,
     is_local: bool,
-    num_rows: int,
+    num_tokens: int,
     config: DataConfig,
 ) -> Iterator[Batch]:
     import grain
 
-    is_large = num_rows * config.sequence_length >= _LARGE_BATCH_TOKENS
+    is_large = num_tokens >= _LARGE_BATCH_TOKENS
     num_threads = _THREADS_LARGE if is_large else _THREADS_SMALL
     num_threads = num_threads if is_local else _THREADS_REMOTE
     options = grain.ReadOptions(min(num_threads, config.prefetch), config.prefetch)

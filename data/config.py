@@ -1,7 +1,7 @@
 """The configuration of text, tokenizer, rows and batches."""
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -122,6 +122,35 @@ class WeightChange:
     )
 
 
+FromStep = Annotated[
+    Number | None, Doc("The number of the first batch. skip_batches does not move it.")
+]
+FromTokens = Annotated[
+    Annotated[float, Ge(0), Lt(inf)] | None,
+    Doc("The change comes once all earlier batches have this number of tokens."),
+]
+
+
+@dataclass(frozen=True)
+class BatchChange:
+    """The number of rows of a batch, from one step or one number of tokens on."""
+
+    from_step: FromStep = None
+    from_tokens: FromTokens = None
+    rows: Annotated[Count, Doc("The number of rows in one update.")] = 1
+
+
+@dataclass(frozen=True)
+class LengthChange:
+    """The length of rows, from one step or one number of tokens on."""
+
+    from_step: FromStep = None
+    from_tokens: FromTokens = None
+    length: Annotated[
+        Count, Doc("The number of tokens in a row. It divides data.sequence_length.")
+    ] = 1
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer, rows and batches. These keys and the seed fix each batch."""
@@ -158,6 +187,20 @@ class DataConfig:
     batch_size: Annotated[
         Count, Doc("B: the number of rows in one update, over all devices.")
     ] = 16
+    batch_schedule: Annotated[
+        list[BatchChange],
+        Doc(
+            "When batches get another number of rows. batch_size holds before the "
+            "first change, and for validation."
+        ),
+    ] = field(default_factory=list)
+    sequence_schedule: Annotated[
+        list[LengthChange],
+        Doc(
+            "When rows are shorter than sequence_length, which holds before the first "
+            "change, and for validation."
+        ),
+    ] = field(default_factory=list)
     packing: Annotated[Packing, Doc("How documents become rows.")] = Packing.concat
     document_mask: Annotated[
         bool, Doc("Attention does not cross the boundaries of documents.")
@@ -193,7 +236,26 @@ class DataConfig:
         if len(pairs) % 2 or pairs != sorted(pairs):
             rule = "must be pairs, ascending: the first and last batch to leave out"
             mistakes.append(("skip_batches", pairs, rule))
-        return mistakes + self._mixture_mistakes()
+        return mistakes + self._schedule_mistakes() + self._mixture_mistakes()
+
+    def _schedule_mistakes(self) -> Mistakes:
+        mistakes: Mistakes = []
+        for key in ("batch_schedule", "sequence_schedule"):
+            changes = getattr(self, key)
+            values = [asdict(change) for change in changes]
+            if any((c.from_step is None) == (c.from_tokens is None) for c in changes):
+                rule = "must give either from_step or from_tokens in each change"
+                mistakes.append((key, values, rule))
+            steps = [c.from_step for c in changes if c.from_step is not None]
+            tokens = [c.from_tokens for c in changes if c.from_tokens is not None]
+            if steps != sorted(set(steps)) or tokens != sorted(set(tokens)):
+                mistakes.append((key, values, "must be in ascending order"))
+        for i, change in enumerate(self.sequence_schedule):
+            if self.sequence_length % change.length:
+                rule = f"must divide data.sequence_length={self.sequence_length}"
+                field = f"sequence_schedule[{i}].length"
+                mistakes.append((field, change.length, rule))
+        return mistakes
 
     def _mixture_mistakes(self) -> Mistakes:
         mistakes: Mistakes = []

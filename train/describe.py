@@ -3,6 +3,7 @@
 import jax
 
 from data.batches import Order
+from data.phases import phases_of
 from model.choices import Mixer
 from model.params import ParamInfo, named
 from train.console import print_table
@@ -48,6 +49,11 @@ def describe_program(program: Program) -> None:
     _describe_loss(program)
     rows, length = config.data.batch_size, config.data.sequence_length
     print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
+    for phase in phases_of(config.data):
+        if phase.first_batch or (phase.rows, phase.length) != (rows, length):
+            shape = f"{phase.rows} rows x {phase.length}"
+            tokens = f"{phase.tokens_per_batch:,} tokens"
+            print(f"            {shape} = {tokens} from batch {phase.first_batch:,} on")
     flops = format_flops(program.flops_per_step)
     has_states = Mixer.gated_delta in config.model.mixers
     formula = "6 N + 12 L C T" + " or 18 L S" * has_states

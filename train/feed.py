@@ -53,7 +53,7 @@ class Feed:
     source does not delay a step whose batch has arrived.
 
     batches: the host's batches, which are read ahead (`data.prefetch`).
-    like: `jax.ShapeDtypeStruct` fields with their sharding.
+    likes: `jax.ShapeDtypeStruct` fields with their sharding, for each batch.
     phase: is called with "data" before each wait for a batch, and "step" after it.
     seconds_waited: the time spent waiting for the host's batches.
     """
@@ -61,10 +61,10 @@ class Feed:
     def __init__(
         self,
         batches: Iterator[Batch],
-        like: Batch,
+        likes: Iterator[Batch],
         phase: Callable[[str], None] = lambda name: None,
     ):
-        self._batches, self._like, self._phase = batches, like, phase
+        self._batches, self._likes, self._phase = batches, likes, phase
         self.seconds_waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -78,4 +78,4 @@ class Feed:
         batch = next(self._batches)
         self._phase("step")
         self.seconds_waited += time.perf_counter() - start
-        return place(batch, self._like)
+        return place(batch, next(self._likes))

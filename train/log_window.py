@@ -3,13 +3,15 @@
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import numpy as np
 
 from data.batches import Order
+from data.phases import Phase, tokens_before
 from train.console import Progress
 from train.feed import Feed
 from train.hardware.chips import peak_flops
@@ -30,9 +32,17 @@ log = logging.getLogger(__name__)
 class LogWindow:
     """Keeps the metrics of steps on the devices until a log line or a save is due."""
 
-    def __init__(self, program: Program, run: RunDir, order: Order, feed: Feed):
-        """Open the first window."""
-        self._program, self._run, self._order, self._feed = program, run, order, feed
+    def __init__(
+        self,
+        program: Program,
+        programs: Mapping[Phase, Program],
+        run: RunDir,
+        order: Order,
+        feed: Feed,
+    ):
+        """Open the first window. `programs` are those of the phases of the run."""
+        self._program, self._programs = program, programs
+        self._run, self._order, self._feed = run, order, feed
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
@@ -106,8 +116,8 @@ class LogWindow:
         self._metrics[self._num_read :] = unread
         self._num_read, start_step = len(self._metrics), step - len(unread)
         if self._tokens is None:
-            run, per_step = self._run, self._program.tokens_per_step
-            self._tokens = tokens_at(run.path, start_step, per_step) if run.write else 0
+            run, count = self._run, partial(tokens_before, self._program.config.data)
+            self._tokens = tokens_at(run.path, start_step, count) if run.write else 0
         targets = sum(int(metrics["targets"]) for metrics in unread)
         self._targets, self._tokens = self._targets + targets, self._tokens + targets
         self.record(start_step, unread, progress)
@@ -123,8 +133,7 @@ class LogWindow:
         num_steps = len(self._metrics)
         seconds = time.monotonic() - self._start_s - self._paused_s
         waited_s = self._feed.seconds_waited - self._waited_before_s
-        program, last_metrics = self._program, self._metrics[-1]
-        flops_per_token = program.flops_per_step / program.tokens_per_step
+        last_metrics, flops_per_token = self._metrics[-1], self._flops_per_token(step)
         tokens_per_s = self._targets / seconds
         mfu = flops_per_token * tokens_per_s / self.peak if self.peak else None
         self._lap(step=step)
@@ -142,6 +151,11 @@ class LogWindow:
             self._run.log(step, _as_line(last_metrics) | values)
         self._open()
         return seconds
+
+    def _flops_per_token(self, step: int) -> float:
+        """Return the model FLOPs of a token in the phase of a step."""
+        program = self._programs[self._order.phase(step - 1)]
+        return program.flops_per_step / program.tokens_per_step
 
     def record(self, start_step: int, steps: list[Metrics], progress: Progress) -> None:
         """Record the layer statistics, and name the updates that were skipped.

@@ -8,10 +8,9 @@ train/start.py runs before and after the loop.
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -30,6 +29,7 @@ from train.evaluate.tasks import Tasks
 from train.evaluate.validation import Score, as_metrics, evaluate_all
 from train.feed import Feed, local_rows
 from train.log_window import LogWindow
+from train.phases import CompiledSteps, PhaseSteps
 from train.program import Program
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir
@@ -41,20 +41,9 @@ from train.units import few
 log = logging.getLogger(__name__)
 
 
-class CompiledSteps(NamedTuple):
-    """The compiled training step, and the step that also returns layer statistics.
-
-    watched: None unless `log.numerics_interval_steps` is set (train/numerics.py).
-    """
-
-    plain: Any
-    watched: Any | None
-
-
 class _Instruments(NamedTuple):
-    """The compiled steps, the batches, and everything that observes the steps."""
+    """The batches, and everything that observes the steps."""
 
-    steps: CompiledSteps
     feed: Feed
     window: LogWindow
     profiler: Profiler
@@ -67,7 +56,7 @@ class Trainer:
     """The training loop, with everything that it uses."""
 
     program: Program
-    compilation: Future[CompiledSteps]
+    phases: PhaseSteps
     sources: Sources
     order: Order
     run: RunDir
@@ -87,8 +76,8 @@ class Trainer:
         start_step, num_steps = int(state.step), config.train.num_steps
         if start_step >= num_steps:
             return 0, state
-        steps = self._wait_for_compilation()
-        with self._open_instruments(start_step, steps) as instruments:
+        self._wait_for_compilation(start_step)
+        with self._open_instruments(start_step) as instruments:
             window, progress = instruments.window, instruments.progress
             for step in range(start_step + 1, num_steps + 1):
                 # Dispatch the step; its metrics stay on the devices.
@@ -121,34 +110,35 @@ class Trainer:
                     return due.stop, state
         return 0, state
 
-    def _wait_for_compilation(self) -> CompiledSteps:
-        """Return the compiled steps once all processes have compiled them.
+    def _wait_for_compilation(self, start_step: int) -> None:
+        """Wait until all processes have compiled the steps of the first phase.
 
         Processes that find the step in the compilation cache are ready early. Without
         this barrier, their watchdogs could fire while they wait for the others.
         """
         with self.phase("compile"):
-            steps = self.compilation.result()
+            self.phases.get(self.order.batch_number(start_step))
             limit_s = self.program.config.watchdog.compile_timeout_s
             self.cluster.wait("compiled", limit_s)
-        return steps
 
     @contextmanager
-    def _open_instruments(
-        self, start_step: int, steps: CompiledSteps
-    ) -> Iterator[_Instruments]:
+    def _open_instruments(self, start_step: int) -> Iterator[_Instruments]:
         """Open the instruments of a loop that begins after `start_step` updates."""
         program, run, config = self.program, self.run, self.program.config
         # Read no batches after the last step: a source may reach its limit of epochs.
-        num_steps, rows = config.train.num_steps, local_rows(program.batch)
-        batches = self.order.batches(start_step, rows, num_steps)
-        feed = Feed(batches, program.batch, self.watchdog.phase)
-        window = LogWindow(program, run, self.order, feed)
+        num_steps, programs = config.train.num_steps, self.phases.programs
+        batches = self.order.batches(
+            start_step, lambda phase: local_rows(programs[phase].batch), num_steps
+        )
+        steps = range(start_step, num_steps)
+        likes = (programs[self.order.phase(step)].batch for step in steps)
+        feed = Feed(batches, likes, self.watchdog.phase)
+        window = LogWindow(program, programs, run, self.order, feed)
         profiler = Profiler(
             run,
             self.cluster,
             self.preemption,
-            text=steps.plain.as_text,
+            text=lambda step: self._steps(step).plain.as_text(),
             pause=window.pause,
         )
         is_allowed = config.runtime.allow_fault_injection
@@ -157,13 +147,14 @@ class Trainer:
         peak_known = window.peak is not None
         progress = Progress(num_steps, start_step, peak_known, show=run.write)
         with closing(progress), closing(profiler):
-            yield _Instruments(steps, feed, window, profiler, faults, progress)
+            yield _Instruments(feed, window, profiler, faults, progress)
 
     def _take_step(
         self, step: int, state: TrainState, instruments: _Instruments
     ) -> TrainState:
         """Dispatch one step, and return its state, which may still be in flight."""
-        steps, window = instruments.steps, instruments.window
+        self._begin_phase(step)
+        steps, window = self._steps(step), instruments.window
         instruments.profiler.before(step)
         watched = steps.watched if window.should_watch(step) else None
         state, metrics = (watched or steps.plain)(state, next(instruments.feed))
@@ -174,11 +165,26 @@ class Trainer:
         self.watchdog.phase("log", step)
         return instruments.faults.after(step, state, self.program)
 
+    def _steps(self, step: int) -> CompiledSteps:
+        """Return the compiled steps of a step's phase."""
+        batch = self.order.batch_number(step - 1)
+        steps, _ = self.phases.get(batch)
+        return steps
+
+    def _begin_phase(self, step: int) -> None:
+        """If a step is the first of a later phase, wait for its compiled steps."""
+        batch, phase = self.order.batch_number(step - 1), self.order.phase(step - 1)
+        if batch and batch == phase.first_batch:
+            with self.watchdog.during("compile"):
+                _, waited_s = self.phases.get(batch)
+            shape = {"rows": phase.rows, "length": phase.length}
+            self.run.events.record("phase", step=step, **shape, waited_s=waited_s)
+
     def _report_divergence(
         self, step: int, state: TrainState, instruments: _Instruments
     ) -> TrainState:
         """Report divergence; take a watched step, which may show the layer to blame."""
-        steps, window = instruments.steps, instruments.window
+        steps, window = self._steps(step), instruments.window
         log.error(_DIVERGED, step, window.skipped_in_a_row)
         is_last = step == self.program.config.train.num_steps
         if steps.watched and not window.culprit and not is_last:

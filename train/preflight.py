@@ -24,6 +24,7 @@ from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
 from train.evaluate.tasks import TaskRequest, Tasks, load_tasks
 from train.identity import run_dir
+from train.phases import phase_programs
 from train.plan.search.candidates import Layout
 from train.plan.search.search import choose
 from train.program import Program, make_program, settle
@@ -114,6 +115,8 @@ class Prepared:
             lambda: make_program(self.config, num_tokens=self._num_tokens),
             self._check_vocab,
         )
+        make = partial(make_program, num_tokens=self._num_tokens)
+        phase_programs(self.program, lambda config, factor: make(config))
         data, paths = self.config.data, self.config.eval.paths
         sources = open_sources(data, self._beat)
         self.sources = open_sets(sources, data, paths, self._beat)

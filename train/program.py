@@ -217,6 +217,7 @@ def make_program(
     devices: Sequence[Device] | None = None,
     schedule_steps: int | None = None,
     num_tokens: int | None = None,
+    rate_factor: float = 1.0,
 ) -> Program:
     """Return the program of a config on a set of devices.
 
@@ -227,6 +228,7 @@ def make_program(
             extended run still has the schedule length of its first start.
         num_tokens: the number of ids that the tokenizer has. Larger ids get probability
             zero. None means that the tokenizer has all ids of the vocabulary.
+        rate_factor: a factor on all learning rates.
 
     Raises:
         ConfigError: if mesh, batch, model and devices do not fit; lists all mistakes.
@@ -259,6 +261,7 @@ def make_program(
         specs=specs,
         seed=config.seed,
         platform=devices[0].platform,
+        rate_factor=rate_factor,
     )
     state = abstract_state(config.model, optimizer, train)
     table, offload = config.mesh.params, config.optimizer.offload

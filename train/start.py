@@ -12,9 +12,7 @@ verifies, the start fails with DataError.
 """
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 from data.batches import Order, batch_number
 from data.errors import DataError
@@ -26,8 +24,9 @@ from train.distributed.watchdog import Watchdog
 from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
 from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
-from train.loop import CompiledSteps, Trainer
+from train.loop import Trainer
 from train.masking import mask
+from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
 from train.program import Program, make_program
 from train.prove.kernels import check_kernels
@@ -114,10 +113,17 @@ def _make_trainer(
         program = make_program(
             config, schedule_steps=schedule_steps, num_tokens=program.num_tokens
         )
-    compilation = _begin_compilation(program)
+
+    def make(config: Config, rate_factor: float) -> Program:
+        return make_program(
+            config,
+            schedule_steps=schedule_steps,
+            num_tokens=program.num_tokens,
+            rate_factor=rate_factor,
+        )
+
+    phases = PhaseSteps(phase_programs(program, make))
     order = Order(prepared.sources, config.data, config.seed)
-    describe_program(program)
-    describe_data(order, config.train.num_steps)
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         config.checkpoint,
@@ -125,9 +131,13 @@ def _make_trainer(
         before_save=run.prepare_save,
         run_id=run.continuation.run_id,
     )
+    # The state is most likely that of the newest checkpoint.
+    phases.begin(order.batch_number(max(checkpoints.saved.steps(), default=0)))
+    describe_program(program)
+    describe_data(order, config.train.num_steps)
     return Trainer(
         program=program,
-        compilation=compilation,
+        phases=phases,
         sources=prepared.sources,
         order=order,
         run=run,
@@ -137,27 +147,6 @@ def _make_trainer(
         watchdog=watchdog,
         tasks=prepared.tasks,
     )
-
-
-def _begin_compilation(program: Program) -> Future[CompiledSteps]:
-    """Compile the training steps in a thread, while the start goes on.
-
-    Compilation is the longest part of a start, and needs neither the state nor the GIL.
-    """
-
-    def compile_step(step: Any) -> Any:
-        return step.lower(program.state, program.batch).compile()
-
-    def compile_steps() -> CompiledSteps:
-        is_watched = program.config.log.numerics_interval_steps is not None
-        plain = compile_step(program.train_step)
-        watched = compile_step(program.watched_step) if is_watched else None
-        return CompiledSteps(plain, watched)
-
-    thread = ThreadPoolExecutor(1, "compile")
-    compilation = thread.submit(compile_steps)
-    thread.shutdown(wait=False)
-    return compilation
 
 
 def _train(trainer: Trainer) -> int:

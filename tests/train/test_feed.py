@@ -1,5 +1,7 @@
 """The right rows on the right devices."""
 
+from itertools import repeat
+
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -59,7 +61,7 @@ def test_a_batch_is_handed_over_before_the_next_is_waited_for(programs):
         yield batch_of()
         raise TimeoutError
 
-    feed = Feed(batches(), program.batch)
+    feed = Feed(batches(), repeat(program.batch))
     check(next(feed), batch_of(), program)
     with pytest.raises(TimeoutError):
         next(feed)

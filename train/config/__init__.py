@@ -32,6 +32,7 @@ from train.config.monitoring import (
     WandbConfig,
 )
 from train.config.optimizer import (
+    BatchRule,
     DecayShape,
     MomentDtype,
     OptimizerConfig,
@@ -46,6 +47,7 @@ from train.config.training import Remat, TrainConfig
 
 __all__ = [
     "MESH_AXES",
+    "BatchRule",
     "Batches",
     "CheckpointConfig",
     "Config",

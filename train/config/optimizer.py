@@ -143,6 +143,14 @@ class DecayShape(StrEnum):
     sqrt = "sqrt"
 
 
+class BatchRule(StrEnum):
+    """How learning rates follow the tokens of a batch: not, like its root, or alike."""
+
+    none = "none"
+    sqrt = "sqrt"
+    linear = "linear"
+
+
 @dataclass(frozen=True)
 class SchedulePoint:
     """A point of a piecewise schedule, at a step or at a fraction of the run."""
@@ -214,6 +222,14 @@ class ScheduleConfig:
         list[SchedulePoint],
         Doc("The points of piecewise, each with a factor and a step or a fraction."),
     ] = field(default_factory=list)
+    batch_rule: Annotated[
+        BatchRule,
+        Doc(
+            "How learning rates follow data.batch_schedule and data.sequence_schedule: "
+            "sqrt and linear multiply them by the root of the ratio of a batch's "
+            "tokens to batch_size x sequence_length, or by the ratio."
+        ),
+    ] = BatchRule.none
     final_fraction: Annotated[
         float, Ge(0), Le(1), Doc("The factor at the end, as a fraction of the peak.")
     ] = 0.1

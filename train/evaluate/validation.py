@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ def evaluate(
     rows = local_rows(program.batch)
     batches = validation_batches(sources, program.config.data, num_batches, rows)
     nats = num_targets = 0.0
-    for batch in Feed(batches, program.batch):
+    for batch in Feed(batches, repeat(program.batch)):
         # The host sums in float64. The wait keeps a CPU from running two steps at once.
         batch_nats, batch_targets = jax.device_get(program.eval_step(params, batch))
         nats += float(batch_nats)

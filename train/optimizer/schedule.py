@@ -16,8 +16,8 @@ from train.config import DecayShape, Schedule, ScheduleConfig
 Factor = Callable[[jax.Array], jax.Array]
 
 
-def make_schedule(config: ScheduleConfig, num_steps: int) -> Factor:
-    """Return the factor on learning rates as a function of the step. Its peak is 1.
+def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> Factor:
+    """Return the factor on learning rates as a function of the step.
 
     After a linear warm-up, `constant` stays at 1, `cosine` falls to the final fraction
     at num_steps, and `piecewise` connects points. `wsd` stays at 1 and `power` falls

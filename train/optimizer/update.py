@@ -194,6 +194,7 @@ def make_optimizer(
     specs: Any = None,
     seed: int = 0,
     platform: str = "cpu",
+    rate_factor: float = 1.0,
 ) -> Optimizer:
     """Build the optimizer.
 
@@ -207,6 +208,7 @@ def make_optimizer(
         specs: tree of the parameters' PartitionSpecs on the mesh.
         seed: the seed of stochastic rounding.
         platform: the platform of the devices.
+        rate_factor: a factor on all learning rates, in addition to the schedule.
 
     Raises:
         ConfigError: a group of `optimizer.groups` has no parameter.
@@ -241,7 +243,7 @@ def make_optimizer(
     return Optimizer(
         config,
         transform,
-        make_schedule(schedule, num_steps),
+        make_schedule(schedule, num_steps, rate_factor),
         MomentStorage(config.moment_dtype, infos, seed),
         checks_overflow=may_overflow(config, rates.values()),
         by_layer=_needs_loop(config, platform, mesh),

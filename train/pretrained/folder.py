@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import tiktoken
 from etils import epath
 
+from data.phases import tokens_before
 from data.sources import Sources
 from data.storage import is_remote, write_atomically
 from data.tokenizer_json import (
@@ -133,13 +134,13 @@ def model_card(
     results: dict[str, Any],
 ) -> str:
     """Return a model card with the model, its training data and its validation loss."""
-    tokens = step * config.data.batch_size * config.data.sequence_length
+    tokens = tokens_before(config.data, step)
     lines = [
         f"# {config.model.name}",
         "",
         f"A language model of {num_params:,} parameters, trained with Longhaul for "
-        f"{step:,} steps of {config.data.batch_size} x {config.data.sequence_length} "
-        f"tokens, {format_count(tokens)} in all.",
+        f"{step:,} steps and {format_count(tokens)} tokens, with rows of "
+        f"{config.data.sequence_length}.",
         "",
         f"- Text: {config.data.name}",
         f"- Tokenizer: {encoding.name}, {encoding.n_vocab:,} tokens",

@@ -10,7 +10,7 @@ failure may lose lines of steps that the checkpoint includes and no restart repe
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,16 +62,19 @@ def newest_metrics(run_dir: epath.Path | Path) -> Iterator[Row]:
     return newest_rows(run_dir, "metrics", is_metrics_row)
 
 
-def tokens_at(run_dir: epath.Path | Path, step: int, per_step: int) -> int:
+def tokens_at(
+    run_dir: epath.Path | Path, step: int, tokens_before: Callable[[int], int]
+) -> int:
     """Return the number of tokens in the first `step` steps, from the metrics.
 
-    The newest of their lines that has `tokens` counts; later steps add `per_step` each.
+    The newest of their lines that has `tokens` counts. `tokens_before` returns the
+    number of tokens in the batches of all earlier steps, which is added for later ones.
     """
     for row in newest_metrics(run_dir):
         tokens = row.get("tokens")
         if isinstance(tokens, int | float) and row["step"] <= step:
-            return int(tokens) + (step - row["step"]) * per_step
-    return step * per_step
+            return int(tokens) + tokens_before(step) - tokens_before(row["step"])
+    return tokens_before(step)
 
 
 def read_events(run_dir: epath.Path | Path) -> list[Row]:

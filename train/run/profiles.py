@@ -83,13 +83,13 @@ class Profiler:
         run: RunDir,
         cluster: Cluster,
         preemption: Preemption,
-        text: Callable[[], str],
+        text: Callable[[int], str],
         pause: Callable[[str], AbstractContextManager],
     ):
         """Remove old requests and start to poll for new ones, on process 0.
 
-        `text` returns the HLO text of the compiled step. `pause` excludes the time of
-        its body from the step time (log_window.py).
+        `text` returns the HLO text of the compiled step that runs as a step number.
+        `pause` excludes the time of its body from the step time (log_window.py).
         """
         self._run, self._cluster, self._preemption = run, cluster, preemption
         self._text, self._pause = text, pause
@@ -178,7 +178,7 @@ class Profiler:
             if self._cluster.is_leader:
                 record = {"first": first, "last": last, "seconds": seconds}
                 record |= {"id": self._request_id, "processes": self._cluster.processes}
-                text = gzip.compress(self._text().encode())
+                text = gzip.compress(self._text(first).encode())
                 write_atomically(folder / "step.hlo.gz", text)
                 write_atomically(folder / "profile.json", json.dumps(record))
                 log.info("steps %d to %d: %s", first, last, folder)

@@ -1,0 +1,105 @@
+"""The shapes of batches over a run: how many rows they have, and how long these are.
+
+`data.batch_schedule` and `data.sequence_schedule` divide the batches of a run into
+phases of one shape. The rows of the data always have `data.sequence_length` tokens. In
+a phase with shorter rows, each row of the data is cut into equal parts, and a batch
+consists of consecutive parts. Therefore a batch is still a function of the config, the
+seed and its number.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from data.config import BatchChange, DataConfig, LengthChange
+
+
+class Phase(NamedTuple):
+    """Consecutive batches of one shape.
+
+    first_batch: the number of the first batch.
+    rows, length: the shape of a batch.
+    first_part: the number of the first batch's first part, if all rows of the data are
+        cut into parts of `length`.
+    first_token: the number of tokens in all earlier batches.
+    """
+
+    first_batch: int
+    rows: int
+    length: int
+    first_part: int = 0
+    first_token: int = 0
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """The number of tokens in a batch."""
+        return self.rows * self.length
+
+    def part(self, batch: int) -> int:
+        """Return the number of the first part of a batch."""
+        return self.first_part + (batch - self.first_batch) * self.rows
+
+    def token(self, batch: int) -> int:
+        """Return the number of tokens in all batches before a batch."""
+        return self.first_token + (batch - self.first_batch) * self.tokens_per_batch
+
+    def begin(self, change: BatchChange | LengthChange) -> int:
+        """Return the batch at which a change begins that ends this phase."""
+        if change.from_step is not None:
+            return max(self.first_batch, change.from_step)
+        tokens = max(0.0, (change.from_tokens or 0.0) - self.first_token)
+        return self.first_batch + int(-(-tokens // self.tokens_per_batch))
+
+
+def phases_of(config: DataConfig) -> tuple[Phase, ...]:
+    """Return the phases of a run in order. The last one has no end."""
+    phases = [Phase(0, config.batch_size, config.sequence_length)]
+    batch_changes = list(config.batch_schedule)
+    length_changes = list(config.sequence_schedule)
+    while batch_changes or length_changes:
+        last = phases[-1]
+        first = min(last.begin(c) for c in [*batch_changes[:1], *length_changes[:1]])
+        rows, length = last.rows, last.length
+        if batch_changes and last.begin(batch_changes[0]) == first:
+            rows = batch_changes.pop(0).rows
+        if length_changes and last.begin(length_changes[0]) == first:
+            length = length_changes.pop(0).length
+        # A phase begins at a whole part of the new length.
+        part = -(-last.part(first) * last.length // length)
+        phase = Phase(first, rows, length, part, last.token(first))
+        phases = [*phases[:-1], *([last] if first > last.first_batch else []), phase]
+    return tuple(phases)
+
+
+def phase_at(phases: Sequence[Phase], batch: int) -> Phase:
+    """Return the phase of a batch."""
+    return phases[bisect_right(phases, batch, key=lambda p: p.first_batch) - 1]
+
+
+def batch_number(step: int, skip_batches: Sequence[int]) -> int:
+    """Return the number of the batch that a step trains on, given `skip_batches`."""
+    number, next_batch = step, 0  # Batches before `next_batch` have been considered.
+    for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
+        first = max(first, next_batch)
+        if number >= first:
+            number += last + 1 - first
+        next_batch = last + 1
+    return number
+
+
+def tokens_before(config: DataConfig, step: int) -> int:
+    """Return the number of tokens in the batches of the first `step` steps."""
+    phases, skips = phases_of(config), config.skip_batches
+
+    def count(first: int, stop: int) -> int:
+        tokens = (phase_at(phases, batch).token(batch) for batch in (first, stop))
+        first_token, end_token = tokens
+        return end_token - first_token
+
+    total, next_batch = count(0, batch_number(step, skips)), 0
+    for first, last in zip(skips[::2], skips[1::2], strict=True):
+        first = max(first, next_batch)
+        if first < batch_number(step, skips):
+            total -= count(first, last + 1)
+        next_batch = last + 1
+    return total

@@ -1,0 +1,135 @@
+"""The programs of a run whose batches change their shape (data/phases.py).
+
+The next phase is compiled while the steps of a phase run, so that no step waits.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple, assert_never
+
+from data.phases import Phase, phase_at, phases_of
+from train.config import BatchRule, Config
+from train.errors import ConfigError
+from train.program import Program
+
+
+class CompiledSteps(NamedTuple):
+    """The compiled training step, and the step that also returns layer statistics.
+
+    watched: None unless `log.numerics_interval_steps` is set (train/numerics.py).
+    """
+
+    plain: Any
+    watched: Any | None
+
+
+class PhaseSteps:
+    """The compiled steps of each phase of a run."""
+
+    def __init__(self, programs: Mapping[Phase, Program]):
+        """Compile nothing yet. `programs` are those of `phase_programs`."""
+        self.programs, self._phases = programs, list(programs)
+        self._compilations = dict[Phase, Future[CompiledSteps]]()
+        self._thread = ThreadPoolExecutor(1, "compile")
+
+    def begin(self, batch: int) -> Future[CompiledSteps]:
+        """Compile the steps of a batch's phase in a thread, unless that has begun.
+
+        Compilation is the longest part of a start, and needs neither the state nor the
+        GIL.
+        """
+        phase = phase_at(self._phases, batch)
+        if phase not in self._compilations:
+            future = self._thread.submit(_compile, self.programs[phase])
+            self._compilations[phase] = future
+        return self._compilations[phase]
+
+    def get(self, batch: int) -> tuple[CompiledSteps, float]:
+        """Return the compiled steps of a batch's phase, and the seconds of waiting.
+
+        The compilation of the next phase begins.
+        """
+        start_s = time.monotonic()
+        steps = self.begin(batch).result()
+        waited_s = time.monotonic() - start_s
+        later = [p for p in self._phases if p.first_batch > batch]
+        if later:
+            self.begin(later[0].first_batch)
+        return steps, waited_s
+
+
+def _compile(program: Program) -> CompiledSteps:
+    def compile_step(step: Any) -> Any:
+        return step.lower(program.state, program.batch).compile()
+
+    is_watched = program.config.log.numerics_interval_steps is not None
+    plain = compile_step(program.train_step)
+    watched = compile_step(program.watched_step) if is_watched else None
+    return CompiledSteps(plain, watched)
+
+
+def phase_programs(
+    program: Program, make: Callable[[Config, float], Program]
+) -> dict[Phase, Program]:
+    """Return the program of each phase.
+
+    Args:
+        program: the program for batches of `data.batch_size` rows.
+        make: returns the program of a config whose learning rates have a factor.
+
+    Raises:
+        ConfigError: the batches of a phase cannot be divided among the devices.
+    """
+    data, programs = program.config.data, dict[Phase, Program]()
+    for phase in phases_of(data):
+        if (phase.rows, phase.length) == (data.batch_size, data.sequence_length):
+            programs[phase] = program
+            continue
+        factor = _rate_factor(program, phase)
+        try:
+            programs[phase] = make(_phase_config(program, phase), factor)
+        except ConfigError as error:
+            key = "data.batch_schedule"
+            raise ConfigError([m._replace(key=key) for m in error.mistakes]) from error
+    return programs
+
+
+def _rate_factor(program: Program, phase: Phase) -> float:
+    """Return the factor on learning rates that `schedule.batch_rule` gives a phase."""
+    ratio = phase.tokens_per_batch / program.tokens_per_step
+    match program.config.schedule.batch_rule:
+        case BatchRule.none:
+            return 1.0
+        case BatchRule.sqrt:
+            return ratio**0.5
+        case BatchRule.linear:
+            return ratio
+        case _:
+            assert_never(program.config.schedule.batch_rule)
+
+
+def _phase_config(program: Program, phase: Phase) -> Config:
+    """Return the config of a phase.
+
+    Its microbatches have at most as many tokens as those of `data.batch_size`, if its
+    rows can be divided so.
+    """
+    config, train = program.config, program.config.train
+    shards = program.batch_shards.rows * program.pipeline.local_microbatches
+    microbatch_tokens = program.tokens_per_step // train.accumulation_steps
+    least = -(-phase.tokens_per_batch // microbatch_tokens)
+    counts = range(least, phase.rows // shards + 1)
+    accumulation = next((n for n in counts if phase.rows % (n * shards) == 0), least)
+    return replace(
+        config,
+        data=replace(
+            config.data,
+            batch_size=phase.rows,
+            sequence_length=phase.length,
+            batch_schedule=[],
+            sequence_schedule=[],
+        ),
+        train=replace(train, accumulation_steps=accumulation),
+    )
