@@ -72,6 +72,11 @@ def unread_key_warnings(config: Config) -> list[str]:
     unread = [
         *_unread_model_keys(model),
         *_unread_schedule_keys(config.schedule),
+        (
+            not (config.data.batch_schedule or config.data.sequence_schedule),
+            "schedule.batch_rule",
+            "data.batch_schedule and data.sequence_schedule are []",
+        ),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (source is Source.python, "data.on_error", f"data.source is {source}"),

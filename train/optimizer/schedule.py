@@ -17,7 +17,7 @@ Factor = Callable[[jax.Array], jax.Array]
 
 
 def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> Factor:
-    """Return the factor on learning rates as a function of the step.
+    """Return the factor on learning rates, times `peak`, as a function of the step.
 
     After a linear warm-up, `constant` stays at 1, `cosine` falls to the final fraction
     at num_steps, and `piecewise` connects points. `wsd` stays at 1 and `power` falls
@@ -36,10 +36,13 @@ def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> 
             body = optax.constant_schedule(1.0)
         case _:
             assert_never(config.name)
-    # The first update, at step 0, already has a positive rate: (step + 1) / warmup.
-    return lambda step: jnp.where(
-        step < warmup, (step + 1) / max(1, warmup), body(step)
-    )
+
+    def factor(step: jax.Array) -> jax.Array:
+        # The first update, at step 0, already has a positive rate.
+        value = jnp.where(step < warmup, (step + 1) / max(1, warmup), body(step))
+        return value if peak == 1 else peak * value
+
+    return factor
 
 
 def _with_decays(config: ScheduleConfig, num_steps: int) -> Factor:

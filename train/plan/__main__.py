@@ -105,11 +105,13 @@ def _plan(
     can_compile: bool,
 ) -> int:
     """Plan a program, print and write the plan, and return the exit code."""
+    from data.phases import phases_of
     from model.params import named
     from train.describe import describe_program, print_parameters
     from train.plan.array_layout import array_slices, print_slices
     from train.plan.compiled.inspection import inspect
     from train.plan.page import page_data
+    from train.plan.phases import plan_phases, print_phases
     from train.plan.plan import compile_and_read, estimate
     from train.plan.show import print_inspection, sentences
 
@@ -119,7 +121,9 @@ def _plan(
         print_parameters(program)
         if array:
             print_slices(array)
-    plan = (compile_and_read if can_compile else estimate)(program, budget)
+    make_plan = partial(compile_and_read if can_compile else estimate, budget=budget)
+    plan = make_plan(program)
+    phases = plan_phases(program, make_plan) if len(phases_of(config.data)) > 1 else []
     inspection = None
     if config.show and plan.text:
         names = [name for name, _ in named(program.state)]
@@ -129,6 +133,7 @@ def _plan(
         "chips": target and target.num_chips,
         "slices": target and target.slices,
         "array": array,
+        "phases": phases,
         **plan.as_json(),
     }
     has_target = config.target is not None
@@ -143,11 +148,14 @@ def _plan(
         print(json.dumps(values))
     else:
         print_plan(plan, has_target)
+        if phases:
+            print_phases(phases)
         if inspection:
             print_inspection(inspection)
     if has_page:
         _write(config, values, plan)
-    return DOES_NOT_FIT if has_target and not plan.fits else FINISHED
+    fits = plan.fits and all(phase["fits"] for phase in phases)
+    return DOES_NOT_FIT if has_target and not fits else FINISHED
 
 
 def print_plan(plan: "Plan", verdict: bool) -> None:

@@ -161,6 +161,8 @@ def _rows(config: Config, small: Config) -> Changes:
 
     return {
         "data.sequence_length": length,
+        "data.batch_schedule": [],
+        "data.sequence_schedule": [],
         "data.batch_size": 2 * shards * small.train.accumulation_steps * rounds,
         "train.pipeline_microbatches": microbatches and rounds * small.mesh.pipeline,
         "train.loss_chunk_tokens": shorten(chunk),

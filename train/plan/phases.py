@@ -1,0 +1,57 @@
+"""Plan the steps of a run whose batches change their shape."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from train.console import print_table
+from train.phases import phase_programs
+from train.plan.plan import Plan
+from train.program import Program, make_program
+from train.units import format_bytes, format_seconds
+
+
+def plan_phases(
+    program: Program, make_plan: Callable[[Program], Plan]
+) -> list[dict[str, Any]]:
+    """Return the shape, memory and time of the steps of each phase, as plain values.
+
+    `make_plan` plans a program. The time is None if the chip's rates are unknown.
+
+    Raises:
+        ConfigError: the batches of a phase cannot be divided among the devices.
+    """
+    devices = list(program.mesh.devices.flat)
+    make = partial(make_program, devices=devices, num_tokens=program.num_tokens)
+    programs = phase_programs(program, lambda config, _: make(config))
+    rows = list[dict[str, Any]]()
+    for phase, phase_program in programs.items():
+        plan = make_plan(phase_program)
+        rows.append(
+            {
+                "first_batch": phase.first_batch,
+                "rows": phase.rows,
+                "length": phase.length,
+                "microbatches": phase_program.config.train.accumulation_steps,
+                "needed": plan.memory.needed.bytes,
+                "fits": plan.fits,
+                "step_s": plan.prediction and plan.prediction.step_s.middle,
+            }
+        )
+    return rows
+
+
+def print_phases(phases: list[dict[str, Any]]) -> None:
+    """Print a table of the phases."""
+    rows = [
+        [
+            f"{phase['first_batch']:,}",
+            f"{phase['rows']} x {phase['length']}",
+            str(phase["microbatches"]),
+            format_bytes(phase["needed"]),
+            "-" if phase["step_s"] is None else format_seconds(phase["step_s"]),
+        ]
+        for phase in phases
+    ]
+    headers = ["from batch", "rows x length", "microbatches", "needed", "a step"]
+    print_table(rows, headers, "phases")
