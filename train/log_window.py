@@ -34,14 +34,14 @@ class LogWindow:
 
     def __init__(
         self,
-        program: Program,
         programs: Mapping[Phase, Program],
         run: RunDir,
         order: Order,
         feed: Feed,
     ):
         """Open the first window. `programs` are those of the phases of the run."""
-        self._program, self._programs = program, programs
+        self._programs, program = programs, next(iter(programs.values()))
+        self._config = program.config
         self._run, self._order, self._feed = run, order, feed
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
@@ -63,7 +63,7 @@ class LogWindow:
 
     def should_watch(self, step: int) -> bool:
         """Return whether to take the watched step, which returns layer statistics."""
-        interval = self._program.config.log.numerics_interval_steps
+        interval = self._config.log.numerics_interval_steps
         if interval is None:
             return False
         # The cause of a skipped step often shows in the next step.
@@ -116,7 +116,8 @@ class LogWindow:
         self._metrics[self._num_read :] = unread
         self._num_read, start_step = len(self._metrics), step - len(unread)
         if self._tokens is None:
-            run, count = self._run, partial(tokens_before, self._program.config.data)
+            run = self._run
+            count = partial(tokens_before, run.config.data)
             self._tokens = tokens_at(run.path, start_step, count) if run.write else 0
         targets = sum(int(metrics["targets"]) for metrics in unread)
         self._targets, self._tokens = self._targets + targets, self._tokens + targets
@@ -200,7 +201,7 @@ class LogWindow:
         self._warned = True
         return (
             f"{fraction:.1%} of the training time is spent waiting for data: use a "
-            f"data.prefetch above {self._program.config.data.prefetch}, or move the "
+            f"data.prefetch above {self._config.data.prefetch}, or move the "
             "token store closer to this machine"
         )
 

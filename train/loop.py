@@ -124,7 +124,7 @@ class Trainer:
     @contextmanager
     def _open_instruments(self, start_step: int) -> Iterator[_Instruments]:
         """Open the instruments of a loop that begins after `start_step` updates."""
-        program, run, config = self.program, self.run, self.program.config
+        run, config = self.run, self.program.config
         # Read no batches after the last step: a source may reach its limit of epochs.
         num_steps, programs = config.train.num_steps, self.phases.programs
         batches = self.order.batches(
@@ -133,7 +133,7 @@ class Trainer:
         steps = range(start_step, num_steps)
         likes = (programs[self.order.phase(step)].batch for step in steps)
         feed = Feed(batches, likes, self.watchdog.phase)
-        window = LogWindow(program, programs, run, self.order, feed)
+        window = LogWindow(programs, run, self.order, feed)
         profiler = Profiler(
             run,
             self.cluster,

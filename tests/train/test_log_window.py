@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import train.log_window
+from data.config import DataConfig
 from train.log_window import LogWindow
 
 METRICS = {
@@ -22,6 +23,10 @@ class Run:
     """Notes laps, events and lines as a run's directory would."""
 
     write = True
+    # 100 tokens a step.
+    config = SimpleNamespace(
+        data=DataConfig(batch_size=4, sequence_length=25, prefetch=2)
+    )
 
     def __init__(self, path):
         self.path, self.events = path, self
@@ -63,13 +68,16 @@ def window(run, feed):
     log = SimpleNamespace(numerics_interval_steps=10)
     device = SimpleNamespace(device_kind="cpu")
     program: Any = SimpleNamespace(
-        config=SimpleNamespace(data=SimpleNamespace(prefetch=2), log=log),
+        config=SimpleNamespace(data=run.config.data, log=log),
         mesh=SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1),
         tokens_per_step=100,
         flops_per_step=1.0,
     )
-    order: Any = SimpleNamespace(batch_number=lambda step: step + 2)
-    return LogWindow(program, run, order, feed)
+    order: Any = SimpleNamespace(
+        batch_number=lambda step: step + 2, phase=lambda step: "whole run"
+    )
+    programs: Any = {"whole run": program}
+    return LogWindow(programs, run, order, feed)
 
 
 def test_slow_data_is_noted_once_and_not_of_the_first_window(
