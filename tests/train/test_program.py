@@ -22,13 +22,23 @@ def born(programs):
     return jax.device_get(programs(devices=1).init())
 
 
-def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born):
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optimizer=muon",),
+        pytest.param(
+            ("optimizer=muon_rms", "optimizer.muon_per_head=true"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_losses_of_muon_do_not_depend_on_the_mesh(programs, store, born, options):
     """Matrices that lie in parts, and are orthogonalized whole."""
-    alone = programs("optimizer=muon", devices=1)
+    alone = programs(*options, devices=1)
     state = born._replace(optimizer=alone.optimizer.init(born.params))
     state = jax.device_get(state)
     expected = losses_of(alone, store, state, 10)
-    sharded = programs("optimizer=muon", *CUBE, devices=8)
+    sharded = programs(*options, *CUBE, devices=8)
     np.testing.assert_allclose(
         losses_of(sharded, store, state, 10), expected, rtol=1e-5
     )

@@ -23,6 +23,16 @@ class OptimizerName(StrEnum):
     lion = "lion"
 
 
+class MuonScale(StrEnum):
+    """The factor on Muon's orthogonal directions of I inputs and O outputs.
+
+    `spectral`: sqrt(max(1, O / I)). `rms`: 0.2 sqrt(max(I, O)).
+    """
+
+    spectral = "spectral"
+    rms = "rms"
+
+
 class MomentDtype(StrEnum):
     """The dtype in which moments are stored; bfloat16 and int8 round stochastically.
 
@@ -117,6 +127,21 @@ class OptimizerConfig:
         NotNegative,
         Doc("The decay of Muon's matrices, multiplied by Muon's learning rate."),
     ] = 0.0
+    muon_scale: Annotated[
+        MuonScale,
+        Doc(
+            "The factor on the update of a matrix of I inputs and O outputs: "
+            "sqrt(max(1, O / I)) for spectral, and 0.2 sqrt(max(I, O)) for rms, whose "
+            "entries are as large as those of AdamW's updates."
+        ),
+    ] = MuonScale.spectral
+    muon_per_head: Annotated[
+        bool,
+        Doc(
+            "Orthogonalize the projections to queries, keys and values for each head "
+            "separately. The output projection stays one matrix."
+        ),
+    ] = False
     groups: Annotated[
         list[ParameterGroup],
         Doc(

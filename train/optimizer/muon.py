@@ -1,11 +1,11 @@
 """Muon: orthogonalized momentum.
 
-Source: https://kellerjordan.github.io/posts/muon/.
+Source: https://kellerjordan.github.io/posts/muon/; arXiv:2502.16982, equation 4, for
+the scale `rms`; arXiv:2602.15763 (Muon Split) for one matrix for each head.
 """
 
-import math
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from model.linear import product
-from model.params import Kind, ParamInfo, is_info
+from model.params import Kind, is_info
 from model.scopes import part_scope
-from train.config import OptimizerConfig
+from train.config import MuonScale, OptimizerConfig
+from train.optimizer.matrix_dims import MatrixDims, matrix_dims
 from train.optimizer.whole_matrices import map_whole_matrices
 
 
@@ -34,13 +35,17 @@ def muon(
     The devices of `mesh` share the work. Without a mesh, one device does it.
     """
     leaves = jax.tree.leaves(infos, is_leaf=is_info)
-    matrices = [info for info in leaves if info.kind is Kind.matrix]
+    dims = [
+        matrix_dims(info, per_head=config.muon_per_head)
+        for info in leaves
+        if info.kind is Kind.matrix
+    ]
     orthogonalize_stack = partial(orthogonalize, compute_dtype=compute_dtype)
 
     def orthogonalize_locally(arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            orthogonalize_stack(x.reshape(-1, *_fans(x.shape, info))).reshape(x.shape)
-            for x, info in zip(arrays, matrices, strict=True)
+            d.from_stack(orthogonalize_stack(d.to_stack(x)), x.shape)
+            for x, d in zip(arrays, dims, strict=True)
         ]
 
     def orthogonalize_on_mesh(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -50,7 +55,7 @@ def muon(
         return map_whole_matrices(
             orthogonalize_stack,
             arrays,
-            infos=matrices,
+            dims=dims,
             specs=[spec for info, spec in pairs if info.kind is Kind.matrix],
             mesh=mesh,
             dtype=compute_dtype,
@@ -61,21 +66,24 @@ def muon(
         run = orthogonalize_on_mesh if mesh and mesh.size > 1 else orthogonalize_locally
         with part_scope("muon"):
             results = run(arrays)
-            return tree.unflatten(map(_scale, results, matrices))
+            return tree.unflatten(
+                _scale_of(config.muon_scale, x.shape, d) * x
+                for x, d in zip(results, dims, strict=True)
+            )
 
     momentum = optax.trace(config.muon_momentum, nesterov=True)
     return momentum, optax.stateless(compute_directions)
 
 
-def _fans(shape: tuple[int, ...], info: ParamInfo) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs of a parameter's matrices."""
-    fan_in = math.prod(shape[info.stack_dims : info.output_start])
-    return fan_in, math.prod(shape[info.output_start :])
-
-
-def _scale(x: jax.Array, info: ParamInfo) -> jax.Array:
-    fan_in, fan_out = _fans(x.shape, info)
-    return max(1.0, fan_out / fan_in) ** 0.5 * x
+def _scale_of(scale: MuonScale, shape: tuple[int, ...], dims: MatrixDims) -> float:
+    fan_in, fan_out = dims.fans(shape)
+    match scale:
+        case MuonScale.spectral:
+            return max(1.0, fan_out / fan_in) ** 0.5
+        case MuonScale.rms:
+            return 0.2 * max(fan_in, fan_out) ** 0.5
+        case _:
+            assert_never(scale)
 
 
 def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:

@@ -17,16 +17,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from model.axes import mesh_axes
-from model.params import ParamInfo
 from train.mesh_sizes import num_shards
 from train.optimizer.assignment import Matrices, Rounds, assign
+from train.optimizer.matrix_dims import MatrixDims
 
 
 def map_whole_matrices(
     function: Callable[[jax.Array], jax.Array],
     arrays: list[jax.Array],
     *,
-    infos: Sequence[ParamInfo],
+    dims: Sequence[MatrixDims],
     specs: list[PartitionSpec],
     mesh: Mesh,
     dtype: DTypeLike,
@@ -37,15 +37,15 @@ def map_whole_matrices(
         function: maps float32 stacks [L, I, O], matrix by matrix. It must commute with
             padding by zeros, with permutations of rows or columns, and with transposes.
         arrays: the parameters.
-        infos: the metadata of each parameter.
+        dims: the dims of each parameter's matrices.
         specs: the sharding of each parameter on the mesh.
         mesh: the devices that share the work.
         dtype: the dtype in which parts are exchanged.
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     layouts = [
-        _make_layout(array.shape, info, spec, sizes)
-        for array, info, spec in zip(arrays, infos, specs, strict=True)
+        _make_layout(array.shape, matrix_dims, spec, sizes)
+        for array, matrix_dims, spec in zip(arrays, dims, specs, strict=True)
     ]
 
     def map_local_parts(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -57,7 +57,7 @@ def map_whole_matrices(
             for i, result in zip(indices, results, strict=True):
                 parts[i] = result
         return [
-            layout.transpose(part).astype(array.dtype).reshape(array.shape)
+            layout.unflatten(part.astype(array.dtype), array.shape)
             for layout, part, array in zip(layouts, parts, arrays, strict=True)
         ]
 
@@ -77,43 +77,41 @@ class _ShardAxes(NamedTuple):
 class _Layout(NamedTuple):
     """How a parameter is viewed as a stack of matrices.
 
-    stack_dims, output_start: as in `ParamInfo`.
+    dims: the parameter's dims.
     transposed: whether outputs are the rows. Transposing lets matrices whose inputs and
         outputs have swapped shardings share one exchange.
     axes: the mesh axes that shard the stack, its rows and its columns.
     """
 
-    stack_dims: int
-    output_start: int
+    dims: MatrixDims
     transposed: bool
     axes: _ShardAxes
 
     def flatten(self, part: jax.Array) -> jax.Array:
         """Return a parameter, or a part of it, as [matrices, rows, columns]."""
-        fan_in = math.prod(part.shape[self.stack_dims : self.output_start])
-        fan_out = math.prod(part.shape[self.output_start :])
-        return self.transpose(part.reshape(-1, fan_in, fan_out))
+        return self._transpose(self.dims.to_stack(part))
 
-    def transpose(self, x: jax.Array) -> jax.Array:
+    def unflatten(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return an array of this shape from [matrices, rows, columns]."""
+        return self.dims.from_stack(self._transpose(x), shape)
+
+    def _transpose(self, x: jax.Array) -> jax.Array:
         """Convert [matrices, inputs, outputs] to [matrices, rows, columns], or back."""
         return x.swapaxes(1, 2) if self.transposed else x
 
 
 def _make_layout(
-    shape: tuple[int, ...], info: ParamInfo, spec: PartitionSpec, sizes: dict[str, int]
+    shape: tuple[int, ...], dims: MatrixDims, spec: PartitionSpec, sizes: dict[str, int]
 ) -> _Layout:
-    start, stop = info.stack_dims, info.output_start
-
-    def axes_of(dims: slice) -> tuple[str, ...]:
-        entries = tuple(spec)[dims]
+    def axes_of(some_dims: tuple[int, ...]) -> tuple[str, ...]:
+        entries = [tuple(spec)[dim] for dim in some_dims if dim < len(spec)]
         return tuple(a for entry in entries for a in mesh_axes(entry) if a in sizes)
 
-    inputs, outputs = axes_of(slice(start, stop)), axes_of(slice(stop, None))
-    fan_in, fan_out = math.prod(shape[start:stop]), math.prod(shape[stop:])
+    inputs, outputs = axes_of(dims.inputs), axes_of(dims.outputs)
+    fan_in, fan_out = dims.fans(shape)
     transposed = (outputs, fan_out) > (inputs, fan_in)
     rows, columns = (outputs, inputs) if transposed else (inputs, outputs)
-    axes = _ShardAxes(axes_of(slice(start)), rows, columns)
-    return _Layout(start, stop, transposed, axes)
+    return _Layout(dims, transposed, _ShardAxes(axes_of(dims.stack), rows, columns))
 
 
 class _Exchange(NamedTuple):

@@ -9,7 +9,13 @@ import optax
 import pytest
 
 from model.params import Kind, ParamInfo
-from train.config import OptimizerConfig, OptimizerName, Schedule, ScheduleConfig
+from train.config import (
+    MuonScale,
+    OptimizerConfig,
+    OptimizerName,
+    Schedule,
+    ScheduleConfig,
+)
 from train.optimizer.schedule import make_schedule
 from train.optimizer.update import make_optimizer
 
@@ -113,6 +119,64 @@ def test_muon_sees_heads_as_the_matrix_that_they_are(inputs, flat):
     info = ParamInfo(("a", "b"), Kind.matrix, 1)
     matrix = muon_update(weight.reshape(flat), info, grads.reshape(flat))
     np.testing.assert_allclose(heads.reshape(flat), matrix, atol=2e-6)
+
+
+def orthogonal(matrix: np.ndarray) -> np.ndarray:
+    """The Newton-Schulz iteration of kellerjordan.github.io/posts/muon, in float64."""
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+# The axes, shape and inputs of one layer, and whether it is split into heads.
+PROJECTIONS = {
+    "query": (("embed", "heads", "head_dim"), (8, 4, 6), 1, True),
+    "key": (("embed", "kv_heads", "head_dim"), (8, 2, 6), 1, True),
+    "beta": (("embed", "heads"), (8, 4), 1, False),
+    "output": (("heads", "head_dim", "embed"), (4, 6, 8), 2, False),
+    "up": (("embed", "mlp"), (8, 12), 1, False),
+}
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "factor"),
+    [
+        (MuonScale.spectral, lambda i, o: np.sqrt(max(1, o / i))),
+        (MuonScale.rms, lambda i, o: 0.2 * np.sqrt(max(i, o))),
+    ],
+)
+def test_muon_is_the_papers(scale, factor, per_head):
+    """arXiv:2502.16982, equation 4, for rms; arXiv:2602.15763 for heads."""
+    rate, decay, mu = 0.1, 0.1, 0.9
+    options = {"muon_scale": scale, "muon_per_head": per_head, "muon_momentum": mu}
+    config = replace(MUON, muon_learning_rate=rate, muon_weight_decay=decay, **options)
+    infos = {
+        name: ParamInfo(("layers", *axes), Kind.matrix, inputs)
+        for name, (axes, _, inputs, _) in PROJECTIONS.items()
+    }
+    shapes = {name: (2, *shape) for name, (_, shape, *_) in PROJECTIONS.items()}
+    params, grads = draw(0, shapes), [draw(seed, shapes) for seed in (1, 2)]
+    ours = take_steps(config, params, 2, infos=infos, grads=grads)[-1][0]
+    for name, (_, shape, inputs, has_heads) in PROJECTIONS.items():
+        fan_in, num = int(np.prod(shape[:inputs])), 1
+        if has_heads and per_head:
+            num = shape[1]
+        for layer in range(2):
+            matrix, *all_grads = (
+                np.split(np.float64(tree[name][layer]).reshape(fan_in, -1), num, 1)
+                for tree in (params, *grads)
+            )
+            for head, theta in enumerate(matrix):
+                momentum = np.zeros_like(theta)
+                for grad in (one[head] for one in all_grads):
+                    momentum = mu * momentum + grad
+                    step = factor(*theta.shape) * orthogonal(grad + mu * momentum)
+                    theta = theta - rate * (step + decay * theta)
+                new = np.split(ours[name][layer].reshape(fan_in, -1), num, 1)[head]
+                np.testing.assert_allclose(new, theta, atol=1e-6, err_msg=name)
 
 
 def test_muon_is_for_matrices_only():

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import Kind, ParamInfo
+from train.optimizer.matrix_dims import matrix_dims
 from train.optimizer.muon import orthogonalize
 from train.optimizer.whole_matrices import map_whole_matrices
 
@@ -27,12 +28,18 @@ TABLES = {
     "two axes on a dim": {"embed": ("fsdp", "data")},
     "nothing": {},
 }
-FAST = [((2, 2, 2, 1), "fsdp"), ((1, 4, 2, 1), "a head's dims")]
+FAST = [
+    ((2, 2, 2, 1), "fsdp", False),
+    ((2, 2, 2, 1), "fsdp", True),
+    ((1, 4, 2, 1), "a head's dims", False),
+]
 SLOW = [
-    ((1, 2, 2, 2), "fsdp"),
-    ((2, 2, 1, 2), "nothing"),
-    ((2, 2, 2, 1), "columns before rows"),
-    ((2, 4, 1, 1), "two axes on a dim"),
+    ((1, 2, 2, 2), "fsdp", False),
+    ((2, 2, 1, 2), "nothing", False),
+    ((2, 2, 2, 1), "columns before rows", False),
+    ((2, 4, 1, 1), "two axes on a dim", False),
+    ((1, 4, 2, 1), "a head's dims", True),
+    ((2, 2, 2, 1), "columns before rows", True),
 ]
 
 
@@ -44,9 +51,14 @@ def drawn():
     return arrays, infos
 
 
-def alone(arrays, infos):
+def alone(arrays, infos, per_head):
     results = []
     for array, info in zip(arrays, infos, strict=True):
+        if per_head and info.axes[-2:] == ("heads", "head_dim"):
+            heads = [array[..., head, :] for head in range(array.shape[-2])]
+            flat = [info._replace(axes=("layers", "embed", "head_dim"))] * len(heads)
+            results.append(np.stack(alone(heads, flat, per_head), -2))
+            continue
         split = info.stack_dims + info.inputs
         fan_in = int(np.prod(array.shape[info.stack_dims : split]))
         matrices = array.reshape(-1, fan_in, int(np.prod(array.shape[split:])))
@@ -56,10 +68,10 @@ def alone(arrays, infos):
 
 
 @pytest.mark.parametrize(
-    ("shape", "table"),
+    ("shape", "table", "per_head"),
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
+def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table, per_head):
     arrays, infos = drawn
     mesh = jax.make_mesh(
         shape,
@@ -75,11 +87,12 @@ def test_each_matrix_is_seen_whole_and_alone(drawn, shape, table):
         return map_whole_matrices(
             lambda x: orthogonalize(x, jnp.float32),
             arrays,
-            infos=infos,
+            dims=[matrix_dims(info, per_head=per_head) for info in infos],
             specs=specs,
             mesh=mesh,
             dtype=jnp.float32,
         )
 
-    for name, own, one in zip(SHAPES, ours(placed), alone(arrays, infos), strict=True):
+    expected = alone(arrays, infos, per_head)
+    for name, own, one in zip(SHAPES, ours(placed), expected, strict=True):
         np.testing.assert_allclose(own, one, atol=3e-6, err_msg=name)
