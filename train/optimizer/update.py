@@ -34,9 +34,9 @@ class OptimizerState(NamedTuple):
     average: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Optimizer:
-    """Updates parameters and the optimizer's state.
+    """Updates parameters and the optimizer's state. It is hashed by its identity.
 
     schedule: the factor on learning rates at a step.
     storage: the format of moments between updates.
