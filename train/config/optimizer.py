@@ -24,10 +24,7 @@ class OptimizerName(StrEnum):
 
 
 class MuonScale(StrEnum):
-    """The factor on Muon's orthogonal directions of I inputs and O outputs.
-
-    `spectral`: sqrt(max(1, O / I)). `rms`: 0.2 sqrt(max(I, O)).
-    """
+    """The factor on Muon's updates: see `OptimizerConfig.muon_scale`."""
 
     spectral = "spectral"
     rms = "rms"
@@ -131,15 +128,15 @@ class OptimizerConfig:
         MuonScale,
         Doc(
             "The factor on the update of a matrix of I inputs and O outputs: "
-            "sqrt(max(1, O / I)) for spectral, and 0.2 sqrt(max(I, O)) for rms, whose "
-            "entries are as large as those of AdamW's updates."
+            "sqrt(max(1, O / I)) for spectral, and 0.2 sqrt(max(I, O)) for rms, which "
+            "makes the entries about as large as those of AdamW's updates."
         ),
     ] = MuonScale.spectral
     muon_per_head: Annotated[
         bool,
         Doc(
-            "Orthogonalize the projections to queries, keys and values for each head "
-            "separately. The output projection stays one matrix."
+            "Orthogonalize the projections to queries, keys and values separately for "
+            "each head. The output projection stays one matrix."
         ),
     ] = False
     groups: Annotated[

@@ -44,8 +44,8 @@ def muon(
 
     def orthogonalize_locally(arrays: list[jax.Array]) -> list[jax.Array]:
         return [
-            d.from_stack(orthogonalize_stack(d.to_stack(x)), x.shape)
-            for x, d in zip(arrays, dims, strict=True)
+            param_dims.from_stack(orthogonalize_stack(param_dims.to_stack(x)), x.shape)
+            for x, param_dims in zip(arrays, dims, strict=True)
         ]
 
     def orthogonalize_on_mesh(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -67,8 +67,8 @@ def muon(
         with part_scope("muon"):
             results = run(arrays)
             return tree.unflatten(
-                _scale_of(config.muon_scale, x.shape, d) * x
-                for x, d in zip(results, dims, strict=True)
+                _scale_of(config.muon_scale, x.shape, param_dims) * x
+                for x, param_dims in zip(results, dims, strict=True)
             )
 
     momentum = optax.trace(config.muon_momentum, nesterov=True)

@@ -44,8 +44,8 @@ def map_whole_matrices(
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     layouts = [
-        _make_layout(array.shape, matrix_dims, spec, sizes)
-        for array, matrix_dims, spec in zip(arrays, dims, specs, strict=True)
+        _make_layout(array.shape, param_dims, spec, sizes)
+        for array, param_dims, spec in zip(arrays, dims, specs, strict=True)
     ]
 
     def map_local_parts(arrays: list[jax.Array]) -> list[jax.Array]:
