@@ -5,7 +5,9 @@ Shapes: B batch, T time, D embed, F mlp.
 
 from typing import assert_never
 
+import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import LayerCache
@@ -20,6 +22,7 @@ from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
 from model.pattern import BlockKind
 from model.scopes import part_scope
+from model.token_shift import shift_channels
 
 
 class Block(nnx.Module):
@@ -31,6 +34,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs):
         """Draw the parameters of one layer."""
         self.dropout = config.dropout.residual
+        self.token_shift, self.shift_dim = config.token_shift, config.embed_dim // 4
         match config.norm_placement:
             case NormPlacement.before:
                 norm_inputs, norm_outputs = True, False
@@ -77,16 +81,23 @@ class Block(nnx.Module):
         `local_flag` says whether a query sees only the window (a local layer).
         """
         constrain = execution.placement.constrain
+        mixer_cache, last_a, last_h = cache or (None, None, None)
         call.note("residual", x_BTD)
         a_BTD = _normalize(self.attention_norm, x_BTD)
         with part_scope("attention"):
-            a_BTD, cache = self.attention(a_BTD, execution, call, cache, local_flag)
+            if self.token_shift.in_attention:
+                a_BTD, last_a = shift_channels(a_BTD, last_a, execution, call)
+            a_BTD, mixer_cache = self.attention(
+                a_BTD, execution, call, mixer_cache, local_flag
+            )
         call.note("attention", a_BTD)
         a_BTD = _normalize(self.attention_output_norm, a_BTD)
         a_BTD = drop(a_BTD, self.dropout, "attention_output", call)
         x_BTD = constrain(x_BTD + a_BTD, "batch", "seq", "embed")
         h_BTD, routing = _normalize(self.mlp_norm, x_BTD), None
         with part_scope("mlp"):
+            if self.token_shift.in_mlp:
+                h_BTD, last_h = shift_channels(h_BTD, last_h, execution, call)
             if isinstance(self.mlp, Experts):
                 ids_BT = call.router_ids_BT
                 ids_BT = call.segment_ids_BT if ids_BT is None else ids_BT
@@ -96,7 +107,20 @@ class Block(nnx.Module):
             call.note("mlp", h_BTD)
             h_BTD = _normalize(self.mlp_output_norm, h_BTD)
             x_BTD = x_BTD + drop(h_BTD, self.dropout, "mlp_output", call)
+        if mixer_cache is not None:
+            cache = LayerCache(mixer_cache, last_a, last_h)
         return constrain(x_BTD, "batch", "seq", "embed"), cache, routing
+
+    def empty_cache(
+        self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
+    ) -> LayerCache:
+        """Return an empty cache for `length` positions of `batch` rows."""
+        zeros, shift = jnp.zeros((batch, self.shift_dim), dtype), self.token_shift
+        return LayerCache(
+            self.attention.empty_cache(batch, length, dtype, first_B),
+            attention_input=zeros if shift.in_attention else None,
+            mlp_input=zeros if shift.in_mlp else None,
+        )
 
 
 def _normalize(

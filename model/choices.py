@@ -200,6 +200,28 @@ class Activation(StrEnum):
         return self.endswith("glu")
 
 
+class TokenShift(StrEnum):
+    """Whose input takes its first quarter of channels from the previous position.
+
+    `attention` stands for all mixers, and `mlp` includes experts and their router.
+    """
+
+    none = "none"
+    mlp = "mlp"
+    attention = "attention"
+    both = "both"
+
+    @property
+    def in_attention(self) -> bool:
+        """Whether the input of the mixer is shifted."""
+        return self in (TokenShift.attention, TokenShift.both)
+
+    @property
+    def in_mlp(self) -> bool:
+        """Whether the input of the MLP or the experts is shifted."""
+        return self in (TokenShift.mlp, TokenShift.both)
+
+
 class Init(StrEnum):
     """Initial standard deviations of the matrices.
 

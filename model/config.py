@@ -31,6 +31,7 @@ from model.choices import (
     RopeScaling,
     Scores,
     Size,
+    TokenShift,
 )
 
 VOCAB_MULTIPLE = 128  # large vocabularies are padded to a multiple of this
@@ -107,6 +108,14 @@ class ModelConfig:
     value_head_dim: Annotated[
         Size, Doc("The dim of the values of a latent_attention head.")
     ] = 128
+
+    token_shift: Annotated[
+        TokenShift,
+        Doc(
+            "Whether attention, the MLP or both take the first quarter of their input "
+            "channels from the previous position of the document."
+        ),
+    ] = TokenShift.none
 
     norm: Annotated[
         Norm, Doc("The normalisation of each layer and of the head's input.")

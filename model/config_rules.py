@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from model.choices import Dtype, Mixer, Mlp, Position, Scaling
+from model.choices import Dtype, Mixer, Mlp, Position, Scaling, TokenShift
 from model.config import ModelConfig
 
 
@@ -65,6 +65,13 @@ def _shape_rules(model: ModelConfig) -> Iterator[_Rule]:
         ("num_heads",),
         f"must divide model.num_heads={model.num_heads}; "
         "each key/value head serves the same number of query heads",
+    )
+    yield (
+        model.token_shift is TokenShift.none or model.embed_dim % 4 == 0,
+        "embed_dim",
+        ("token_shift",),
+        f"must be divisible by 4 with model.token_shift={model.token_shift}, which "
+        "shifts a quarter of the channels",
     )
     key_heads, value_heads, *_ = model.delta_sizes
     yield (

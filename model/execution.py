@@ -102,6 +102,7 @@ class CallContext(NamedTuple):
     """Values that layers read and that belong to one call of the model.
 
     segment_ids_BT: int32 document id of each position. None: each row is one document.
+    positions_BT: int32, from 0 in each document, for token shifts.
     rotations: the rotations of queries and keys, if positions are rotary.
     router_ids_BT: like segment_ids_BT, for the statistics of routers. None means
         segment_ids_BT.
@@ -115,6 +116,7 @@ class CallContext(NamedTuple):
     """
 
     segment_ids_BT: Int[Array, "B T"] | None = None
+    positions_BT: Int[Array, "B T"] | None = None
     rotations: Rotations | None = None
     router_ids_BT: Int[Array, "B T"] | None = None
     keys_BT: Key[Array, "B T"] | None = None

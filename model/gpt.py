@@ -94,6 +94,7 @@ class GPT(nnx.Module):
         is_pipelined = execution.placement.stage_axis is not None
         call = call._replace(
             segment_ids_BT=segment_ids_BT,
+            positions_BT=positions_BT,
             rotations=None if is_pipelined else self._rotations(positions_BT),
         )
         updated_caches, routings = list[LayerCache](), list[Routing]()
@@ -141,7 +142,9 @@ class GPT(nnx.Module):
         reads. Routers do not count these positions.
         """
         call = call._replace(
-            segment_ids_BT=segment_ids_BT, rotations=self._rotations(positions_BT)
+            segment_ids_BT=segment_ids_BT,
+            positions_BT=positions_BT,
+            rotations=self._rotations(positions_BT),
         )
 
         def embed(tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -165,7 +168,9 @@ class GPT(nnx.Module):
         their positions. The model must have a module.
         """
         assert self.predict_ahead is not None
-        call = call._replace(rotations=self._rotations(positions_BT))
+        call = call._replace(
+            positions_BT=positions_BT, rotations=self._rotations(positions_BT)
+        )
         embedding_BTD = self._embed([(self.embedding, next_tokens_BT)], execution)
         x_BTD, updated_cache, _ = self.predict_ahead["0"](
             x_BTD, embedding_BTD, execution, call, jax.tree.map(lambda x: x[0], cache)
@@ -201,7 +206,9 @@ class GPT(nnx.Module):
                 stage_blocks,
                 x_BTD,
                 execution,
-                call._replace(rotations=self._rotations(positions_BT)),
+                call._replace(
+                    positions_BT=positions_BT, rotations=self._rotations(positions_BT)
+                ),
                 # Every group of layers has the same local flags (train/mesh_sizes.py).
                 flags=flags._replace(local=flags.local[:depth]),
                 unroll=execution.layer_unroll,
@@ -271,7 +278,7 @@ class GPT(nnx.Module):
             stacks.append((self.predict_ahead["0"].block, 1))
         caches, dtype = list[LayerCache](), execution.numerics.activation_dtype
         for block, repeats in stacks:
-            cache = block.attention.empty_cache(batch, length, dtype, first_B)
+            cache = block.empty_cache(batch, length, dtype, first_B)
             caches.append(jax.tree.map(partial(_repeat, repeats), cache))
         return tuple(caches)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from model.attention.cache import KeysValues, LayerCache, cached_attention
+from model.attention.cache import KeysValues, MixerCache, cached_attention
 from model.attention.kernel import attention
 from model.choices import Activation, Attention, Init, Norm, NormSpan
 from model.config import ModelConfig
@@ -120,9 +120,9 @@ class SelfAttention(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-        cache: LayerCache | None,
+        cache: MixerCache | None,
         local_flag: Array | bool,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "B T D"], MixerCache | None]:
         """Return the attention over x and cached positions, and the updated cache."""
         assert cache is None or isinstance(cache, KeysValues)
         placement, compute = execution.placement, execution.numerics.compute_dtype

@@ -1,7 +1,7 @@
 """Caches of the earlier positions of a layer, and attention to keys and values.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim,
-V value dim, C latent dim, L layers.
+V value dim, C latent dim or shifted channels, L layers.
 """
 
 from functools import partial
@@ -85,7 +85,30 @@ class DeltaState(NamedTuple):
     first_B: Int[Array, "*L B"] | None = None
 
 
-LayerCache = KeysValues | Latents | DeltaState
+MixerCache = KeysValues | Latents | DeltaState
+
+
+class LayerCache(NamedTuple):
+    """The cache of a layer: that of its mixer, and those of its token shifts.
+
+    attention_input: the first C channels of the last position's input to attention.
+        None without a shift (model/token_shift.py).
+    mlp_input: those of the input to the MLP.
+    """
+
+    mixer: MixerCache
+    attention_input: Float[Array, "*L B C"] | None = None
+    mlp_input: Float[Array, "*L B C"] | None = None
+
+    @property
+    def length(self) -> Int[Array, "*L"] | Int[Array, "*L B"]:
+        """The number of filled positions."""
+        return self.mixer.length
+
+    @property
+    def first_B(self) -> Int[Array, "*L B"] | None:
+        """The first position of each row, or None if all rows begin at 0."""
+        return self.mixer.first_B
 
 
 def cached_attention(

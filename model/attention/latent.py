@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention import splash
-from model.attention.cache import Latents, LayerCache, cached_attention
+from model.attention.cache import Latents, MixerCache, cached_attention
 from model.attention.kernel import attention
 from model.choices import Attention, ContextAttention, Norm
 from model.config import ModelConfig
@@ -86,9 +86,9 @@ class LatentAttention(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-        cache: LayerCache | None,
+        cache: MixerCache | None,
         local_flag: Array | bool,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "B T D"], MixerCache | None]:
         """Return the attention over x and cached positions, and the updated cache.
 
         `local_flag` is ignored, because latent attention has no window.

@@ -19,17 +19,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from model.attention.cache import DeltaState, LayerCache
+from model.attention.cache import DeltaState, MixerCache
 from model.choices import Intermediate, Norm
 from model.config import ModelConfig
 from model.delta.convolution import convolve
-from model.delta.pieces import RowPieces, row_pieces
 from model.delta.rule import DeltaInputs, delta_rule
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
 from model.linear import Linear
 from model.params import Kind, ParamInfo
 from model.remat import saveable
+from model.row_pieces import RowPieces, row_pieces
 from model.scopes import part_scope
 
 _DECAYS = 1.0, 16.0  # The decay of a unit step is drawn from this range,
@@ -86,9 +86,9 @@ class GatedDeltaNet(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-        cache: LayerCache | None,
+        cache: MixerCache | None,
         local_flag: Array | bool,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "B T D"], MixerCache | None]:
         """Return the layer's output, and the updated cache. `local_flag` is unused."""
         assert cache is None or isinstance(cache, DeltaState)
 

@@ -18,6 +18,7 @@ from model.choices import (
     NormSpan,
     Position,
     Scores,
+    TokenShift,
 )
 from model.config import ModelConfig
 from model.execution import Execution
@@ -56,6 +57,7 @@ TINY = {
         activation=Activation.relu2,
         qk_norm=True,
         attention_gate=True,
+        token_shift=TokenShift.both,
         logit_soft_cap=2.0,
         layer_unroll=-1,
     ),
@@ -100,6 +102,7 @@ TINY = {
         vocab_size=32,
         mixer_pattern=(Mixer.gated_delta, Mixer.attention),
         attention_gate=True,
+        token_shift=TokenShift.attention,
         delta_key_heads=2,
         delta_value_heads=4,
         delta_key_dim=6,
@@ -122,6 +125,7 @@ TINY = {
         router=Scores.sigmoid,
         router_bias_rate=0.1,
         activation=Activation.clamped_swiglu,
+        token_shift=TokenShift.mlp,
         swiglu_limit=0.4,
         bias=True,
     ),

@@ -22,9 +22,11 @@ def reference_loss(params, config: ModelConfig, tokens):
         layer = layer_of(p, config, index)
         after = config.norm_placement == "both"
         h = norm(x, config, **layer["attention_norm"])
+        h = shifted(h, config, "attention")
         h = mixed(h, layer["attention"], config, index)
         x = x + (norm(h, config, **layer["attention_output_norm"]) if after else h)
         h, mlp = norm(x, config, **layer["mlp_norm"]), layer["mlp"]
+        h = shifted(h, config, "mlp")
         if "router" in mlp:
             x = x + sum(routed(h, mlp, config))
         else:
@@ -43,6 +45,13 @@ def layer_of(p, config: ModelConfig, index: int):
             stacked = p["layers"][str(i)][str(place)]
             return jax.tree.map(lambda a, at=repeat: a[at], stacked)
     raise IndexError(index)
+
+
+def shifted(h, config: ModelConfig, part: str):
+    if config.token_shift not in (part, "both"):
+        return h
+    is_shifted = jnp.arange(h.shape[-1]) < h.shape[-1] // 4
+    return jnp.where(is_shifted, jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1], h)
 
 
 # ---- Attention

@@ -5,13 +5,22 @@ from operator import attrgetter
 
 import pytest
 
-from model.choices import ComputeDtype, Dtype, Mixer, Mlp, RopeScaling, Scaling
+from model.choices import (
+    ComputeDtype,
+    Dtype,
+    Mixer,
+    Mlp,
+    RopeScaling,
+    Scaling,
+    TokenShift,
+)
 from model.config import ModelConfig
 from model.config_rules import broken_rules
 from train.cli.schema import convert
 
 MOE = {"mlp": Mlp.moe, "num_experts": 8}
 LATENT_HYBRID = Mixer.gated_delta, Mixer.latent_attention
+SHIFT = {"token_shift": TokenShift.mlp}
 INT8 = {"compute_dtype": ComputeDtype.int8}
 
 
@@ -20,6 +29,7 @@ INT8 = {"compute_dtype": ComputeDtype.int8}
     [
         ({"num_heads": 0, "embed_dim": -1}, ["num_heads", "embed_dim"]),
         ({"embed_dim": 130}, ["embed_dim"]),
+        (SHIFT | {"embed_dim": 130, "num_heads": 2}, ["embed_dim"]),
         ({"num_kv_heads": 3}, ["num_kv_heads"]),
         ({"num_kv_heads": 8}, ["num_kv_heads"]),
         ({"rotary_fraction": 0.05}, ["rotary_fraction"]),

@@ -30,7 +30,9 @@ MOE = (
 BALANCED = ("model.router_aux_weight=0.1", "model.router_z_weight=0.01")
 MODELS = {
     "dense": DENSE,
-    "near": (*DENSE, *LOCAL, "model.window=5"),  # at most a chunk of a ring of four
+    "near": (  # The window reaches at most a chunk of a ring of four.
+        *(*DENSE, *LOCAL, "model.window=5", "model.token_shift=both"),
+    ),
     "far": (*DENSE, *LOCAL, "model.window=11"),  # longer than one of a ring of two
     "experts": MOE,
     "every": (*MOE, "model.num_layers=6", "model.experts_every=3"),
@@ -40,7 +42,7 @@ MODELS = {
     ),
     "ahead": (
         *(*MOE, "model.num_layers=2", "model.predict_ahead=2"),
-        "model.router_bias_rate=0.01",
+        *("model.router_bias_rate=0.01", "model.token_shift=mlp"),
     ),
     "latent": (
         *("model.num_layers=4", "model.embed_dim=16", "model.mixer=latent_attention"),

@@ -20,6 +20,7 @@ from model.choices import (
     Position,
     Scaling,
     Scores,
+    TokenShift,
 )
 from model.config import ModelConfig
 from train.errors import ConfigError, Mistake, as_typed
@@ -31,6 +32,7 @@ _USUAL: dict[str, Any] = {
     "mixer": Mixer.attention,
     "predict_ahead": 0,
     "mixer_pattern": None,
+    "token_shift": TokenShift.none,
     "norm": Norm.rmsnorm,
     "norm_placement": NormPlacement.before,
     "norm_unit_offset": False,

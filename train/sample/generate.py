@@ -112,7 +112,9 @@ class Decoder(NamedTuple):
             return jax.lax.with_sharding_constraint(x, self.cache_sharding)
 
         return tuple(
-            c if isinstance(c, DeltaState) else jax.tree.map(constrain, c)
+            c
+            if isinstance(c.mixer, DeltaState)
+            else c._replace(mixer=jax.tree.map(constrain, c.mixer))
             for c in cache
         )
 

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model.choices import Mixer
+from model.attention.cache import LayerCache
+from model.choices import Mixer, TokenShift
 from model.config import ModelConfig
 from model.gpt import Cache, bind
 from train.errors import Mistake
@@ -61,6 +62,9 @@ def speculation_mistakes(model: ModelConfig) -> list[Mistake]:
     elif Mixer.gated_delta in model.mixers:
         rule = "needs a model without gated delta nets, whose state cannot take back a "
         rule += "rejected draft; leave it out"
+    elif model.token_shift is not TokenShift.none:
+        rule = "needs a model with model.token_shift=none, because a token shift "
+        rule += "cannot take back a rejected draft; leave it out"
     else:
         return []
     return [Mistake("speculate", True, rule)]
@@ -162,7 +166,9 @@ def _draw(
 
 def _with_length(cache: Cache, length: jax.Array) -> Cache:
     """Return a cache of the first `length` positions, [] or [B], of all layers."""
-    return tuple(
-        c._replace(length=jnp.broadcast_to(length, (len(c.length), *length.shape)))
-        for c in cache
-    )
+
+    def replace(c: LayerCache) -> LayerCache:
+        lengths = jnp.broadcast_to(length, (len(c.length), *length.shape))
+        return c._replace(mixer=c.mixer._replace(length=lengths))
+
+    return tuple(map(replace, cache))

@@ -41,7 +41,7 @@ def test_left_padding_of_prompts_has_no_effect():
     for row, first in enumerate(first_B.tolist()):
         alone = tokens[row : row + 1, first:]
         right = tiny.logits(tiny.params, alone, jnp.arange(length - first)[None], None)
-        np.testing.assert_allclose(found[row], right[0, P - 1 - first :], atol=5e-6)
+        np.testing.assert_allclose(found[row], right[0, P - 1 - first :], atol=2e-5)
 
 
 def test_decays_stay_in_float32_and_are_not_decayed_themselves():

@@ -138,6 +138,7 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         ((), {"model.activation", "model.rotary_fraction", "model.logit_soft_cap"}),
         ((*MODELS["mixtral"], "model.shared_experts=1"), {"model.shared_experts"}),
         ((*MODELS["llama"], "model.predict_ahead=1"), {"model.predict_ahead"}),
+        ((*MODELS["llama"], "model.token_shift=mlp"), {"model.token_shift"}),
         (
             (*MODELS["qwen3-next"], "model.attention_gate=false"),
             {"model.attention_gate"},

@@ -110,6 +110,7 @@ def test_a_model_that_cannot_speculate_is_refused(composed):
     for overrides, reason in (
         ((), "trained with model.predict_ahead"),
         (("model.predict_ahead=1", "model.mixer=gated_delta"), "gated delta"),
+        (("model.predict_ahead=1", "model.token_shift=mlp"), "token_shift"),
     ):
         (mistake,) = speculation_mistakes(composed(*overrides).model)
         assert mistake.key == "speculate"
