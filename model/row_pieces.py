@@ -58,8 +58,8 @@ class RowPieces(NamedTuple):
 
     def _gather(self, x: jax.Array) -> jax.Array:
         """Return [P, B, ...] of all devices, in the order of the row."""
-        local = x.reshape(self.num_local, -1, *x.shape[1:])
-        first, *second = jnp.moveaxis(jax.lax.all_gather(local, self.axes), 1, 0)
+        local = x.reshape(self.num_local, 1, -1, *x.shape[1:])
+        first, *second = jax.lax.all_gather(local, self.axes, axis=1, tiled=True)
         # In ring order, device i of c has the pieces i and 2c-1-i.
         return jnp.concatenate([first, *(pieces[::-1] for pieces in second)])
 
