@@ -16,7 +16,8 @@ _SECRET_WORD = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _LOCATION_SUFFIX = re.compile(r"_(file|path|dir|url|uri|host)$", re.IGNORECASE)
-_FOLDER_VARIABLES = ("PWD", "OLDPWD")  # every shell sets these to folders
+# Every shell sets the first two to folders. The last is a key of the model's config.
+_NO_SECRETS = ("PWD", "OLDPWD", "token_shift")
 _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)""")
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
@@ -28,7 +29,7 @@ _environment_secrets: dict[str, str] = {}  # value -> "${oc.env:NAME}"
 
 def is_secret_name(name: str) -> bool:
     """Return whether a name says that its value is a secret."""
-    if name in _FOLDER_VARIABLES or _LOCATION_SUFFIX.search(name):
+    if name in _NO_SECRETS or _LOCATION_SUFFIX.search(name):
         return False
     words = re.split(r"[^A-Za-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name))
     return any(_SECRET_WORD.fullmatch(word) for word in words)
