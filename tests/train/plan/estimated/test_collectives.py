@@ -45,20 +45,14 @@ def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
     assert sent == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
 
 
-def test_a_token_shift_sends_a_quarter_of_one_position(composed, lay_out):
+def test_a_token_shift_gathers_a_quarter_of_one_position(composed, lay_out):
     def gathered(token_shift):
-        overrides = (*SHAPE, "model.attention=xla", "mesh.fsdp=1", "mesh.context=16")
-        config = composed(*overrides, f"model.token_shift={token_shift}")
-        exchanges = local_step(lay_out(config, "v5p-32")).exchanges
-        kinds = "all-gather", "reduce-scatter"
-        return [
-            sum(e.payload for e in exchanges if e.position.in_layers and e.kind == kind)
-            for kind in kinds
-        ]
+        mesh = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=all_gather")
+        shape = (*SHAPE, "model.attention=xla", f"model.token_shift={token_shift}")
+        exchanges = local_step(lay_out(composed(*shape, *mesh), "v5p-32")).exchanges
+        return sum(e.payload for e in exchanges if e.kind == "all-gather")
 
-    pairs = zip(gathered("mlp"), gathered("none"), strict=True)
-    pieces = 2 * 16  # of a row in ring order
-    assert [more - less for more, less in pairs] == 2 * [L * pieces * 2 * D / 4]
+    assert gathered("mlp") - gathered("none") == L * 16 * B * 2 * D / 4
 
 
 def test_rows_travel_to_their_experts_and_back(composed, lay_out):
