@@ -201,7 +201,7 @@ class Activation(StrEnum):
 
 
 class TokenShift(StrEnum):
-    """Whose input takes its first quarter of channels from the previous position.
+    """The inputs that take channels from the previous position (model/token_shift.py).
 
     `attention` stands for all mixers, and `mlp` includes experts and their router.
     """
