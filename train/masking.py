@@ -16,8 +16,8 @@ _SECRET_WORD = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _LOCATION_SUFFIX = re.compile(r"_(file|path|dir|url|uri|host)$", re.IGNORECASE)
-# Every shell sets the first two to folders. The last is a key of the model's config.
-_NO_SECRETS = ("PWD", "OLDPWD", "token_shift")
+# Every shell sets the first two to folders. The others are keys of the config.
+_NO_SECRETS = ("PWD", "OLDPWD", "token_shift", "from_tokens")
 _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)""")
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")
