@@ -24,7 +24,8 @@ def test_a_secret_is_known_by_a_word_in_its_name():
     secrets = "MYTOKENS API_KEY_2 DB_PASS DB_PWD apiKey GITHUB_PAT DBPASS HF_TOKEN"
     secrets += " WANDB_API_KEY AWS_SECRET_ACCESS_KEY MYSQL_PASSWORD GOOGLE_CREDENTIALS"
     secrets += " CLIENT_SECRET"
-    others = "TOKENIZERS_PARALLELISM PWD KEYBOARD MONKEY COMPASS token_shift from_tokens"
+    others = "TOKENIZERS_PARALLELISM PWD KEYBOARD MONKEY COMPASS token_shift"
+    others += " from_tokens"
     others += " tokenizer keep_latest XLA_FLAGS WEB_IDENTITY_TOKEN_FILE MY_KEY_PATH"
     assert [name for name in secrets.split() if not is_secret_name(name)] == []
     assert [name for name in others.split() if is_secret_name(name)] == []
