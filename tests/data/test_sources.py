@@ -92,9 +92,12 @@ def test_any_number_of_processes_sees_the_same_batches(
     stores, sources, expected, processes, first
 ):
     config = mixture(stores)
+    shares = [
+        slice(i * B // processes, (i + 1) * B // processes) for i in range(processes)
+    ]
     each = [
-        Order(sources, config, 7).batches(first, slice(i * B // processes, stop))
-        for i, stop in enumerate(range(B // processes, B + 1, B // processes))
+        Order(sources, config, 7).batches(first, lambda phase, rows=rows: rows)
+        for rows in shares
     ]
     for step in range(first, STEPS):
         parts = [next(batches) for batches in each]
