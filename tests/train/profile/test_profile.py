@@ -59,7 +59,7 @@ def profiled(tmp_path, monkeypatch):
     )
     run, agreed = SimpleNamespace(path=epath.Path(tmp_path), config=config), Agreed()
     x = jnp.ones((256, 256))
-    text = step.lower(x).compile().as_text
+    compiled = step.lower(x).compile()
     paused = []
 
     def pause(event):
@@ -67,7 +67,7 @@ def profiled(tmp_path, monkeypatch):
         return contextlib.nullcontext()
 
     (tmp_path / "profile_request.json").write_text('{"id": "old", "num_steps": 9}')
-    profiler = Profiler(run, Cluster(), agreed, text, pause)
+    profiler = Profiler(run, Cluster(), agreed, lambda step: compiled.as_text(), pause)
     assert not (tmp_path / "profile_request.json").exists()
     token = request_profile(run.path, 3)
     with contextlib.closing(profiler):
@@ -115,7 +115,7 @@ def test_a_store_that_fails_costs_a_profile_and_not_the_training(
     )
     run = SimpleNamespace(path=epath.Path(tmp_path), config=config)
     profiler = Profiler(
-        *(run, cluster, agreed, lambda: "", lambda event: contextlib.nullcontext())
+        *(run, cluster, agreed, lambda step: "", lambda event: contextlib.nullcontext())
     )
 
     def refuse(*args):
