@@ -57,7 +57,7 @@ def attend_in(graph, config, params, x, positions=None, cache=None):
     """Return the layer's output and the cache."""
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    call = CallContext(None, make_rotations(positions, config))
+    call = CallContext(rotations=make_rotations(positions, config))
     return nnx.merge(graph, params)(x, Execution(), call, cache, False)
 
 

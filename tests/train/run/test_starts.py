@@ -134,13 +134,13 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
         (
             WSD,
             800,
-            561,
+            562,
             None,
             1600,
             "100% of the peak rate; add run.rewind_to=560",
         ),
-        (WSD, 800, 561, 560, 800, "is 800 now"),
-        (WSD, 2400, 1121, None, 1600, "stays at its last value"),
+        (WSD, 800, 562, 560, 800, "is 800 now"),
+        (WSD, 2400, 1122, None, 1600, "stays at its last value"),
         (WSD, 1360, 1200, None, 1600, "ends at 55% of the peak rate"),
         (COSINE, 850, 400, None, 1600, "ends at 55% of the peak rate; a schedule"),
         (COSINE, 2400, 400, None, 1600, "stays at its last value"),
@@ -150,7 +150,7 @@ def test_an_end_that_can_be_reached_or_was_is_taken(
 def test_only_wsd_takes_another_length_and_only_before_it_falls(
     tmp_path, caplog, schedule, steps, newest, rewind_to, length, said
 ):
-    """Of 1,600 steps it falls from 1,120 on, of 800 from 560 on."""
+    """Of 1,600 steps it falls after 1,120, of 800 after 560; the next rate is lower."""
     caplog.set_level("INFO", "train")
     start = start_with(tmp_path, steps, newest, schedule=schedule, rewind_to=rewind_to)
     assert start.schedule_steps == length
