@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data import bpe
-from data.config import PrepareConfig
 from data.errors import DataError
 from data.machine import usable_cores
+from data.prepare_config import PrepareConfig
 from data.token_store.build import prepare_store
 from data.tokenizer import load_tokenizer, parse_ranks
 from data.tokenizer_json import tokenizer_json

@@ -29,7 +29,8 @@ import numpy as np
 import data.token_store.reader
 from benchmarks.data import alternate, library
 from data.batches import Order
-from data.config import DataConfig, MixtureSource, Packing, PrepareConfig, Source
+from data.config import DataConfig, MixtureSource, Packing, Source
+from data.prepare_config import PrepareConfig
 from data.sources import open_sources
 from data.token_store.build import prepare_store
 

@@ -3,9 +3,8 @@
 The mixture says from which source each row of the run comes (data/mixture.py). Grain
 shuffles the row numbers of each source, in a different order each epoch. Batches are
 consecutive rows of the mixture (data/phases.py). Therefore any batch can be looked up
-in constant time, and a checkpoint need not save a data position. Each
-process reads only its local rows, and the batches do not depend on the number of
-processes.
+in constant time, and a checkpoint need not save a data position. Each process reads
+only its local rows, and the batches do not depend on the number of processes.
 
 Step s trains on batch s, or on a later batch if `data.skip_batches` is set. A skipped
 batch keeps its number and its rows, so the contents of all other batches do not change.
@@ -74,15 +73,16 @@ class Order:
         self.rows, self._is_local = _open_split(sources, config, "train")
         self.phases = phases_of(config)
         num_rows = {name: len(rows) for name, rows in self.rows.items()}
-        needed = max(p.tokens_per_batch for p in self.phases) // config.sequence_length
+        most_tokens = max(phase.tokens_per_batch for phase in self.phases)
+        needed = -(-most_tokens // config.sequence_length)
         if sum(num_rows.values()) < needed or 0 in num_rows.values():
             rows = ", ".join(f"{name} {count}" for name, count in num_rows.items())
             raise DataError(
                 f"{sources.path}: the training text has {sources.num_tokens('train')} "
                 f"tokens. With data.sequence_length={config.sequence_length} it has "
-                f"this number of rows: {rows}. A batch needs "
-                f"{needed} rows, and each source needs one. Use shorter "
-                f"sequences, a smaller batch or more text"
+                f"this number of rows: {rows}. A batch needs {needed} rows "
+                f"(data.batch_size, data.batch_schedule), and each source needs one. "
+                f"Use shorter sequences, a smaller batch or more text"
             )
         self._mixture = Mixture(list(num_rows), self._weights_by_row(list(num_rows)))
         is_single = len(self.rows) == 1

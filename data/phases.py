@@ -78,28 +78,29 @@ def phase_at(phases: Sequence[Phase], batch: int) -> Phase:
 
 def batch_number(step: int, skip_batches: Sequence[int]) -> int:
     """Return the number of the batch that a step trains on, given `skip_batches`."""
-    number, next_batch = step, 0  # Batches before `next_batch` have been considered.
-    for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
-        first = max(first, next_batch)
-        if number >= first:
-            number += last + 1 - first
-        next_batch = last + 1
-    return number
+    return step + sum(map(len, _skipped(step, skip_batches)))
 
 
 def tokens_before(config: DataConfig, step: int) -> int:
     """Return the number of tokens in the batches of the first `step` steps."""
-    phases, skips = phases_of(config), config.skip_batches
+    phases, skipped = phases_of(config), _skipped(step, config.skip_batches)
 
-    def count(first: int, stop: int) -> int:
-        tokens = (phase_at(phases, batch).token(batch) for batch in (first, stop))
-        first_token, end_token = tokens
-        return end_token - first_token
+    def token(batch: int) -> int:
+        return phase_at(phases, batch).token(batch)
 
-    total, next_batch = count(0, batch_number(step, skips)), 0
-    for first, last in zip(skips[::2], skips[1::2], strict=True):
-        first = max(first, next_batch)
-        if first < batch_number(step, skips):
-            total -= count(first, last + 1)
+    total = token(batch_number(step, config.skip_batches))
+    return total - sum(
+        token(batches.stop) - token(batches.start) for batches in skipped
+    )
+
+
+def _skipped(step: int, skip_batches: Sequence[int]) -> list[range]:
+    """Return the ranges of batches that are left out before the batch of a step."""
+    skipped, number, next_batch = list[range](), step, 0
+    for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
+        batches = range(max(first, next_batch), last + 1)
+        if number >= batches.start:
+            skipped.append(batches)
+            number += len(batches)
         next_batch = last + 1
-    return total
+    return skipped

@@ -2,7 +2,7 @@
 
 import logging
 
-from data.config import PrepareConfig
+from data.prepare_config import PrepareConfig
 from train.cli.command import run_command
 from train.errors import STOPPED, Mistake
 

@@ -27,7 +27,7 @@ from model.experts.router import Routing
 from model.head import make_head, project
 from model.layers import Normalize
 from model.linear import Linear
-from model.params import ParamInfo, is_info, layer_trees, param_infos
+from model.params import layer_trees
 from model.pattern import Segment, segments_of
 from model.pipeline import run_pipeline
 from model.predict_ahead import Ahead, PredictAhead, run_modules
@@ -302,28 +302,3 @@ def bind(model: GPT, params: dict[str, Any]) -> GPT:
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
-
-
-def num_params(config: ModelConfig) -> int:
-    """Count the parameters, without padding. No memory is allocated."""
-    return sum(info.size(shape) for info, shape in _infos_and_shapes(config))
-
-
-def num_active_params(config: ModelConfig) -> int:
-    """Count the parameters that one token uses: of experts, only those it chooses."""
-    sizes = ((info, info.size(shape)) for info, shape in _infos_and_shapes(config))
-    experts = config.num_experts
-    return sum(size * active_parts(info, config) // experts for info, size in sizes)
-
-
-def active_parts(info: ParamInfo, config: ModelConfig) -> int:
-    """Return n such that a token uses n / num_experts of a parameter."""
-    has_experts = info.stack_dims > info.stacked
-    return config.experts_per_token if has_experts else config.num_experts
-
-
-def _infos_and_shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:
-    model = abstract_gpt(config)
-    infos = jax.tree.leaves(param_infos(model), is_leaf=is_info)
-    params = jax.tree.leaves(params_of(model))
-    return [(i, p.shape) for i, p in zip(infos, params, strict=True)]

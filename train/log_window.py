@@ -134,9 +134,9 @@ class LogWindow:
         num_steps = len(self._metrics)
         seconds = time.monotonic() - self._start_s - self._paused_s
         waited_s = self._feed.seconds_waited - self._waited_before_s
-        last_metrics, flops_per_token = self._metrics[-1], self._flops_per_token(step)
-        tokens_per_s = self._targets / seconds
-        mfu = flops_per_token * tokens_per_s / self.peak if self.peak else None
+        last_metrics, tokens_per_s = self._metrics[-1], self._targets / seconds
+        flops_per_s = tokens_per_s * _flops_per_token(self._phase_program(step))
+        mfu = flops_per_s / self.peak if self.peak else None
         self._lap(step=step)
         if warning := self._data_warning(seconds, waited_s):
             progress.note(warning)
@@ -144,7 +144,7 @@ class LogWindow:
         if write:
             values = {
                 "tokens": tokens,
-                "flops": tokens * flops_per_token,
+                "flops": tokens * self._mean_flops_per_token(step),
                 "tokens_per_second": tokens_per_s,
                 "step_seconds": seconds / num_steps,
                 "mfu": math.nan if mfu is None else mfu,
@@ -153,10 +153,21 @@ class LogWindow:
         self._open()
         return seconds
 
-    def _flops_per_token(self, step: int) -> float:
-        """Return the model FLOPs of a token in the phase of a step."""
-        program = self._programs[self._order.phase(step - 1)]
-        return program.flops_per_step / program.tokens_per_step
+    def _phase_program(self, step: int) -> Program:
+        """Return the program of the phase in which `step` is the newest update."""
+        return self._programs[self._order.phase(step - 1)]
+
+    def _mean_flops_per_token(self, step: int) -> float:
+        """Return the mean model FLOPs of a token of all phases until a step."""
+        stop = self._order.batch_number(step - 1) + 1
+        tokens, flops = 0, 0.0
+        for phase, program in reversed([*self._programs.items()]):
+            if phase.first_batch < stop:
+                phase_tokens = phase.token(stop) - phase.first_token
+                tokens += phase_tokens
+                flops += phase_tokens * _flops_per_token(program)
+                stop = phase.first_batch
+        return flops / tokens
 
     def record(self, start_step: int, steps: list[Metrics], progress: Progress) -> None:
         """Record the layer statistics, and name the updates that were skipped.
@@ -204,6 +215,11 @@ class LogWindow:
             f"data.prefetch above {self._config.data.prefetch}, or move the "
             "token store closer to this machine"
         )
+
+
+def _flops_per_token(program: Program) -> float:
+    """Return the model FLOPs of a token of a step."""
+    return program.flops_per_step / program.tokens_per_step
 
 
 def _as_line(metrics: Metrics) -> dict[str, float]:

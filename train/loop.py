@@ -7,6 +7,7 @@ train/start.py runs before and after the loop.
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -117,7 +118,7 @@ class Trainer:
         this barrier, their watchdogs could fire while they wait for the others.
         """
         with self.phase("compile"):
-            self.phases.get(self.order.batch_number(start_step))
+            self._steps(start_step + 1)
             limit_s = self.program.config.watchdog.compile_timeout_s
             self.cluster.wait("compiled", limit_s)
 
@@ -167,18 +168,19 @@ class Trainer:
 
     def _steps(self, step: int) -> CompiledSteps:
         """Return the compiled steps of a step's phase."""
-        batch = self.order.batch_number(step - 1)
-        steps, _ = self.phases.get(batch)
-        return steps
+        return self.phases.get(self.order.batch_number(step - 1))
 
     def _begin_phase(self, step: int) -> None:
-        """If a step is the first of a later phase, wait for its compiled steps."""
-        batch, phase = self.order.batch_number(step - 1), self.order.phase(step - 1)
-        if batch and batch == phase.first_batch:
-            with self.watchdog.during("compile"):
-                _, waited_s = self.phases.get(batch)
-            shape = {"rows": phase.rows, "length": phase.length}
-            self.run.events.record("phase", step=step, **shape, waited_s=waited_s)
+        """Wait for compiled steps, and record the wait, if a step begins a phase."""
+        phase = self.order.phase(step - 1)
+        if step == 1 or phase == self.order.phase(step - 2):
+            return
+        start_s = time.monotonic()
+        with self.watchdog.during("compile"):
+            self._steps(step)
+        waited_s = time.monotonic() - start_s
+        shape = {"rows": phase.rows, "length": phase.length}
+        self.run.events.record("phase", step=step, **shape, waited_s=waited_s)
 
     def _report_divergence(
         self, step: int, state: TrainState, instruments: _Instruments

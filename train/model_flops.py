@@ -15,7 +15,7 @@ from typing import Any
 
 from model.choices import Mixer
 from model.config import ModelConfig
-from model.gpt import active_parts
+from model.count import active_parts
 from model.params import Kind, is_info, named
 
 

@@ -3,7 +3,6 @@
 The next phase is compiled while the steps of a phase run, so that no step waits.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,9 +27,14 @@ class CompiledSteps(NamedTuple):
 class PhaseSteps:
     """The compiled steps of each phase of a run."""
 
-    def __init__(self, programs: Mapping[Phase, Program]):
-        """Compile nothing yet. `programs` are those of `phase_programs`."""
+    def __init__(self, programs: Mapping[Phase, Program], last_batch: int):
+        """Compile nothing yet.
+
+        `programs` are those of `phase_programs`. No phase after `last_batch` is
+        compiled ahead.
+        """
         self.programs, self._phases = programs, list(programs)
+        self._last_batch = last_batch
         self._compilations = dict[Phase, Future[CompiledSteps]]()
         self._thread = ThreadPoolExecutor(1, "compile")
 
@@ -46,18 +50,17 @@ class PhaseSteps:
             self._compilations[phase] = future
         return self._compilations[phase]
 
-    def get(self, batch: int) -> tuple[CompiledSteps, float]:
-        """Return the compiled steps of a batch's phase, and the seconds of waiting.
+    def get(self, batch: int) -> CompiledSteps:
+        """Return the compiled steps of a batch's phase, once they are compiled.
 
-        The compilation of the next phase begins.
+        Then the compilation of the next phase begins.
         """
-        start_s = time.monotonic()
         steps = self.begin(batch).result()
-        waited_s = time.monotonic() - start_s
-        later = [p for p in self._phases if p.first_batch > batch]
-        if later:
-            self.begin(later[0].first_batch)
-        return steps, waited_s
+        for phase in self._phases:
+            if batch < phase.first_batch <= self._last_batch:
+                self.begin(phase.first_batch)
+                break
+        return steps
 
 
 def _compile(program: Program) -> CompiledSteps:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batches import Batch
+from data.config import DataConfig
 from model.choices import Position
+from model.count import num_active_params, num_params
 from model.execution import Execution
-from model.gpt import GPT, abstract_gpt, num_active_params, num_params, params_of
+from model.gpt import GPT, abstract_gpt, params_of
 from model.params import param_infos
 from train.config import Config, TrainConfig
 from train.errors import ConfigError, Mistake, check_all
@@ -266,11 +268,6 @@ def make_program(
     state = abstract_state(config.model, optimizer, train)
     table, offload = config.mesh.params, config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, table, offload)
-    x_BT = jax.ShapeDtypeStruct(
-        (data.batch_size, data.sequence_length),
-        jnp.int32,
-        sharding=NamedSharding(mesh, placement.rules.spec("batch", "seq")),
-    )
     return Program(
         config=config,
         mesh=mesh,
@@ -281,6 +278,15 @@ def make_program(
         state=jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings
         ),
-        batch=Batch(x_BT, x_BT, x_BT if data.document_mask else None, positions=x_BT),
+        batch=_abstract_batch(
+            data, NamedSharding(mesh, placement.rules.spec("batch", "seq"))
+        ),
         num_tokens=num_tokens,
     )
+
+
+def _abstract_batch(data: DataConfig, sharding: NamedSharding) -> Batch:
+    """Return a batch of `jax.ShapeDtypeStruct`. Its ids exist for masks only."""
+    shape = data.batch_size, data.sequence_length
+    x_BT = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    return Batch(x_BT, x_BT, x_BT if data.document_mask else None, positions=x_BT)

@@ -1,4 +1,4 @@
-"""Move the biases of routers towards equal loads of the experts.
+"""Measure the loads of the experts, and move routers' biases towards equal loads.
 
 Shapes: L layers with experts, E experts.
 """
@@ -13,6 +13,13 @@ from model.config import ModelConfig
 from model.params import LAYERS, layer_trees
 
 Load = Float[Array, "L E"] | None
+
+
+def relative_load(load_LE: Float[Array, "L E"]) -> Float[Array, "L"]:
+    """Return the load of each layer's busiest expert, divided by the mean load."""
+    # A batch may consist of padding only, so that the mean is zero.
+    mean_L = jnp.maximum(jnp.mean(load_LE, axis=1), 1e-9)
+    return jnp.max(load_LE, axis=1) / mean_L
 
 
 def balance_experts(

@@ -122,8 +122,9 @@ def _make_trainer(
             rate_factor=rate_factor,
         )
 
-    phases = PhaseSteps(phase_programs(program, make))
     order = Order(prepared.sources, config.data, config.seed)
+    last_batch = order.batch_number(config.train.num_steps - 1)
+    phases = PhaseSteps(phase_programs(program, make), last_batch)
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         config.checkpoint,

@@ -21,7 +21,7 @@ from train.config import TrainConfig
 from train.loss.loss import loss_sum
 from train.numerics import compute_layer_metrics
 from train.optimizer.update import Optimizer
-from train.router_balance import Load, balance_experts
+from train.router_balance import Load, balance_experts, relative_load
 from train.rows import (
     REPLICATED,
     reduce_over_replicas,
@@ -136,9 +136,7 @@ def make_train_step(
         if ahead_losses:
             metrics["ahead_loss"] = jnp.mean(jnp.stack(ahead_losses))
         if load_LE is not None:
-            # A batch may consist of padding only, so that the mean is zero.
-            mean_L = jnp.maximum(jnp.mean(load_LE, axis=1), 1e-9)
-            metrics["expert_load"] = jnp.max(load_LE, axis=1) / mean_L
+            metrics["expert_load"] = relative_load(load_LE)
         new_state = TrainState(state.step + 1, params, optimizer_state, recent)
         return new_state, metrics | layer_metrics
 

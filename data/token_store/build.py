@@ -17,11 +17,12 @@ from pathlib import Path
 
 import tiktoken
 
-from data.config import DataConfig, OnError, PrepareConfig
+from data.config import DataConfig, OnError
 from data.encoding import fingerprint
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
+from data.prepare_config import PrepareConfig
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import ReadSettings

@@ -3,9 +3,9 @@
 import dataclasses
 
 from data.batches import Order
-from data.config import PrepareConfig
 from data.describe import describe_batch
 from data.inspect import InspectConfig, inspect_mistakes, main
+from data.prepare_config import PrepareConfig
 from data.sources import open_sources
 from data.token_store.build import prepare_store
 from train.cli.command import config_yaml

@@ -18,12 +18,12 @@ from data.config import (
     DataConfig,
     MixtureSource,
     Packing,
-    PrepareConfig,
     Source,
     WeightChange,
 )
 from data.errors import DataError
 from data.inspect import InspectConfig
+from data.prepare_config import PrepareConfig
 from data.sources import Sources, encoding_of, open_sets, open_sources
 from data.token_store.build import prepare_store
 from data.verify import VerifyConfig

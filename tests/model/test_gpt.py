@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+from model.count import num_params
 from model.execution import Execution, Numerics
-from model.gpt import GPT, abstract_gpt, bind, num_params, params_of
+from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named
 from tests.model.reference import reference_loss
 

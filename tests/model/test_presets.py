@@ -2,7 +2,7 @@
 
 import pytest
 
-from model.gpt import num_active_params, num_params
+from model.count import num_active_params, num_params
 
 pytestmark = pytest.mark.usefixtures("strict")
 

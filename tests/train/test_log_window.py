@@ -11,12 +11,15 @@ import pytest
 
 import train.log_window
 from data.config import DataConfig
+from data.phases import Phase
 from train.log_window import LogWindow
 
 METRICS = {
     **{"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "skipped": 0.0},
     "targets": 80.0,
 }
+
+WHOLE_RUN = Phase(first_batch=0, rows=4, length=25)
 
 
 class Run:
@@ -74,9 +77,9 @@ def window(run, feed):
         flops_per_step=1.0,
     )
     order: Any = SimpleNamespace(
-        batch_number=lambda step: step + 2, phase=lambda step: "whole run"
+        batch_number=lambda step: step + 2, phase=lambda step: WHOLE_RUN
     )
-    programs: Any = {"whole run": program}
+    programs: Any = {WHOLE_RUN: program}
     return LogWindow(programs, run, order, feed)
 
 

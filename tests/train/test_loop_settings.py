@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from data.batches import Order
-from data.config import DataConfig, MixtureSource, PrepareConfig, Source
+from data.config import DataConfig, MixtureSource, Source
+from data.prepare_config import PrepareConfig
 from data.sources import open_sources
 from data.token_store.build import prepare_store
 from tests.train import doors

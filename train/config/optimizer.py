@@ -166,7 +166,10 @@ class DecayShape(StrEnum):
 
 
 class BatchRule(StrEnum):
-    """How learning rates follow the tokens of a batch: not, like its root, or alike."""
+    """How learning rates follow the number of tokens in a batch.
+
+    They do not follow it, are proportional to its root, or are proportional to it.
+    """
 
     none = "none"
     sqrt = "sqrt"

@@ -12,14 +12,14 @@ from train.config import OptimizerConfig, OptimizerName, ParameterGroup
 from train.errors import ConfigError, Mistake
 
 
-class Rates(NamedTuple):
+class ParamRates(NamedTuple):
     """The peak learning rate of a parameter, and its decay relative to that rate."""
 
     learning_rate: float
     weight_decay: float
 
 
-def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, Rates]:
+def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, ParamRates]:
     """Return the rates of each parameter by its dotted name. Vectors do not decay.
 
     Raises:
@@ -42,7 +42,7 @@ def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, Rates]:
         for group, names in zip(config.groups, members, strict=True)
         for name in names
     }
-    rates = dict[str, Rates]()
+    rates = dict[str, ParamRates]()
     for name, info in named(infos, is_info):
         rate, decay = config.learning_rate, config.weight_decay
         if config.name is OptimizerName.muon and info.kind is Kind.matrix:
@@ -52,7 +52,7 @@ def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, Rates]:
         group = group_of.get(name, ParameterGroup())
         if group.weight_decay is not None:
             decay = group.weight_decay
-        rates[name] = Rates(rate * group.learning_rate, decay)
+        rates[name] = ParamRates(rate * group.learning_rate, decay)
     return rates
 
 
@@ -68,7 +68,7 @@ def group_members(config: OptimizerConfig, infos: Any) -> list[list[str]]:
 
 
 def add_decay(
-    rates: Mapping[str, Rates], empty_state: Any
+    rates: Mapping[str, ParamRates], empty_state: Any
 ) -> optax.GradientTransformation:
     """Return a transformation that adds each parameter's decay to its direction.
 
@@ -85,7 +85,7 @@ def add_decay(
     return optax.GradientTransformation(lambda params: empty_state, update)
 
 
-def scale_by_rate(rates: Mapping[str, Rates]) -> optax.GradientTransformation:
+def scale_by_rate(rates: Mapping[str, ParamRates]) -> optax.GradientTransformation:
     """Return a transformation that multiplies directions by peak learning rates."""
 
     def scale(path: tuple[Any, ...], direction: jax.Array) -> jax.Array:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from train.config import OptimizerConfig, OptimizerName
-from train.optimizer.groups import Rates
+from train.optimizer.groups import ParamRates
 
 
-def may_overflow(config: OptimizerConfig, rates: Iterable[Rates]) -> bool:
+def may_overflow(config: OptimizerConfig, rates: Iterable[ParamRates]) -> bool:
     """Return whether finite gradients may lead to weights that overflow float32.
 
     Updates that cannot overflow are not checked, because a check reads the whole state.

@@ -5,7 +5,7 @@ decays and rises again), arXiv:2408.13359 (power).
 """
 
 from collections.abc import Callable
-from typing import assert_never
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> 
     warmup, final = config.warmup_steps, config.final_fraction
     match config.name:
         case Schedule.cosine:
-            cosine = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
-            body = lambda step: cosine(jnp.maximum(step - warmup, 0))  # noqa: E731
+            body = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
+            body = _after(warmup, body)
         case Schedule.wsd | Schedule.power:
             body = _with_decays(config, num_steps)
         case Schedule.piecewise:
@@ -43,6 +43,11 @@ def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> 
         return value if peak == 1 else peak * value
 
     return factor
+
+
+def _after(warmup: int, body: Callable[[jax.Array], Any]) -> Factor:
+    """Return a function that counts the steps of `body` from the end of the warm-up."""
+    return lambda step: body(jnp.maximum(step - warmup, 0))
 
 
 def _with_decays(config: ScheduleConfig, num_steps: int) -> Factor:

@@ -123,7 +123,7 @@ def _plan(
             print_slices(array)
     make_plan = partial(compile_and_read if can_compile else estimate, budget=budget)
     plan = make_plan(program)
-    phases = plan_phases(program, make_plan) if len(phases_of(config.data)) > 1 else []
+    phases = plan_phases(plan, make_plan) if len(phases_of(config.data)) > 1 else []
     inspection = None
     if config.show and plan.text:
         names = [name for name, _ in named(program.state)]

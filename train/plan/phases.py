@@ -12,30 +12,32 @@ from train.units import format_bytes, format_seconds
 
 
 def plan_phases(
-    program: Program, make_plan: Callable[[Program], Plan]
+    plan: Plan, make_plan: Callable[[Program], Plan]
 ) -> list[dict[str, Any]]:
     """Return the shape, memory and time of the steps of each phase, as plain values.
 
-    `make_plan` plans a program. The time is None if the chip's rates are unknown.
+    `plan` is that of batches of `data.batch_size` rows, and `make_plan` plans another
+    program. The time is None if the chip's rates are unknown.
 
     Raises:
         ConfigError: the batches of a phase cannot be divided among the devices.
     """
+    program = plan.program
     devices = list(program.mesh.devices.flat)
     make = partial(make_program, devices=devices, num_tokens=program.num_tokens)
     programs = phase_programs(program, lambda config, _: make(config))
     rows = list[dict[str, Any]]()
     for phase, phase_program in programs.items():
-        plan = make_plan(phase_program)
+        phase_plan = plan if phase_program is program else make_plan(phase_program)
         rows.append(
             {
                 "first_batch": phase.first_batch,
                 "rows": phase.rows,
                 "length": phase.length,
                 "microbatches": phase_program.config.train.accumulation_steps,
-                "needed": plan.memory.needed.bytes,
-                "fits": plan.fits,
-                "step_s": plan.prediction and plan.prediction.step_s.middle,
+                "needed": phase_plan.memory.needed.bytes,
+                "fits": phase_plan.fits,
+                "step_s": phase_plan.prediction and phase_plan.prediction.step_s.middle,
             }
         )
     return rows

@@ -19,9 +19,9 @@ from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
 from train.errors import ConfigError, Mistake, as_typed
-from train.pretrained.families import FAMILIES, NOT_NULL, Family
-from train.pretrained.fused import Part, parts_of_experts
-from train.pretrained.settings import (
+from train.pretrained.families import FAMILIES
+from train.pretrained.family import NOT_NULL, Family
+from train.pretrained.folder_settings import (
     KEYS,
     NOT_COMPARED,
     NULL_IS_NONE,
@@ -31,6 +31,7 @@ from train.pretrained.settings import (
     rope_of,
     with_layer_types,
 )
+from train.pretrained.fused import Part, parts_of_experts
 from train.pretrained.tensors import FamilyTensors
 from train.program import Program
 

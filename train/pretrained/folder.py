@@ -27,7 +27,8 @@ from model.config import ModelConfig
 from model.params import named
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.pretrained.families import Family, family_of
+from train.pretrained.families import family_of
+from train.pretrained.family import Family
 from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_json, write_weights
 from train.program import Program

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from model.choices import Mixer
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
-from train.pretrained.families import Family
+from train.pretrained.family import Family
 
 # The ends of names of parameters that are written in float32.
 _PRECISE = (".router.balance", ".A_log", ".dt_bias")

@@ -16,8 +16,8 @@ import pytest
 
 import data.text.files
 import data.token_store.encode
-from data.config import PrepareConfig
 from data.errors import DataError
+from data.prepare_config import PrepareConfig
 from data.text.files import SPLITS
 from data.token_store.build import prepare_store
 from data.token_store.store import Store

@@ -18,9 +18,9 @@ import pytest
 
 import data.token_store.build
 import data.token_store.writer
-from data.config import PrepareConfig
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
+from data.prepare_config import PrepareConfig
 from data.token_store.build import prepare_store
 from data.token_store.store import open_store
 from tests.data.token_store import preparations

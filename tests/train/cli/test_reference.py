@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from annotated_types import Le, Lt
 
-from data.config import PrepareConfig
 from data.inspect import InspectConfig
+from data.prepare_config import PrepareConfig
 from data.train_tokenizer import TrainTokenizerConfig
 from data.verify import VerifyConfig
 from launch.config import KINDS, LaunchConfig

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model.gpt import abstract_gpt, bind, num_params, params_of
+from model.count import num_params
+from model.gpt import abstract_gpt, bind, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
 from model.predict_ahead import look_ahead

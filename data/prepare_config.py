@@ -1,0 +1,84 @@
+"""The configuration of `python -m data.prepare`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, Lt
+from typing_extensions import Doc
+
+from data.config import (
+    ByteCount,
+    Mistakes,
+    OnError,
+    Pattern,
+    RankFileHash,
+    TextField,
+    Tokenizer,
+    tokenizer_mistakes,
+)
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Keys of `python -m data.prepare`, which converts text to a token store."""
+
+    input: Annotated[Any, Doc("A file, folder, glob or URL, or a list of them.")] = None
+    output: Annotated[
+        str | None, Doc("The folder of the token store: a path, gs:// or s3://.")
+    ] = None
+    pattern: Pattern = "**/*"
+    text_field: TextField = "text"
+    id_field: Annotated[
+        str | None,
+        Doc(
+            "The field of a record that identifies it. null: file and position "
+            "identify it."
+        ),
+    ] = None
+    validation: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Doc(
+            "The fraction of documents to hold out, such as 0.01. Of a single text it "
+            "is the end. 0 holds out nothing."
+        ),
+    ] = 0.01
+    tokenizer: Tokenizer = "bytes"
+    tokenizer_sha256: RankFileHash = None
+    on_error: Annotated[
+        OnError, Doc("What to do with a record that cannot be used.")
+    ] = OnError.fail
+    keep_invalid_utf8: Annotated[
+        bool, Doc("Keep invalid bytes of text files, one token each.")
+    ] = False
+    max_record_bytes: Annotated[ByteCount, Doc("Longer records cannot be used.")] = (
+        2**26
+    )
+    workers: Annotated[
+        Annotated[int, Ge(1), Le(4096)] | None,
+        Doc("The number of processes. null: as many as there are cores."),
+    ] = None
+    work_dir: Annotated[
+        str | None,
+        Doc(
+            "The folder of unfinished parts. null: next to output, or the cache folder."
+        ),
+    ] = None
+
+    @property
+    def inputs(self) -> list[str]:
+        """The inputs as a list."""
+        inputs = self.input if isinstance(self.input, list) else [self.input]
+        return [str(path) for path in inputs if path not in (None, "")]
+
+    def mistakes(self) -> Mistakes:
+        """List the invalid values, and the values that contradict each other."""
+        mistakes: Mistakes = []
+        if not self.inputs:
+            rule = "must name files, folders or patterns, say input=corpus/"
+            mistakes.append(("input", self.input, rule))
+        if not self.output:
+            rule = "must name the store's folder, say output=stores/corpus"
+            mistakes.append(("output", self.output, rule))
+        return mistakes + tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
