@@ -201,3 +201,30 @@ def test_every_metric_of_a_step_is_logged_whatever_it_is(window, run, progress):
     found = {key: v for key, v in values.items() if key.startswith("expert_load")}
     assert found == {"expert_load": 2.5, "expert_load/0": 1.5, "expert_load/1": 2.5}
     assert "numerics/x" not in values
+
+
+def test_flops_count_the_tokens_of_each_phase(run, feed, progress):
+    """Two steps of 100 tokens at 3 FLOPs, and one of 400 tokens at 5."""
+    phases = WHOLE_RUN, Phase(first_batch=2, rows=4, length=100, first_token=200)
+    device = SimpleNamespace(device_kind="cpu")
+    config = SimpleNamespace(data=run.config.data)
+    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]), size=1)
+    programs: Any = {
+        phase: SimpleNamespace(
+            config=config,
+            mesh=mesh,
+            tokens_per_step=phase.tokens_per_batch,
+            flops_per_step=flops * phase.tokens_per_batch,
+        )
+        for phase, flops in zip(phases, (3.0, 5.0), strict=True)
+    }
+    order: Any = SimpleNamespace(
+        batch_number=lambda step: step, phase=lambda step: phases[step >= 2]
+    )
+    window = LogWindow(programs, run, order, feed)
+    for step in range(3):
+        window.add(METRICS | {"targets": 400.0 if step == 2 else 100.0})
+    window.close(3, progress, write=True)
+    ((_, values),) = run.logged
+    assert values["tokens"] == 600
+    assert values["flops"] == pytest.approx(200 * 3 + 400 * 5)

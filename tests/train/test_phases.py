@@ -1,7 +1,9 @@
 """A run whose batches change their shape, stopped and continued."""
 
+import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,7 @@ from data.phases import Phase, phases_of
 from tests.train import doors
 from tests.train.doors import Door, steps
 from train.errors import ConfigError
-from train.phases import phase_programs
+from train.phases import PhaseSteps, phase_programs
 from train.program import Program, make_program
 from train.run.metrics import read_events
 
@@ -22,11 +24,11 @@ GROWING = (
 )
 
 
-def test_a_growing_batch_goes_on_through_a_kill_on_another_mesh(
+def test_a_growing_batch_goes_on_on_another_mesh_after_a_preemption(
     folder: Path, door: Door
 ):
     """4 x 128, 2 x 256 and 6 x 384 tokens, then 512 a step from batch 12 on."""
-    straight, killed = folder / "straight", folder / "killed"
+    straight, stopped = folder / "straight", folder / "stopped"
     result = door(straight, *GROWING)
     assert result.returncode == 0, result.stderr
     assert "16 rows x 32 = 512 tokens from batch 12 on" in result.stdout
@@ -40,14 +42,37 @@ def test_a_growing_batch_goes_on_through_a_kill_on_another_mesh(
     rates = [line["learning_rate"] / 1e-3 for line in steps(straight)]
     assert rates[3:12:2] == pytest.approx([0.5**0.5, 1, *[1.5**0.5] * 3], rel=1e-6)
 
-    died = door(killed, *GROWING, at_step=9, number=signal.SIGKILL)
-    assert died.returncode == -signal.SIGKILL
-    result = door(killed, *GROWING, "mesh=ddp")
+    preempted = door(stopped, *GROWING, at_step=8, number=signal.SIGTERM)
+    assert preempted.returncode == 42, preempted.stderr
+    result = door(stopped, *GROWING, "mesh=ddp")
     assert result.returncode == 0, result.stderr
-    assert "from step 5\n" in result.stdout
-    for a, b in zip(steps(straight), steps(killed), strict=True):
+    assert re.search(r"from step (8|9|1\d)\n", result.stdout)
+    for a, b in zip(steps(straight), steps(stopped), strict=True):
         assert a["tokens"] == b["tokens"]
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-5), a["step"]
+
+
+class Compiler:
+    """A program that notes when its step is compiled."""
+
+    def __init__(self, compiled: list[str], name: str):
+        self.config = SimpleNamespace(log=SimpleNamespace(numerics_interval_steps=None))
+        self.state = self.batch = None
+        self.train_step = SimpleNamespace(lower=lambda *_: self)
+        self.compile = lambda: compiled.append(name)
+
+
+def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
+    compiled: list[str] = []
+    firsts = {"a": 0, "b": 5, "c": 10}
+    programs = {Phase(n, 4, 16): Compiler(compiled, k) for k, n in firsts.items()}
+    steps = PhaseSteps(programs, last_batch=9)
+    steps.get(3)
+    steps.begin(5).result()
+    assert compiled == ["a", "b"]
+    steps.get(9)
+    steps.begin(0).result()
+    assert compiled == ["a", "b"]
 
 
 def phases_on(program: Program) -> dict[Phase, Program]:
