@@ -13,6 +13,12 @@ from train.config import BatchRule, Config
 from train.errors import ConfigError
 from train.program import Program
 
+# The keys that give a phase its values of these keys.
+_KEYS = {
+    "data.batch_size": "data.batch_schedule",
+    "data.sequence_length": "data.sequence_schedule",
+}
+
 
 class CompiledSteps(NamedTuple):
     """The compiled training step, and the step that also returns layer statistics.
@@ -94,8 +100,8 @@ def phase_programs(
         try:
             programs[phase] = make(_phase_config(program, phase), factor)
         except ConfigError as error:
-            key = "data.batch_schedule"
-            raise ConfigError([m._replace(key=key) for m in error.mistakes]) from error
+            mistakes = [m._replace(key=_KEYS.get(m.key, m.key)) for m in error.mistakes]
+            raise ConfigError(mistakes) from error
     return programs
 
 
