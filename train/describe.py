@@ -6,11 +6,13 @@ from data.batches import Order
 from data.phases import phases_of
 from model.choices import Mixer
 from model.params import ParamInfo, named
+from train.config import Transfer
 from train.console import print_table
 from train.hardware.chips import peak_flops
 from train.loss.form import choose_form
 from train.mesh_sizes import num_shards
 from train.optimizer.groups import group_members
+from train.optimizer.transfer import transfer_ratios
 from train.program import Program
 from train.sharding import bytes_per_device
 from train.units import format_bytes, format_flops
@@ -65,6 +67,10 @@ def describe_program(program: Program) -> None:
 def _describe_groups(program: Program) -> None:
     """Print which parameters have another learning rate or another decay."""
     optimizer = program.config.optimizer
+    if optimizer.transfer is not Transfer.none:
+        width, depth = transfer_ratios(optimizer, program.config.model)
+        text = f"{width:g} x the width and {depth:g} x the depth of the base"
+        print(f"transfer    {optimizer.transfer}: {text}")
     members = group_members(optimizer, program.infos)
     for group, names in zip(optimizer.groups, members, strict=True):
         decay = group.weight_decay

@@ -17,7 +17,7 @@ _SECRET_WORD = re.compile(
 )
 _LOCATION_SUFFIX = re.compile(r"_(file|path|dir|url|uri|host)$", re.IGNORECASE)
 # Every shell sets the first two to folders. The others are keys of the config.
-_NO_SECRETS = ("PWD", "OLDPWD", "token_shift", "from_tokens")
+_NO_SECRETS = ("PWD", "OLDPWD", "token_shift", "from_tokens", "base_batch_tokens")
 _URL_PASSWORD = re.compile(r"""([A-Za-z][\w+.-]*://[^\s/:@?#]*:)([^\s/"']+)(?=@)""")
 _URL_TOKEN = re.compile(r"(?<=://)[^\s/:@?#]{8,}(?=@)")  # https://<token>@host
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^\s&#]+)")

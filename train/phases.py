@@ -6,10 +6,10 @@ The next phase is compiled while the steps of a phase run, so that no step waits
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 from data.phases import Phase, phase_at, phases_of
-from train.config import BatchRule, Config
+from train.config import Config
 from train.errors import ConfigError
 from train.program import Program
 
@@ -80,13 +80,13 @@ def _compile(program: Program) -> CompiledSteps:
 
 
 def phase_programs(
-    program: Program, make: Callable[[Config, float], Program]
+    program: Program, make: Callable[[Config], Program]
 ) -> dict[Phase, Program]:
     """Return the program of each phase.
 
     Args:
         program: the program for batches of `data.batch_size` rows.
-        make: returns the program of a config whose learning rates have a factor.
+        make: returns the program of a config.
 
     Raises:
         ConfigError: the batches of a phase cannot be divided among the devices.
@@ -96,27 +96,12 @@ def phase_programs(
         if (phase.rows, phase.length) == (data.batch_size, data.sequence_length):
             programs[phase] = program
             continue
-        factor = _rate_factor(program, phase)
         try:
-            programs[phase] = make(_phase_config(program, phase), factor)
+            programs[phase] = make(_phase_config(program, phase))
         except ConfigError as error:
             mistakes = [m._replace(key=_KEYS.get(m.key, m.key)) for m in error.mistakes]
             raise ConfigError(mistakes) from error
     return programs
-
-
-def _rate_factor(program: Program, phase: Phase) -> float:
-    """Return the factor on learning rates that `schedule.batch_rule` gives a phase."""
-    ratio = phase.tokens_per_batch / program.tokens_per_step
-    match program.config.schedule.batch_rule:
-        case BatchRule.none:
-            return 1.0
-        case BatchRule.sqrt:
-            return ratio**0.5
-        case BatchRule.linear:
-            return ratio
-        case _:
-            assert_never(program.config.schedule.batch_rule)
 
 
 def _phase_config(program: Program, phase: Phase) -> Config:
@@ -139,6 +124,11 @@ def _phase_config(program: Program, phase: Phase) -> Config:
             sequence_length=phase.length,
             batch_schedule=[],
             sequence_schedule=[],
+        ),
+        schedule=replace(
+            config.schedule,
+            base_batch_tokens=config.schedule.base_batch_tokens
+            or program.tokens_per_step,
         ),
         train=replace(train, accumulation_steps=accumulation),
     )

@@ -116,7 +116,7 @@ class Prepared:
             self._check_vocab,
         )
         make = partial(make_program, num_tokens=self._num_tokens)
-        phase_programs(self.program, lambda config, factor: make(config))
+        phase_programs(self.program, make)
         data, paths = self.config.data, self.config.eval.paths
         sources = open_sources(data, self._beat)
         self.sources = open_sets(sources, data, paths, self._beat)

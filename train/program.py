@@ -40,6 +40,7 @@ from train.mesh_sizes import (
     pipeline_of,
 )
 from train.model_flops import attention_flops, weight_flops
+from train.optimizer.transfer import transfer_factors
 from train.optimizer.update import Optimizer, make_optimizer
 from train.runtime import compiler_options
 from train.sharding import (
@@ -219,7 +220,6 @@ def make_program(
     devices: Sequence[Device] | None = None,
     schedule_steps: int | None = None,
     num_tokens: int | None = None,
-    rate_factor: float = 1.0,
 ) -> Program:
     """Return the program of a config on a set of devices.
 
@@ -230,7 +230,6 @@ def make_program(
             extended run still has the schedule length of its first start.
         num_tokens: the number of ids that the tokenizer has. Larger ids get probability
             zero. None means that the tokenizer has all ids of the vocabulary.
-        rate_factor: a factor on all learning rates.
 
     Raises:
         ConfigError: if mesh, batch, model and devices do not fit; lists all mistakes.
@@ -263,7 +262,10 @@ def make_program(
         specs=specs,
         seed=config.seed,
         platform=devices[0].platform,
-        rate_factor=rate_factor,
+        factors=transfer_factors(config.optimizer, config.model, infos),
+        rate_factor=config.schedule.batch_factor(
+            data.batch_size * data.sequence_length
+        ),
     )
     state = abstract_state(config.model, optimizer, train)
     table, offload = config.mesh.params, config.optimizer.offload

@@ -13,6 +13,7 @@ verifies, the start fails with DataError.
 
 import logging
 from contextlib import closing
+from functools import partial
 
 from data.batches import Order, batch_number
 from data.errors import DataError
@@ -28,7 +29,7 @@ from train.loop import Trainer
 from train.masking import mask
 from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
-from train.program import Program, make_program
+from train.program import make_program
 from train.prove.kernels import check_kernels
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
@@ -109,19 +110,11 @@ def _make_trainer(
     """Return the trainer, after compilation has begun and the program is described."""
     config, program = run.config, prepared.program
     schedule_steps = run.continuation.schedule_steps
+    make = partial(
+        make_program, schedule_steps=schedule_steps, num_tokens=program.num_tokens
+    )
     if schedule_steps != config.train.num_steps:
-        program = make_program(
-            config, schedule_steps=schedule_steps, num_tokens=program.num_tokens
-        )
-
-    def make(config: Config, rate_factor: float) -> Program:
-        return make_program(
-            config,
-            schedule_steps=schedule_steps,
-            num_tokens=program.num_tokens,
-            rate_factor=rate_factor,
-        )
-
+        program = make(config)
     order = Order(prepared.sources, config.data, config.seed)
     last_batch = order.batch_number(config.train.num_steps - 1)
     phases = PhaseSteps(phase_programs(program, make), last_batch)

@@ -16,6 +16,7 @@ from model.config import ModelConfig
 from model.gpt import GPT, params_of
 from model.params import named
 from train.config import TrainConfig
+from train.optimizer.transfer import scale_initial_values
 from train.optimizer.update import Optimizer, OptimizerState
 from train.spikes import Recent, empty_recent
 
@@ -39,6 +40,7 @@ def initial_state(
 ) -> TrainState:
     """Return the state of step 0, the same on any mesh. Call it under `jit`."""
     params = params_of(GPT(model, nnx.Rngs(seed)))
+    params = scale_initial_values(params, optimizer.factors, model)
     recent = None if train.skip_sigma is None else empty_recent(train.skip_window)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
 

@@ -77,7 +77,7 @@ def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
 
 def phases_on(program: Program) -> dict[Phase, Program]:
     devices = list(program.mesh.devices.flat)
-    return phase_programs(program, lambda config, _: make_program(config, devices))
+    return phase_programs(program, lambda config: make_program(config, devices))
 
 
 def test_microbatches_of_a_phase_have_at_most_as_many_tokens(programs):

@@ -6,7 +6,14 @@ from dataclasses import fields
 from data.config import Source
 from model.choices import Activation, Mixer, Mlp, Position, Scaling
 from model.config import ModelConfig
-from train.config import Config, OptimizerName, Schedule, ScheduleConfig
+from train.config import (
+    BatchRule,
+    Config,
+    OptimizerName,
+    Schedule,
+    ScheduleConfig,
+    Transfer,
+)
 from train.identity import config_differences
 
 # Prefixes of the keys of `optimizer.*` that each optimizer ignores.
@@ -73,9 +80,23 @@ def unread_key_warnings(config: Config) -> list[str]:
         *_unread_model_keys(model),
         *_unread_schedule_keys(config.schedule),
         (
-            not (config.data.batch_schedule or config.data.sequence_schedule),
+            config.schedule.base_batch_tokens is None
+            and not (config.data.batch_schedule or config.data.sequence_schedule),
             "schedule.batch_rule",
-            "data.batch_schedule and data.sequence_schedule are []",
+            "schedule.base_batch_tokens is null and all batches have one size",
+        ),
+        (
+            config.schedule.batch_rule is BatchRule.none,
+            "schedule.base_batch_tokens",
+            "schedule.batch_rule is none",
+        ),
+        *(
+            (
+                config.optimizer.transfer is Transfer.none,
+                f"optimizer.{key}",
+                "optimizer.transfer is none",
+            )
+            for key in ("base_width", "base_depth")
         ),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),

@@ -42,6 +42,7 @@ from train.config.optimizer import (
     Schedule,
     ScheduleConfig,
     SchedulePoint,
+    Transfer,
 )
 from train.config.run import CheckpointConfig, RunConfig
 from train.config.training import Remat, TrainConfig
@@ -82,6 +83,7 @@ __all__ = [
     "TraceConfig",
     "TrackerConfig",
     "TrainConfig",
+    "Transfer",
     "WandbConfig",
     "WatchdogConfig",
 ]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, assert_never
 
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
@@ -28,6 +28,13 @@ class MuonScale(StrEnum):
 
     spectral = "spectral"
     rms = "rms"
+
+
+class Transfer(StrEnum):
+    """Whether rates are those of a smaller model: see train/optimizer/transfer.py."""
+
+    none = "none"
+    completep = "completep"
 
 
 class MomentDtype(StrEnum):
@@ -139,6 +146,28 @@ class OptimizerConfig:
             "each head. The output projection stays one matrix."
         ),
     ] = False
+    transfer: Annotated[
+        Transfer,
+        Doc(
+            "completep makes rates, decay and epsilon those of a model of base_width "
+            "and base_depth: initial values and updates are scaled so that the best "
+            "rates of that model fit this one."
+        ),
+    ] = Transfer.none
+    base_width: Annotated[
+        Count | None, Doc("The embed_dim of the model whose rates are given.")
+    ] = None
+    base_depth: Annotated[
+        Count | None, Doc("The num_layers of the model whose rates are given.")
+    ] = None
+    base_steps: Annotated[
+        Count | None,
+        Doc(
+            "The steps of the run whose rates are given. AdamW's rate, decay, epsilon "
+            "and betas are changed so that a run of train.num_steps fits them. null "
+            "changes nothing."
+        ),
+    ] = None
     groups: Annotated[
         list[ParameterGroup],
         Doc(
@@ -250,14 +279,34 @@ class ScheduleConfig:
     batch_rule: Annotated[
         BatchRule,
         Doc(
-            "How learning rates follow data.batch_schedule and data.sequence_schedule: "
-            "sqrt and linear multiply them by the root of the ratio of a batch's "
-            "tokens to batch_size x sequence_length, or by the ratio."
+            "How learning rates follow the tokens of a batch: sqrt and linear multiply "
+            "them by the root of the ratio to base_batch_tokens, or by the ratio."
         ),
     ] = BatchRule.none
+    base_batch_tokens: Annotated[
+        Positive | None,
+        Doc(
+            "The tokens in a batch of the run whose rates are given. null: "
+            "data.batch_size x data.sequence_length, so that rates follow only "
+            "data.batch_schedule and data.sequence_schedule."
+        ),
+    ] = None
     final_fraction: Annotated[
         float, Ge(0), Le(1), Doc("The factor at the end, as a fraction of the peak.")
     ] = 0.1
+
+    def batch_factor(self, tokens: int) -> float:
+        """Return the factor that `batch_rule` gives batches of so many tokens."""
+        ratio = tokens / (self.base_batch_tokens or tokens)
+        match self.batch_rule:
+            case BatchRule.none:
+                return 1.0
+            case BatchRule.sqrt:
+                return ratio**0.5
+            case BatchRule.linear:
+                return ratio
+            case _:
+                assert_never(self.batch_rule)
 
     @property
     def has_decay(self) -> bool:

@@ -10,17 +10,26 @@ import optax
 from model.params import Kind, is_info, named
 from train.config import OptimizerConfig, OptimizerName, ParameterGroup
 from train.errors import ConfigError, Mistake
+from train.optimizer.transfer import Factors
 
 
 class ParamRates(NamedTuple):
-    """The peak learning rate of a parameter, and its decay relative to that rate."""
+    """The peak learning rate of a parameter, and its decay relative to that rate.
+
+    epsilon: a factor on Adam's epsilon.
+    """
 
     learning_rate: float
     weight_decay: float
+    epsilon: float = 1.0
 
 
-def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, ParamRates]:
+def parameter_rates(
+    config: OptimizerConfig, infos: Any, factors: Mapping[str, Factors]
+) -> dict[str, ParamRates]:
     """Return the rates of each parameter by its dotted name. Vectors do not decay.
+
+    `factors` are those of `transfer_factors`.
 
     Raises:
         ConfigError: a group of `optimizer.groups` has no parameter.
@@ -52,7 +61,9 @@ def parameter_rates(config: OptimizerConfig, infos: Any) -> dict[str, ParamRates
         group = group_of.get(name, ParameterGroup())
         if group.weight_decay is not None:
             decay = group.weight_decay
-        rates[name] = ParamRates(rate * group.learning_rate, decay)
+        own = factors.get(name, Factors())
+        rate *= group.learning_rate * own.learning_rate
+        rates[name] = ParamRates(rate, decay / own.learning_rate, own.epsilon)
     return rates
 
 
@@ -83,6 +94,25 @@ def add_decay(
         return jax.tree_util.tree_map_with_path(add, updates, params), state
 
     return optax.GradientTransformation(lambda params: empty_state, update)
+
+
+def with_epsilons(
+    adam: optax.GradientTransformation, rates: Mapping[str, ParamRates]
+) -> optax.GradientTransformation:
+    """Return Adam with another epsilon for each parameter.
+
+    If a gradient is divided by f, Adam's direction is the one with f times the epsilon.
+    """
+
+    def divide(path: tuple[Any, ...], grad: jax.Array) -> jax.Array:
+        factor = rates[_name(path)].epsilon
+        return grad if factor == 1 else grad / factor
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates = jax.tree_util.tree_map_with_path(divide, updates)
+        return adam.update(updates, state, params)
+
+    return optax.GradientTransformation(adam.init, update)
 
 
 def scale_by_rate(rates: Mapping[str, ParamRates]) -> optax.GradientTransformation:

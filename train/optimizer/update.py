@@ -6,7 +6,7 @@ is skipped. The update is computed in float32. Weights and moments in bfloat16 o
 bits are rounded stochastically, without a float32 copy. The average is always float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_never
 
@@ -20,11 +20,17 @@ from model.params import Kind, is_info
 from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
 from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.by_layer import update_layer_by_layer
-from train.optimizer.groups import add_decay, parameter_rates, scale_by_rate
+from train.optimizer.groups import (
+    add_decay,
+    parameter_rates,
+    scale_by_rate,
+    with_epsilons,
+)
 from train.optimizer.moments import MomentStorage, decode_moments
 from train.optimizer.muon import muon
 from train.optimizer.overflow import may_overflow, num_overflows
 from train.optimizer.schedule import make_schedule
+from train.optimizer.transfer import Factors, fit_to_length
 
 
 class OptimizerState(NamedTuple):
@@ -41,6 +47,7 @@ class Optimizer:
     schedule: the factor on learning rates at a step.
     storage: the format of moments between updates.
     checks_overflow: whether an update is checked before it is written.
+    factors: those of `transfer_factors`, of which the initial values need theirs.
     by_layer: whether layers are updated one by one.
     in_place: see `update_layer_by_layer`.
     """
@@ -50,6 +57,7 @@ class Optimizer:
     schedule: Callable[[jax.Array], jax.Array]
     storage: MomentStorage
     checks_overflow: bool
+    factors: Mapping[str, Factors]
     by_layer: bool = False
     in_place: bool = True
 
@@ -194,6 +202,7 @@ def make_optimizer(
     specs: Any = None,
     seed: int = 0,
     platform: str = "cpu",
+    factors: Mapping[str, Factors] | None = None,
     rate_factor: float = 1.0,
 ) -> Optimizer:
     """Build the optimizer.
@@ -208,12 +217,14 @@ def make_optimizer(
         specs: tree of the parameters' PartitionSpecs on the mesh.
         seed: the seed of stochastic rounding.
         platform: the platform of the devices.
+        factors: those of `transfer_factors`.
         rate_factor: a factor on all learning rates, in addition to the schedule.
 
     Raises:
         ConfigError: a group of `optimizer.groups` has no parameter.
     """
-    rates = parameter_rates(config, infos)
+    config, factors = fit_to_length(config, num_steps), factors or {}
+    rates = parameter_rates(config, infos, factors)
     match config.name:
         case OptimizerName.adafactor:
             direction = scale_by_adafactor(infos)
@@ -221,6 +232,7 @@ def make_optimizer(
             direction = optax.scale_by_lion(config.b1, config.b2)
         case OptimizerName.adamw | OptimizerName.muon:
             direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+            direction = with_epsilons(direction, rates)
         case _:
             assert_never(config.name)
     transform = optax.chain(
@@ -246,6 +258,7 @@ def make_optimizer(
         make_schedule(schedule, num_steps, rate_factor),
         MomentStorage(config.moment_dtype, infos, seed),
         checks_overflow=may_overflow(config, rates.values()),
+        factors=factors,
         by_layer=_needs_loop(config, platform, mesh),
         # Compiling ahead of time, XLA:GPU does not learn which arguments are in host
         # memory, and refuses to update moments there in place.

@@ -25,7 +25,7 @@ def plan_phases(
     program = plan.program
     devices = list(program.mesh.devices.flat)
     make = partial(make_program, devices=devices, num_tokens=program.num_tokens)
-    programs = phase_programs(program, lambda config, _: make(config))
+    programs = phase_programs(program, make)
     rows = list[dict[str, Any]]()
     for phase, phase_program in programs.items():
         phase_plan = plan if phase_program is program else make_plan(phase_program)

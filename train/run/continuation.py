@@ -156,7 +156,8 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
     `newest_step` is the step that this start continues from.
     """
     schedule, wanted_steps = config.schedule, config.train.num_steps
-    if wanted_steps == previous_steps or schedule.name is Schedule.constant:
+    has_one_rate = schedule.name is Schedule.constant
+    if wanted_steps == previous_steps or has_one_rate or config.optimizer.base_steps:
         return previous_steps
     rate, new_rate = (
         make_schedule(schedule, n) for n in (previous_steps, wanted_steps)

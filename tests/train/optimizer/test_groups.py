@@ -41,6 +41,6 @@ def test_the_first_group_that_matches_a_parameter_has_it(config):
 def test_a_group_without_parameters_is_a_mistake():
     config = replace(ADAMW, groups=[FROZEN, ParameterGroup("*norm*"), HALF])
     with pytest.raises(ConfigError) as error:
-        parameter_rates(config, INFOS)
+        parameter_rates(config, INFOS, {})
     keys = [mistake.key for mistake in error.value.mistakes]
     assert keys == ["optimizer.groups[1].match", "optimizer.groups[2].match"]

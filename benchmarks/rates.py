@@ -1,0 +1,338 @@
+"""Train one model at several learning rates and seeds, all at once on one device.
+
+    python -m benchmarks.rates --json rates.json --part transfer
+    python -m benchmarks.rates --json rates.json --part transfer --draw rates.png
+    python -m benchmarks.rates --json rates.json --part defaults --text shakespeare.txt
+
+transfer  AdamW and Muon over widths and depths, with and without
+          optimizer.transfer=completep. Where is the best rate?
+defaults  forms of Muon, and AdamW, on two texts at two widths
+
+A sweep is one program: the product's training step, vectorized over rates and seeds, in
+a scan over steps. The data, its order and the validation loss are those of
+`python -m train`. On a GPU, programs compile side by side. The JSON file keeps
+each sweep as soon as it is known; a sweep that is in the file already is skipped.
+`--draw` only draws the file's transfer sweeps, and needs matplotlib.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from data.batches import Batch, Order, validation_batches
+from data.encoding import padded_vocab_size
+from data.sources import encoding_of, open_sources
+from data.storage import write_atomically
+from train.cli.command import compose
+from train.config import Config
+from train.eval_step import make_eval_step
+from train.program import Program, make_program, settle
+from train.runtime import set_up
+from train.state import initial_state
+from train.step import make_train_step
+
+NUM_CHUNKS = 4  # calls of the compiled scan in a run
+VALIDATION_BATCHES = 40
+BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 4, 16
+
+
+class Sweep(NamedTuple):
+    """A config, and factors on its learning rates. Each factor trains each seed."""
+
+    name: str
+    overrides: tuple[str, ...]
+    factors: tuple[float, ...]
+    seeds: int = 3
+
+
+def model_keys(width: int, depth: int) -> tuple[str, ...]:
+    """Return the keys of a model of this width and depth, whose heads have 16 dims."""
+    return (
+        f"model.embed_dim={width}",
+        f"model.num_layers={depth}",
+        f"model.num_heads={width // HEAD_DIM}",
+    )
+
+
+def halves(first: int, last: int) -> tuple[float, ...]:
+    """Return powers of two, with exponents first/2 to last/2 in steps of a half."""
+    return tuple(2 ** (n / 2) for n in range(first, last + 1))
+
+
+def transfer_sweeps(steps: int) -> Iterator[Sweep]:
+    """Yield AdamW and Muon at all sizes, with and without transfer."""
+    run = (f"train.num_steps={steps}", "schedule=linear")
+    adamw = ("optimizer=adamw", "optimizer.learning_rate=0.0078")
+    optimizers = {
+        "adamw": (*adamw, "optimizer.weight_decay=0.1"),
+        "muon_rms": ("optimizer=muon_rms", *_both_rates(0.0125)),
+        "muon": ("optimizer=muon",),
+    }
+    sizes = [(64, 4), (128, 4), (256, 4), (64, 8), (64, 16)]
+    for name, optimizer in optimizers.items():
+        for width, depth in sizes:
+            keys = (*run, *optimizer, *model_keys(width, depth))
+            is_base = (width, depth) == (BASE_WIDTH, BASE_DEPTH)
+            title = f"{name} {width}x{depth}"
+            yield Sweep(title, keys, halves(-5 if is_base else -8, 5))
+            if not is_base:
+                base = f"optimizer.base_width={BASE_WIDTH}"
+                on = ("optimizer.transfer=completep", base)
+                on = (*keys, *on, f"optimizer.base_depth={BASE_DEPTH}")
+                yield Sweep(f"{title} completep", on, halves(-5, 5))
+
+
+def _both_rates(rate: float) -> tuple[str, ...]:
+    return (f"optimizer.learning_rate={rate}", f"optimizer.muon_learning_rate={rate}")
+
+
+def default_sweeps(text: str) -> Iterator[Sweep]:
+    """Yield forms of Muon on two texts, with the settings of the default runs."""
+    data = {
+        "python": (),
+        "shakespeare": ("experiment=shakespeare_best", f"data.path={text}"),
+    }
+    per_head = "optimizer.muon_per_head=true"
+    forms = {
+        "adamw": ("optimizer=adamw", "optimizer.learning_rate=0.004"),
+        "spectral": (),
+        "spectral per head": (per_head,),
+        "spectral decay 0.1": ("optimizer.muon_weight_decay=0.1",),
+        "rms": ("optimizer=muon_rms", *_both_rates(0.01)),
+        "rms per head": ("optimizer=muon_rms", *_both_rates(0.01), per_head),
+    }
+    for source, source_keys in data.items():
+        for width in (64, 128):
+            size = (f"model.embed_dim={width}", "model.num_heads=4")
+            for form, keys in forms.items():
+                name = f"{source} {width} {form}"
+                yield Sweep(name, (*source_keys, *size, *keys), halves(-3, 3))
+
+
+class Prepared(NamedTuple):
+    """A sweep's program and its data."""
+
+    sweep: Sweep
+    program: Program
+    batches: Batch  # int32 [steps, seeds, B, T] fields
+    validation: Batch  # int32 [n, B, T] fields
+
+
+def prepare(sweep: Sweep) -> Prepared:
+    """Read the data of a sweep, and make its program for one device."""
+    keys = ("model.attention=xla", "model.layer_unroll=1", *sweep.overrides)
+    config = compose([*keys, "mesh=ddp"])
+    config = settle(config, padded_vocab_size(encoding_of(config.data)))
+    sources, steps = open_sources(config.data), config.train.num_steps
+    orders = [Order(sources, config.data, seed) for seed in range(sweep.seeds)]
+    batches = [[order.read(step) for order in orders] for step in range(steps)]
+    validation = validation_batches(sources, config.data)
+    validation = [batch for batch, _ in zip(validation, range(VALIDATION_BATCHES))]  # noqa: B905
+    return Prepared(
+        sweep,
+        make_program(config, jax.devices()[:1]),
+        _stack([_stack(step) for step in batches]),
+        _stack(validation),
+    )
+
+
+def _stack(batches: Sequence[Batch]) -> Batch:
+    return jax.tree.map(lambda *fields: np.stack(fields), *batches)
+
+
+class Compiled(NamedTuple):
+    """The programs of a sweep: initial states, some steps, and the validation loss."""
+
+    prepared: Prepared
+    init: Any
+    steps: Any
+    validate: Any
+    compile_s: float
+
+
+def compile_sweep(prepared: Prepared) -> Compiled:
+    """Compile a sweep. States have leading dims [factors, seeds]."""
+    sweep, program = prepared.sweep, prepared.program
+    start, config = time.perf_counter(), program.config
+    factors = jnp.asarray(sweep.factors, jnp.float32)
+
+    def init() -> Any:
+        initial = partial(initial_state, config.model, program.optimizer, config.train)
+        trees, shape = [initial(seed) for seed in range(sweep.seeds)], (len(factors),)
+        states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), states)
+
+    def step(factor: jax.Array, state: Any, batch: Batch) -> Any:
+        schedule = program.optimizer.schedule
+        optimizer = replace(program.optimizer, schedule=lambda n: factor * schedule(n))
+        run = make_train_step(
+            program.model, optimizer, program.execution, config.train, 0
+        )
+        state, metrics = run(state, batch)
+        return state, metrics["loss"]
+
+    over_seeds = jax.vmap(step, (None, 0, 0))
+    over_all = jax.vmap(over_seeds, (0, 0, None))
+
+    def run_steps(states: Any, batches: Batch) -> Any:
+        return jax.lax.scan(partial(over_all, factors), states, batches)
+
+    evaluate = make_eval_step(program.model, program.execution, config.train)
+
+    def validate(states: Any, validation: Batch) -> jax.Array:
+        def loss(params: Any) -> jax.Array:
+            nats, targets = jax.lax.map(partial(evaluate, params), validation)
+            return jnp.sum(nats) / jnp.sum(targets)
+
+        return jax.vmap(jax.vmap(loss))(states.params)
+
+    abstract = jax.eval_shape(init)
+    chunk = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((len(x) // NUM_CHUNKS, *x.shape[1:]), x.dtype),
+        prepared.batches,
+    )
+    steps = jax.jit(run_steps, donate_argnums=0).lower(abstract, chunk).compile()
+    scores = jax.jit(validate).lower(abstract, prepared.validation).compile()
+    initial = jax.jit(init).lower().compile()
+    return Compiled(prepared, initial, steps, scores, time.perf_counter() - start)
+
+
+def train(compiled: Compiled) -> dict[str, Any]:
+    """Train all runs of a sweep; return their validation losses [factors][seeds]."""
+    prepared = compiled.prepared
+    sweep, config = prepared.sweep, prepared.program.config
+    start, states = time.perf_counter(), compiled.init()
+    size = config.train.num_steps // NUM_CHUNKS
+    for chunk in range(NUM_CHUNKS):
+        part = slice(chunk * size, (chunk + 1) * size)
+        batches = jax.tree.map(lambda x, part=part: x[part], prepared.batches)
+        states, _ = compiled.steps(states, batches)
+    losses = np.asarray(compiled.validate(states, prepared.validation))
+    return {
+        "overrides": list(sweep.overrides),
+        "learning_rate": _rate(config),
+        "factors": list(sweep.factors),
+        "losses": losses.astype(float).round(5).tolist(),
+        "device": jax.devices()[0].device_kind,
+        "compile_s": round(compiled.compile_s, 1),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _rate(config: Config) -> float:
+    """Return the rate of matrices, to which the factors of a sweep belong."""
+    optimizer = config.optimizer
+    is_muon = optimizer.name == "muon"
+    return optimizer.muon_learning_rate if is_muon else optimizer.learning_rate
+
+
+def vertex(result: dict[str, Any]) -> float:
+    """Return the best factor: the vertex of a parabola through the three best means."""
+    losses = np.nan_to_num(np.mean(result["losses"], axis=1), nan=np.inf)
+    exponents, best = np.log2(result["factors"]), int(np.argmin(losses))
+    around = slice(max(0, best - 1), best + 2)
+    if not 0 < best < len(losses) - 1 or not np.all(np.isfinite(losses[around])):
+        return float(2 ** exponents[best])
+    a, b, _ = np.polyfit(exponents[around], losses[around], 2)
+    return float(2 ** (-b / (2 * a)))
+
+
+def main() -> None:
+    """Run the sweeps that the JSON file lacks, print each, or draw them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=epath.Path, required=True)
+    parser.add_argument("--part", choices=("transfer", "defaults"), default="transfer")
+    parser.add_argument("--text", default="tinyshakespeare.txt")
+    parser.add_argument("--steps", type=int, default=1200, help="of a transfer run")
+    parser.add_argument("--only", default="", help="sweeps whose name contains this")
+    parser.add_argument("--stop-after-s", type=float, default=float("inf"))
+    parser.add_argument("--draw", type=Path)
+    options = parser.parse_args()
+    known = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.draw:
+        draw(known, options.draw)
+        return
+    begin = time.monotonic()
+    set_up(compose([]).runtime)
+    transfer = options.part == "transfer"
+    chosen = transfer_sweeps(options.steps) if transfer else default_sweeps(options.text)
+    sweeps = [s for s in chosen if options.only in s.name and s.name not in known]
+    lock = Lock()
+
+    def prepare_and_compile(sweep: Sweep) -> Compiled:
+        with lock:  # Hydra composes one config at a time.
+            prepared = prepare(sweep)
+        return compile_sweep(prepared)
+
+    workers = 1 if jax.default_backend() == "cpu" else 6
+    with ThreadPoolExecutor(workers) as pool:
+        pending = [pool.submit(prepare_and_compile, s) for s in sweeps]
+        for sweep, compiled in zip(sweeps, pending, strict=True):
+            if time.monotonic() - begin > options.stop_after_s:
+                compiled.cancel()
+                continue
+            known[sweep.name] = result = train(compiled.result())
+            write_atomically(options.json, json.dumps(known, indent=1) + "\n")
+            best = min(np.mean(result["losses"], axis=1))
+            print(
+                f"{sweep.name:32} rate {vertex(result) * result['learning_rate']:.5f} "
+                f"(factor {vertex(result):.2f}) loss {best:.4f}, "
+                f"{result['compile_s']} + {result['seconds']} s",
+                flush=True,
+            )
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the loss against the rate: a row for each optimizer, with and without."""
+    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
+
+    names = sorted({name.split()[0] for name in results})
+    columns = {
+        "width, no transfer": lambda n: n.endswith("x4"),
+        "width, completep": lambda n: n.endswith(("x4 completep", " 64x4")),
+        "depth, no transfer": lambda n: " 64x" in n and "completep" not in n,
+        "depth, completep": lambda n: " 64x" in n and ("comp" in n or "64x4" in n),
+    }
+    figure, all_axes = plt.subplots(
+        len(names),
+        len(columns),
+        figsize=(4 * len(columns), 3 * len(names)),
+        squeeze=False,
+    )
+    for row, name in zip(all_axes, names, strict=True):
+        for axes, (title, belongs) in zip(row, columns.items(), strict=True):
+            for key, result in results.items():
+                if key.split()[0] != name or not belongs(key):
+                    continue
+                rates = np.array(result["factors"]) * result["learning_rate"]
+                losses = np.array(result["losses"])
+                mean = losses.mean(1)
+                label = key.split()[1]
+                (line,) = axes.plot(rates, mean, marker="o", markersize=3, label=label)
+                axes.fill_between(
+                    rates, losses.min(1), losses.max(1), alpha=0.2, color=line.get_color()
+                )
+                best = vertex(result) * result["learning_rate"]
+                axes.axvline(best, color=line.get_color(), linewidth=0.7, linestyle=":")
+            axes.set(title=f"{name}: {title}", xscale="log", xlabel="learning rate")
+            low = min(line.get_ydata().min() for line in axes.lines[::2])
+            axes.set_ylim(low - 0.02, low + 0.6)
+            axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    main()
