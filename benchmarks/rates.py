@@ -267,7 +267,9 @@ def main() -> None:
     begin = time.monotonic()
     set_up(compose([]).runtime)
     transfer = options.part == "transfer"
-    chosen = transfer_sweeps(options.steps) if transfer else default_sweeps(options.text)
+    chosen = (
+        transfer_sweeps(options.steps) if transfer else default_sweeps(options.text)
+    )
     sweeps = [s for s in chosen if options.only in s.name and s.name not in known]
     lock = Lock()
 
@@ -322,7 +324,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 label = key.split()[1]
                 (line,) = axes.plot(rates, mean, marker="o", markersize=3, label=label)
                 axes.fill_between(
-                    rates, losses.min(1), losses.max(1), alpha=0.2, color=line.get_color()
+                    rates,
+                    losses.min(1),
+                    losses.max(1),
+                    alpha=0.2,
+                    color=line.get_color(),
                 )
                 best = vertex(result) * result["learning_rate"]
                 axes.axvline(best, color=line.get_color(), linewidth=0.7, linestyle=":")

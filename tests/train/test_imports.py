@@ -30,7 +30,7 @@ train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
 train.plan.memory train.plan.sections train.plan.branches
     train.plan.compiled | train.plan.estimated
     train.phases
-    train.plan | train.profile | train.prove | train.pretrained | train.log_window \
+    train.plan | train.profile | train.prove | train.coordinates | train.pretrained | train.log_window \
 train.due train.loop train.evaluate.results train.load_run
     train.plan.search
     train.preflight
@@ -38,7 +38,7 @@ train.due train.loop train.evaluate.results train.load_run
     launch
     train.__main__ train.plan.__main__ train.evaluate.__main__ train.sample.__main__ \
 train.export train.checkpoints train.status train.report train.profile.__main__ \
-train.prove.__main__ \
+train.prove.__main__ train.coordinates.__main__ \
 data.prepare data.inspect data.verify data.train_tokenizer launch.__main__
 """
 RANK = {

@@ -28,6 +28,7 @@ from train.cli.hints import (
     type_of,
 )
 from train.config import Config
+from train.coordinates.__main__ import CoordinatesConfig
 from train.evaluate.__main__ import EvaluateConfig
 from train.export import ExportConfig
 from train.plan.config import PlanConfig
@@ -40,6 +41,7 @@ from train.status import StatusConfig
 COMMANDS = {
     "train.plan": PlanConfig,
     "train.prove": ProveConfig,
+    "train.coordinates": CoordinatesConfig,
     "train.evaluate": EvaluateConfig,
     "train.sample": SampleConfig,
     "train.export": ExportConfig,

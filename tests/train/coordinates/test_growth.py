@@ -1,0 +1,92 @@
+"""The check that activations do not grow with the size of a model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train.program
+from tests.train.conftest import Configure
+from train.coordinates.__main__ import CoordinatesConfig, coordinates_mistakes
+from train.coordinates.growth import compare_sizes
+from train.identity import training_config
+from train.optimizer.transfer import transfer_factors
+
+BASE = ("optimizer.base_width=16", "optimizer.base_depth=2")
+KEYS = (
+    *("optimizer=adamw", "optimizer.learning_rate=0.02", "model.num_heads=4"),
+    *("model.num_kv_heads=4", "model.init=zero", "optimizer.transfer=completep"),
+    "model.qk_norm=true",
+    *BASE,
+)
+
+
+@pytest.fixture
+def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
+    """Compare sizes of a tiny model; return the exit code."""
+    config = configure(*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}")
+
+    def compare(widths: list[int], depths: list[int]) -> int:
+        output = f"{tmp_path}/page.html"
+        return compare_sizes(
+            config, widths=widths, depths=depths, steps=4, output=output
+        )
+
+    return compare
+
+
+@pytest.mark.slow
+def test_activations_are_flat_with_transfer(
+    compare: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    code, text = compare([16, 32, 64], [2, 4, 8]), capsys.readouterr().out
+    assert code == 0, text
+    assert "flat  " in text
+    assert "Root mean squares by depth" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parameter", "width", "depth", "culprit"),
+    [
+        ("attention.output.weight", 1.0, None, "layer 0, attention: size"),
+        ("mlp.down.weight", 1.0, None, "layer 0, MLP: size"),
+        ("embedding.weight", None, None, "layer 0, input: change"),
+        ("mlp.down.weight", None, 1.0, "first layer, MLP: size"),
+        ("head.weight", 1.0, None, "logits: size"),
+    ],
+)
+def test_a_broken_rule_is_named(
+    compare: Callable,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    parameter: str,
+    width: float | None,
+    depth: float | None,
+    culprit: str,
+):
+    """The parameter's rate does not follow the width or depth, or wrongly does."""
+
+    def broken(config, model, infos):
+        factors = transfer_factors(config, model, infos)
+        ratios = model.embed_dim / 16, model.num_layers / 2
+        for name, own in factors.items():
+            if name.endswith(parameter):
+                scale = (m if width else 1 / m) if depth is None else l
+                rate = own.learning_rate * scale
+                factors[name] = own._replace(learning_rate=rate)
+        return factors
+
+    monkeypatch.setattr(train.program, "transfer_factors", broken)
+    sizes = ([16, 32, 64], []) if depth is None else ([], [2, 4, 8])
+    assert compare(*sizes) == 5
+    assert f"not flat    {culprit}" in capsys.readouterr().out
+
+
+def test_widths_must_keep_the_dims_of_heads(configure: Configure):
+    config = vars(training_config(configure(*KEYS)))
+    (mistake,) = coordinates_mistakes(CoordinatesConfig(**config, widths=[16, 30]))
+    assert (mistake.key, mistake.value) == ("widths", [30])
+    sizes = {"widths": [], "depths": [4, 2]}
+    (mistake,) = coordinates_mistakes(CoordinatesConfig(**config, **sizes))
+    assert mistake.key == "depths"

@@ -1,0 +1,1 @@
+"""Whether activations and their changes keep their size when a model grows."""

@@ -1,0 +1,64 @@
+"""`python -m train.coordinates`: whether learning rates can transfer between sizes.
+
+The command takes the command line of a run. It trains models of several widths and
+depths for a few steps, and compares how large activations are and how much they change.
+It exits with 0 if neither depends on the size, and with 5 otherwise.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from typing_extensions import Doc
+
+from data.config import Count
+from train.cli.command import run_command
+from train.cli.rules import config_mistakes
+from train.config import Config
+from train.errors import Mistake
+from train.identity import training_config
+
+
+@dataclass(frozen=True)
+class CoordinatesConfig(Config):
+    """Keys of `python -m train.coordinates`, in addition to those of training."""
+
+    widths: Annotated[list[Count], Doc("Ascending values of model.embed_dim.")] = field(
+        default_factory=lambda: [64, 128, 256, 512, 1024]
+    )
+    depths: Annotated[list[Count], Doc("Ascending values of model.num_layers.")] = (
+        field(default_factory=lambda: [2, 4, 8, 16, 32])
+    )
+    steps: Annotated[Count, Doc("The number of updates of each model.")] = 4
+    output: Annotated[str, Doc("The page with the curves.")] = "coordinates.html"
+
+
+def coordinates_mistakes(config: CoordinatesConfig) -> list[Mistake]:
+    """Return the mistakes of a config, including sizes that cannot be compared."""
+    mistakes, head = config_mistakes(config), config.model.head_size
+    for key, sizes in (("widths", config.widths), ("depths", config.depths)):
+        if sorted({*sizes}) != sizes or len(sizes) == 1:
+            mistakes.append(Mistake(key, sizes, "must be [] or two or more, ascending"))
+    if wrong := [width for width in config.widths if width % head]:
+        rule = f"must be multiples of the {head} dims of a head, which stay the same; "
+        rule += "change model.num_heads or model.head_dim, or these widths"
+        mistakes.append(Mistake("widths", wrong, rule, ("model.num_heads",)))
+    return mistakes
+
+
+def main(config: CoordinatesConfig) -> int:
+    """Train the models, print and draw the result, and return the exit code."""
+    from train.coordinates.growth import compare_sizes
+    from train.runtime import set_up
+
+    set_up(config.runtime)
+    return compare_sizes(
+        training_config(config),
+        widths=config.widths,
+        depths=config.depths,
+        steps=config.steps,
+        output=config.output,
+    )
+
+
+if __name__ == "__main__":
+    run_command(main, "coordinates", CoordinatesConfig, coordinates_mistakes)
