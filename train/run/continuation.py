@@ -76,14 +76,7 @@ def compare_with_run(
         keys = {change.key for change in changes}
         saved_changes = config_differences(saved_config, config)
         changes += [change for change in saved_changes if change.key not in keys]
-    if last_start.get("data_fingerprints") == sources.fingerprints:
-        changes = [
-            c._replace(kind=ChangeKind.allowed) if _DATA_PATH.fullmatch(c.key) else c
-            for c in changes
-        ]
-    if refused_changes := refused(changes, config.run.allow_change):
-        raise ConfigError(_refusals(refused_changes, path, original, config))
-    _check_changed_data(path, sources, changes, last_start.get("changes", {}))
+    check_changes(path, original, config, sources, last_start, changes)
     earlier_skips = last_start.get("changes", {}).get("data.skip_batches")
     earlier_skips = earlier_skips or original.data.skip_batches
     if saved_config is not None:  # the record of the last start may be missing
@@ -116,6 +109,38 @@ def compare_with_run(
         rewind_to=rewind_to,
         finished=finished,
     )
+
+
+def check_changes(
+    path: epath.Path,
+    original: Config,
+    config: Config,
+    sources: Sources,
+    last_start: Mapping[str, Any],
+    changes: list[Difference],
+) -> None:
+    """Check that the changes from a run's config to another one are allowed.
+
+    Args:
+        path: the directory of the run.
+        original: the run's config.
+        config: the other config.
+        sources: the data of the other config.
+        last_start: the record of the run's last start.
+        changes: the keys that differ.
+
+    Raises:
+        ConfigError: changed keys would make this a different run; all are named.
+        DataError: the data is not that of the run.
+    """
+    if last_start.get("data_fingerprints") == sources.fingerprints:
+        changes = [
+            c._replace(kind=ChangeKind.allowed) if _DATA_PATH.fullmatch(c.key) else c
+            for c in changes
+        ]
+    if refused_changes := refused(changes, config.run.allow_change):
+        raise ConfigError(_refusals(refused_changes, path, original, config))
+    _check_changed_data(path, sources, changes, last_start.get("changes", {}))
 
 
 def _refusals(

@@ -7,7 +7,7 @@ the records of starts, and run/continuation.py decides whether a start may conti
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -197,11 +197,16 @@ class RunDir:
 
 @contextmanager
 def open_run(
-    config: Config, sources: Sources, cluster: Cluster, preemption: Preemption
+    config: Config,
+    sources: Sources,
+    cluster: Cluster,
+    preemption: Preemption,
+    prepare: Callable[[epath.Path], object] = lambda path: None,
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or existing, on all processes.
 
-    `preemption` closes the directory before it ends the process.
+    `preemption` closes the directory before it ends the process. `prepare` is called
+    with the directory, on all processes, once this start owns the run.
 
     Raises:
         Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
@@ -228,6 +233,7 @@ def open_run(
         )
         if lease:
             stack.callback(lease.close)
+        prepare(path)
         fields = cluster.broadcast(lambda: compare_with_run(path, config, sources))
         continuation = Continuation(*fields)
         data = replace(config.data, skip_batches=continuation.skip_batches)
