@@ -140,5 +140,6 @@ def _phase_config(program: Program, phase: Phase) -> Config:
             batch_schedule=[],
             sequence_schedule=[],
         ),
+        schedule=config.schedule.in_steps(config.data),
         train=replace(train, accumulation_steps=accumulation),
     )

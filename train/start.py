@@ -14,8 +14,6 @@ verifies, the start fails with DataError.
 import logging
 from contextlib import closing
 
-from etils import epath
-
 from data.batches import Order, batch_number
 from data.errors import DataError
 from train.config import Config
@@ -32,7 +30,7 @@ from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
 from train.program import Program, make_program
 from train.prove.kernels import check_kernels
-from train.run.branch import Trunk, begin_branch
+from train.run.branch import Trunk
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
@@ -74,15 +72,14 @@ def start_run(config: Config, command: str, trunk: Trunk | None = None) -> int:
             if config.runtime.prove_kernels:
                 execution = prepared.program.execution
                 cluster.agree(lambda: check_kernels(config, execution))
-
-            def prepare(path: epath.Path) -> None:
-                if trunk is not None:
-                    cluster.broadcast_progress(
-                        lambda beat: begin_branch(path, config, sources, trunk, beat),
-                        watchdog.beat,
-                    )
-
-            with open_run(config, sources, cluster, preemption, prepare) as run:
+            with open_run(
+                config,
+                sources,
+                cluster,
+                preemption,
+                trunk=trunk,
+                beat=watchdog.beat,
+            ) as run:
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)
         if code == 0 and cluster.is_leader:

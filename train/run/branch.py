@@ -125,13 +125,13 @@ def _check_batches(saved_config: Config, config: Config, step: int) -> None:
     """Check that the first `step` steps skip the same batches in both configs."""
     skips, saved_skips = config.data.skip_batches, saved_config.data.skip_batches
     if batch_number(step - 1, skips) != batch_number(step - 1, saved_skips):
-        rule = f"changes which batches the first {step} steps skip, but the trunk has "
-        rule += f"been trained on others; begin with its list, {saved_skips}, or branch "
-        rule += "from an earlier step"
+        rule = f"changes the batches of the first {step} steps, which the trunk has "
+        rule += f"taken with {saved_skips}; skip only later batches in addition, or "
+        rule += "branch from an earlier step"
         raise ConfigError([Mistake("data.skip_batches", skips, rule)])
 
 
 def _phases_before(config: Config, step: int) -> list[Phase]:
-    """Return the phases that begin before a step."""
-    next_batch = batch_number(step, config.data.skip_batches)
-    return [p for p in phases_of(config.data) if p.first_batch < next_batch]
+    """Return the phases of the batches of the first `step` steps."""
+    last_batch = batch_number(step - 1, config.data.skip_batches)
+    return [p for p in phases_of(config.data) if p.first_batch <= last_batch]

@@ -180,7 +180,8 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
 
     `newest_step` is the step that this start continues from.
     """
-    schedule, wanted_steps = config.schedule, config.train.num_steps
+    schedule = config.schedule.in_steps(config.data)
+    wanted_steps = config.train.num_steps
     if wanted_steps == previous_steps or schedule.name is Schedule.constant:
         return previous_steps
     rate, new_rate = (
