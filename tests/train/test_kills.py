@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from etils import epath
 
 from data.batches import Order
 from data.sources import open_sources
@@ -50,13 +49,19 @@ RunDir.start_at, Feed.__next__ = start_and_note, next_and_record
 if __name__ == "__main__":
     run_command(main)
 """
-STEPS = 40
+STEPS = 60
 GROWING = (
     "data.batch_schedule=[{from_step: 9, rows: 12}, {from_tokens: 6000, rows: 16}]",
     "data.sequence_schedule=[{from_step: 0, length: 16}, {from_step: 6, length: 32}]",
     *(f"train.num_steps={STEPS}", "checkpoint.save_interval_steps=4"),
     *("checkpoint.keep_latest=2", "runtime.allow_fault_injection=true"),
 )
+
+
+def newest_save(run: Path) -> int:
+    """Return the newest step whose checkpoint is complete and sealed; 0 without one."""
+    seals = run.glob("checkpoints/*/digests.json")
+    return max((int(seal.parent.name) for seal in seals), default=0)
 
 
 def rows_of(folder: Path, start: int) -> dict[int, np.ndarray]:
@@ -83,7 +88,8 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
     """Each start has another number of processes or devices, or another mesh."""
     write_text(tmp_path)
     (tmp_path / "recording.py").write_text(RECORDING)
-    words = (*TINY, *of_text(tmp_path), *GROWING, f"run.dir={tmp_path}/run")
+    run = tmp_path / "run"
+    words = (*TINY, *of_text(tmp_path), *GROWING, f"run.dir={run}")
     starts = [
         (1, ("runtime.cpu_devices=2", "mesh.fsdp=2")),
         (2, ("runtime.cpu_devices=1", "mesh.data=2")),
@@ -93,7 +99,7 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
     seed = random.randrange(2**32)
     moments, seen = random.Random(seed), dict[int, np.ndarray]()
     for number, (processes, mesh) in enumerate(starts):
-        is_last = number == len(starts) - 1
+        is_last, saved = number == len(starts) - 1, newest_save(run)
         # The pace leaves time to kill; nobody makes the file that would end it.
         pace = "" if is_last else "pace:0.15:never"
         environment = {"RECORD": str(number), "LONGHAUL_DRILL": pace}
@@ -107,11 +113,12 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
         if is_last:
             assert fleet.wait() == [0] * processes, fleet.said()
         else:
-            fleet.await_that(lambda n=number: bool(rows_of(tmp_path, n)))
-            time.sleep(moments.uniform(0, 2))
+            fleet.await_that(lambda step=saved: newest_save(run) > step)
+            time.sleep(moments.uniform(0, 1))
             fleet.send(signal.SIGKILL)
             assert set(fleet.wait()) == {137}, f"seed {seed}: {fleet.said()}"
         found = rows_of(tmp_path, number)
+        assert min(found) >= saved, f"seed {seed}: it did not go on from a save"
         assert sorted(found) == list(range(min(found), max(found) + 1))
         for step in found.keys() & seen.keys():
             np.testing.assert_array_equal(found[step], seen[step])
@@ -125,6 +132,6 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
     order = Order(open_sources(level.data), level.data, level.seed)
     plain = [order.read(k).inputs.ravel() for k in range(-(-len(tokens) // 256))]
     np.testing.assert_array_equal(tokens, np.concatenate(plain)[: len(tokens)])
-    rows = [row for row in read_metrics(epath.Path(tmp_path / "run")) if "loss" in row]
+    rows = [row for row in read_metrics(run) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert rows[-1]["tokens"] == len(tokens)
