@@ -48,9 +48,10 @@ def read_trunk(arguments: list[str]) -> tuple[Config | None, list[str]]:
     if is_sweep(flags):
         rule = "is not possible with train.branch; start each branch by its own command"
         raise ConfigError([Mistake("--multirun", "", rule)])
-    from train.run.starts import read_run
+    from train.run.starts import existing_run, read_run
 
     directory, step = trunk_of(arguments)
+    existing_run(directory, "from")
     config = read_run(directory, step)
     run = RunConfig(name=f"{storage_path(directory).name}-{step}")
     base = replace(config, run=run, distributed=DistributedConfig())
