@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from data.storage import storage_path
 from train.cli.command import run_command
-from train.cli.flags import is_sweep, parse_flags
 from train.cli.leaving import exit_on_preemption, leave
 from train.config import Config, DistributedConfig, RunConfig
 from train.errors import ConfigError, Mistake
@@ -25,8 +24,8 @@ def trunk_of(arguments: list[str]) -> tuple[str, int]:
         ConfigError: there is no such argument, or it has another form.
     """
     texts = [text.removeprefix(_KEY) for text in arguments if text.startswith(_KEY)]
-    directory, _, step = texts[0].rpartition("@") if len(texts) == 1 else ("", "", "")
-    if not directory or not step.isdecimal():
+    directory, _, step = ", ".join(texts).rpartition("@")
+    if len(texts) != 1 or not directory or not step.isdecimal():
         rule = "must be given once, as from=<directory of a run>@<step>"
         raise ConfigError([Mistake("from", ", ".join(texts) or None, rule)])
     return directory, int(step)
@@ -35,26 +34,20 @@ def trunk_of(arguments: list[str]) -> tuple[str, int]:
 def read_trunk(arguments: list[str]) -> tuple[Config | None, list[str]]:
     """Return the trunk's config, as a base for the branch, and the other arguments.
 
-    Where the trunk is, which processes it has, and what one of its starts was allowed
-    to do are not part of the base. By default, the branch is named after the trunk and
-    the step.
+    The base has a name made of the trunk's and the step, and none of the settings that
+    belong to the trunk's starts. It is None if the arguments name no trunk.
 
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
     """
-    flags = parse_flags(arguments)
-    if flags.help or flags.hydra_help or flags.info or flags.shell_completion:
+    if not any(text.startswith(_KEY) for text in arguments):  # such as --help
         return None, arguments
-    if is_sweep(flags):
-        rule = "is not possible with train.branch; start each branch by its own command"
-        raise ConfigError([Mistake("--multirun", "", rule)])
     from train.run.starts import existing_run, read_run
 
     directory, step = trunk_of(arguments)
     existing_run(directory, "from")
-    config = read_run(directory, step)
     run = RunConfig(name=f"{storage_path(directory).name}-{step}")
-    base = replace(config, run=run, distributed=DistributedConfig())
+    base = replace(read_run(directory, step), run=run, distributed=DistributedConfig())
     return base, [text for text in arguments if not text.startswith(_KEY)]
 
 

@@ -73,12 +73,7 @@ def start_run(config: Config, command: str, trunk: Trunk | None = None) -> int:
                 execution = prepared.program.execution
                 cluster.agree(lambda: check_kernels(config, execution))
             with open_run(
-                config,
-                sources,
-                cluster,
-                preemption,
-                trunk=trunk,
-                beat=watchdog.beat,
+                config, sources, cluster, preemption, trunk=trunk, beat=watchdog.beat
             ) as run:
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)

@@ -6,10 +6,9 @@ bounds are checked after all values have been set (`train/cli/schema.py`).
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from train.cli.compat import (
     node_of,
     search_folder_first,
 )
+from train.cli.schema import config_yaml
 from train.errors import Mistake
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -42,31 +42,16 @@ def register(schema: type, base: Any = None) -> None:
     `base` is a config of the dataclass `schema`; None means its defaults. Text such as
     `${oc.env:NAME}` in `base` is never replaced by a value.
     """
-    values: dict[str, Any] = asdict(schema()) if base is None else _literal(base)
-    node = OmegaConf.create({**values, "hydra": _NO_FILES})
+    node = OmegaConf.create(asdict(schema()))
+    if base is not None:
+        node = OmegaConf.create(config_yaml(base).replace("${", r"\${"))
+    node.update({"hydra": _NO_FILES})
     ConfigStore.instance().store(name="schema", node=node)
-
-
-def _literal(base: Any) -> dict[str, Any]:
-    """Return a config as plain values, with OmegaConf's interpolations escaped."""
-
-    def literal(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: literal(member) for key, member in value.items()}
-        if isinstance(value, list | tuple):
-            return [literal(member) for member in value]
-        is_text = isinstance(value, str) and not isinstance(value, Enum)
-        return value.replace("${", r"\${") if is_text else value
-
-    return literal(asdict(base))
 
 
 @contextmanager
 def search_path(schema: type, folder: str | None, base: Any = None) -> Iterator[None]:
-    """Initialise Hydra to search the user's folder, if any, and then `configs/`.
-
-    `base` is as for `register`.
-    """
+    """Initialise Hydra to search the user's folder, if any, and then `configs/`."""
     register(schema, base)
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
         if folder and Path(folder).is_dir():

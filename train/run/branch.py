@@ -8,7 +8,7 @@ trunk is only read.
 import json
 import uuid
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -34,6 +34,7 @@ from train.run.records import read_record
 from train.run.starts import checkpoint_metadata, existing_run, recorded_run_id
 
 RECORD = "branch.json"
+_BATCH_KEYS = ("data.batch_schedule", "data.sequence_schedule", "data.skip_batches")
 _REMEDY = "Delete it if this run is a branch of the named checkpoint."
 
 
@@ -56,12 +57,8 @@ def begin_branch(
 ) -> None:
     """Copy the trunk's checkpoint and metrics, unless the branch has begun already.
 
-    Args:
-        path: the directory of the branch, which this process owns.
-        config: the config of the branch.
-        sources: the data of the branch.
-        trunk: the checkpoint to continue from.
-        beat: called after each copied file.
+    `path` is the branch's directory, which this process owns, and `sources` is its
+    data. `beat` is called after each copied file.
 
     Raises:
         ConfigError: there is no such checkpoint, the branch changes a key that it may
@@ -69,69 +66,65 @@ def begin_branch(
         DataError: the data is not that of the trunk, or the checkpoint is damaged.
     """
     run = existing_run(trunk.directory, "from")
-    run_id, steps = recorded_run_id(run), saved_steps(path / "checkpoints")
-    has_begun = (path / "config.yaml").exists() or any(
-        is_sealed(path / "checkpoints" / str(step)) for step in steps
-    )
+    checkpoints, run_id = run / "checkpoints", recorded_run_id(run)
+    has_begun = (path / "config.yaml").exists() or _sealed_steps(path / "checkpoints")
     origin = {"run": str(run), "run_id": run_id, "step": trunk.step}
     record = read_record(path / RECORD, _REMEDY) or ({} if has_begun else origin)
     if any(record.get(key) != origin[key] for key in ("run_id", "step")):
-        rule = f"is the directory of a run that is not a branch of {trunk}; "
-        raise ConfigError([Mistake("run.dir", path, f"{rule}choose another run.name")])
+        rule = f"is the directory of a run that is not a branch of {trunk}; choose "
+        raise ConfigError([Mistake("run.dir", str(path), f"{rule}another run.name")])
     if has_begun:
         return
     if is_remote(path) and not is_remote(run):
         rule = f"must be a local folder, because the trunk {run} is one"
-        raise ConfigError([Mistake("run.dir", path, rule)])
-    step = run / "checkpoints" / str(trunk.step)
-    if not is_sealed(step):
-        raise _missing(run, trunk)
-    description = read_description(step) or {}
-    if "config" not in description or misplacement(step, run_id):
-        raise DataError(f"{step}: is damaged, or of another run. Choose another step")
-    saved_config = read_yaml(step, text=description["config"])
-    _check_batches(saved_config, config, trunk.step)
-    allowed = [*BRANCH_ALLOWED]
-    if _phases_before(config, trunk.step) == _phases_before(saved_config, trunk.step):
-        allowed += ["data.batch_schedule", "data.sequence_schedule"]
-    changes = [
-        c._replace(kind=ChangeKind.allowed) if is_covered(c.key, allowed) else c
-        for c in config_differences(saved_config, config)
-    ]
-    check_changes(run, saved_config, config, sources, description, changes)
-    print(mask(f"branch      of {trunk}"), flush=True)
-    mesh, num_steps = description.get("mesh", {}), config.train.num_steps
-    metadata = checkpoint_metadata(config, sources, mesh, num_steps)
-    metadata["run_id"] = uuid.uuid4().hex
-    write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
+        raise ConfigError([Mistake("run.dir", str(path), rule)])
+    step = checkpoints / str(trunk.step)
     try:
+        metadata = _metadata(run, config, sources, step)
+        write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
         for part in part_paths(run, "metrics").values():
             copy_file(part, path / part.relative_to(run))
-            beat()
         copy_step(step, path / "checkpoints" / step.name, metadata, beat)
-    except FileNotFoundError:  # the trunk has deleted the checkpoint in the meantime
-        raise _missing(run, trunk) from None
+    except FileNotFoundError:  # the trunk may have deleted it in the meantime
+        rule = f"names no checkpoint; {run} has those of {_sealed_steps(checkpoints)}"
+        raise ConfigError([Mistake("from", str(trunk), rule)]) from None
+    print(mask(f"branch      of {trunk}"), flush=True)
 
 
-def _missing(run: epath.Path, trunk: Trunk) -> ConfigError:
-    """Return the error for a step that has no checkpoint, with the steps that do."""
-    checkpoints = run / "checkpoints"
-    steps = [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
-    rule = f"names no checkpoint. {run} has those of steps {steps}"
-    return ConfigError([Mistake("from", trunk, rule)])
+def _metadata(
+    run: epath.Path, config: Config, sources: Sources, step: epath.Path
+) -> dict[str, Any]:
+    """Return what the description of a branch's first checkpoint says of the branch.
+
+    Raises:
+        ConfigError, DataError: as `begin_branch`.
+        FileNotFoundError: there is no such checkpoint.
+    """
+    if not is_sealed(step):
+        raise FileNotFoundError(step)
+    saved = read_description(step) or {}
+    if "config" not in saved or misplacement(step, recorded_run_id(run)):
+        raise DataError(f"{step}: is damaged, or of another run. Choose another step")
+    old, index = read_yaml(step, text=saved["config"]), int(step.name) - 1
+    changes = config_differences(old, config)
+    for i, change in enumerate(changes):
+        if is_covered(change.key, _BATCH_KEYS):
+            is_later = _batches_up_to(index, old) == _batches_up_to(index, config)
+            kind = ChangeKind.allowed if is_later else ChangeKind.refused
+            changes[i] = change._replace(kind=kind)
+        elif is_covered(change.key, BRANCH_ALLOWED):
+            changes[i] = change._replace(kind=ChangeKind.allowed)
+    check_changes(run, old, config, sources, saved, changes)
+    mesh, num_steps = saved.get("mesh", {}), config.train.num_steps
+    metadata = checkpoint_metadata(config, sources, mesh, num_steps)
+    return metadata | {"run_id": uuid.uuid4().hex}
 
 
-def _check_batches(saved_config: Config, config: Config, step: int) -> None:
-    """Check that the first `step` steps skip the same batches in both configs."""
-    skips, saved_skips = config.data.skip_batches, saved_config.data.skip_batches
-    if batch_number(step - 1, skips) != batch_number(step - 1, saved_skips):
-        rule = f"changes the batches of the first {step} steps, which the trunk has "
-        rule += f"taken with {saved_skips}; skip only later batches in addition, or "
-        rule += "branch from an earlier step"
-        raise ConfigError([Mistake("data.skip_batches", skips, rule)])
+def _sealed_steps(checkpoints: epath.Path) -> list[int]:
+    return [s for s in saved_steps(checkpoints) if is_sealed(checkpoints / str(s))]
 
 
-def _phases_before(config: Config, step: int) -> list[Phase]:
-    """Return the phases of the batches of the first `step` steps."""
-    last_batch = batch_number(step - 1, config.data.skip_batches)
-    return [p for p in phases_of(config.data) if p.first_batch <= last_batch]
+def _batches_up_to(index: int, config: Config) -> tuple[int, list[Phase]]:
+    """Return the number of the batch of the step `index`, and the phases until it."""
+    last = batch_number(index, config.data.skip_batches)
+    return last, [p for p in phases_of(config.data) if p.first_batch <= last]

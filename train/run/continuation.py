@@ -121,13 +121,8 @@ def check_changes(
 ) -> None:
     """Check that the changes from a run's config to another one are allowed.
 
-    Args:
-        path: the directory of the run.
-        original: the run's config.
-        config: the other config.
-        sources: the data of the other config.
-        last_start: the record of the run's last start.
-        changes: the keys that differ.
+    `sources` is the data of the other config, and `last_start` the record of the run's
+    last start.
 
     Raises:
         ConfigError: changed keys would make this a different run; all are named.
