@@ -40,7 +40,8 @@ def read_trunk(arguments: list[str]) -> tuple[Config | None, list[str]]:
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
     """
-    if not any(text.startswith(_KEY) for text in arguments):  # such as --help
+    # `main` refuses a missing trunk, so that --help needs none.
+    if not any(text.startswith(_KEY) for text in arguments):
         return None, arguments
     from train.run.starts import existing_run, read_run
 

@@ -68,7 +68,7 @@ def run_command(
         base, arguments = read_base(sys.argv[1:])
         arguments = quote_text(arguments, schema)
         config = check_command_line(
-            arguments, config_name, schema, validate, default_choices, base
+            arguments, config_name, schema, validate, default_choices, base=base
         )
         flags = parse_flags(arguments)
         hydra_only_prints = flags.help or flags.hydra_help or flags.cfg or flags.info

@@ -84,7 +84,7 @@ def _piecewise(config: ScheduleConfig, num_steps: int) -> Factor:
 
     def factor(step: jax.Array) -> jax.Array:
         value = jnp.interp(step, jnp.array(steps), jnp.array(factors))
-        # At the last point itself, `interp` returns the factor only up to rounding.
+        # `interp` returns the factor of the last point only up to rounding.
         return jnp.where(step < steps[-1], value, factors[-1])
 
     return factor

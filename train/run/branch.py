@@ -114,7 +114,7 @@ def _metadata(
             changes[i] = change._replace(kind=kind)
         elif is_covered(change.key, BRANCH_ALLOWED):
             changes[i] = change._replace(kind=ChangeKind.allowed)
-    check_changes(run, old, config, sources, saved, changes)
+    check_changes(run, old, config, sources=sources, last_start=saved, changes=changes)
     mesh, num_steps = saved.get("mesh", {}), config.train.num_steps
     metadata = checkpoint_metadata(config, sources, mesh, num_steps)
     return metadata | {"run_id": uuid.uuid4().hex}

@@ -76,7 +76,9 @@ def compare_with_run(
         keys = {change.key for change in changes}
         saved_changes = config_differences(saved_config, config)
         changes += [change for change in saved_changes if change.key not in keys]
-    check_changes(path, original, config, sources, last_start, changes)
+    check_changes(
+        path, original, config, sources=sources, last_start=last_start, changes=changes
+    )
     earlier_skips = last_start.get("changes", {}).get("data.skip_batches")
     earlier_skips = earlier_skips or original.data.skip_batches
     if saved_config is not None:  # the record of the last start may be missing
@@ -115,6 +117,7 @@ def check_changes(
     path: epath.Path,
     original: Config,
     config: Config,
+    *,
     sources: Sources,
     last_start: Mapping[str, Any],
     changes: list[Difference],
