@@ -76,6 +76,16 @@ def phase_at(phases: Sequence[Phase], batch: int) -> Phase:
     return phases[bisect_right(phases, batch, key=lambda p: p.first_batch) - 1]
 
 
+def step_at(config: DataConfig, tokens: float) -> int:
+    """Return the first step before which the batches have at least `tokens` tokens.
+
+    Batches that `skip_batches` leaves out count, so that skipping some moves no step.
+    """
+    phases = phases_of(config)
+    index = bisect_right(phases, tokens, key=lambda phase: phase.first_token) - 1
+    return phases[index].begin(BatchChange(from_tokens=tokens))
+
+
 def batch_number(step: int, skip_batches: Sequence[int]) -> int:
     """Return the number of the batch that a step trains on, given `skip_batches`."""
     return step + sum(map(len, _skipped(step, skip_batches)))

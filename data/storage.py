@@ -212,6 +212,13 @@ def move_folder(folder: epath.Path, target: epath.Path) -> None:
     client.rm(sources)
 
 
+def copy_file(file: epath.Path, target: epath.Path) -> None:
+    """Copy a file between paths of any kind; the target's folder is made if missing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("rb") as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 2**22)
+
+
 def upload_folder(folder: Path, target: epath.Path) -> None:
     """Copy all files of a local folder to a path."""
     for path in folder.rglob("*"):

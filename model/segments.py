@@ -23,7 +23,7 @@ from model.experts.router import Routing
 from model.params import in_layer_order
 from model.pattern import BlockKind, Segment, kinds_of
 from model.remat import name_layer_input, rematerialized
-from model.taps import LayerFigures, Taps
+from model.taps import LayerFigures
 
 
 class LayerFlags(NamedTuple):

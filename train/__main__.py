@@ -1,14 +1,11 @@
 """`python -m train`: start a run, or continue the run of the same name."""
 
-import os
 import shlex
-import signal
 import sys
 
 from train.cli.command import run_command
-from train.cli.leaving import leave
+from train.cli.leaving import exit_on_preemption, leave
 from train.config import Config
-from train.errors import PREEMPTED
 
 _COMMAND_LINE = shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
@@ -28,16 +25,6 @@ def outcome(config: Config) -> tuple[str, float | None]:
 
     directory = settled_run_dir(config)
     return directory, read_results(run_folder(directory)).get("eval/loss")
-
-
-def exit_on_preemption() -> None:
-    """Exit with PREEMPTED at once if a preemption notice comes before training begins.
-
-    After the import of JAX the trainer handles signals itself. Without these handlers,
-    a notice during the import would count as a crash.
-    """
-    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signal_number, lambda *_: os._exit(PREEMPTED))
 
 
 if __name__ == "__main__":

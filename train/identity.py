@@ -36,6 +36,11 @@ ALLOWED = (
     *("train.max_skipped_steps", "train.accumulation_steps"),
     *("train.pipeline_microbatches", "data.skip_batches"),
 )
+# The further keys that a branch may change (train/run/branch.py).
+BRANCH_ALLOWED = (
+    *("schedule", "optimizer.learning_rate", "optimizer.muon_learning_rate"),
+    *("optimizer.weight_decay", "optimizer.muon_weight_decay", "optimizer.groups"),
+)
 
 
 class Difference(NamedTuple):

@@ -126,7 +126,7 @@ def _phase_config(program: Program, phase: Phase) -> Config:
             sequence_schedule=[],
         ),
         schedule=replace(
-            config.schedule,
+            config.schedule.in_steps(config.data),
             base_batch_tokens=config.schedule.base_batch_tokens
             or program.tokens_per_step,
         ),

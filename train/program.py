@@ -254,7 +254,7 @@ def make_program(
     execution = execution._replace(placement=placement)
     optimizer = make_optimizer(
         config.optimizer,
-        config.schedule,
+        config.schedule.in_steps(config.data),
         schedule_steps or train.num_steps,
         infos,
         compute_dtype=execution.numerics.compute_dtype,

@@ -31,6 +31,7 @@ from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
 from train.program import make_program
 from train.prove.kernels import check_kernels
+from train.run.branch import Trunk
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
@@ -41,11 +42,14 @@ from train.state import TrainState, best_params
 log = logging.getLogger(__name__)
 
 
-def start_run(config: Config, command: str) -> int:
+def start_run(config: Config, command: str, trunk: Trunk | None = None) -> int:
     """Start a run, or continue the run of the same name.
 
-    `command` is the command line. The printed results show it with the overrides that
-    continue training.
+    Args:
+        config: the config of the run.
+        command: the command line. The printed results show it with the overrides that
+            continue training.
+        trunk: the checkpoint that the run continues from, if it is a branch.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.
@@ -64,11 +68,14 @@ def start_run(config: Config, command: str) -> int:
         with closing(watchdog):
             prepared = Prepared(config, cluster, watchdog.beat)
             config, sources = prepared.config, prepared.sources
-            prepared.check_initial_weights(folder)
+            if trunk is None:
+                prepared.check_initial_weights(folder)
             if config.runtime.prove_kernels:
                 execution = prepared.program.execution
                 cluster.agree(lambda: check_kernels(config, execution))
-            with open_run(config, sources, cluster, preemption) as run:
+            with open_run(
+                config, sources, cluster, preemption, trunk=trunk, beat=watchdog.beat
+            ) as run:
                 finished = run.continuation.finished
                 code = 0 if finished else _start(prepared, run, preemption, watchdog)
         if code == 0 and cluster.is_leader:

@@ -38,7 +38,7 @@ train.due train.loop train.evaluate.results train.load_run
     launch
     train.__main__ train.plan.__main__ train.evaluate.__main__ train.sample.__main__ \
 train.export train.checkpoints train.status train.report train.profile.__main__ \
-train.prove.__main__ train.coordinates.__main__ \
+train.prove.__main__ train.coordinates.__main__ train.branch \
 data.prepare data.inspect data.verify data.train_tokenizer launch.__main__
 """
 RANK = {

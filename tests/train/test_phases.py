@@ -101,3 +101,13 @@ def test_a_phase_that_devices_cannot_share_is_a_mistake(programs):
         phases_on(program)
     (mistake,) = error.value.mistakes
     assert (mistake.key, mistake.value) == ("data.batch_schedule", 7)
+
+
+def test_a_warm_up_in_tokens_ends_at_the_same_step_in_all_phases(programs):
+    program = programs(
+        *("schedule.warmup_tokens=1000", "data.batch_size=8"),
+        "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 3, rows: 16}]",
+    )
+    configs = [program.config, *(p.config for p in phases_on(program).values())]
+    ends = [config.schedule.in_steps(config.data).warmup_steps for config in configs]
+    assert ends == [4] * 4  # 256 + 256 + 384 + 512 tokens

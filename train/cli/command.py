@@ -35,6 +35,7 @@ __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_com
 
 # Maps the config of a job to its run.dir and its last evaluation loss.
 Outcome = Callable[[Any], tuple[str, float | None]]
+ReadBase = Callable[[list[str]], tuple[Any, list[str]]]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def run_command(
     validate: Validate = config_mistakes,
     default_choices: Sequence[str] = (),
     outcome: Outcome | None = None,
+    read_base: ReadBase = lambda arguments: (None, arguments),
 ) -> NoReturn:
     """Run a command on the arguments of this process, and exit with its code.
 
@@ -58,12 +60,15 @@ def run_command(
             checked.
         default_choices: `group=choice` pairs that the arguments may override.
         outcome: returns a job's directory and loss, for the table after a sweep.
+        read_base: returns the config that the arguments override (None: the defaults),
+            and the arguments without those that name it.
     """
     configure_logging()
     try:
-        arguments = quote_text(sys.argv[1:], schema)
+        base, arguments = read_base(sys.argv[1:])
+        arguments = quote_text(arguments, schema)
         config = check_command_line(
-            arguments, config_name, schema, validate, default_choices
+            arguments, config_name, schema, validate, default_choices, base=base
         )
         flags = parse_flags(arguments)
         hydra_only_prints = flags.help or flags.hydra_help or flags.cfg or flags.info

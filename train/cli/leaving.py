@@ -1,4 +1,4 @@
-"""Exit a process without waiting for threads that a library has left running.
+"""Exit a process at once on a notice, or without waiting for leftover threads.
 
 Python waits at exit for every non-daemon thread. After a failed save, one thread of
 Orbax waits 20 minutes for a signal that never comes.
@@ -7,15 +7,27 @@ Orbax waits 20 minutes for a signal that never comes.
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
 
 from train.cli.compat import run_exit_functions
+from train.errors import PREEMPTED
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
+
+
+def exit_on_preemption() -> None:
+    """Exit with PREEMPTED at once if a preemption notice comes before training begins.
+
+    After the import of JAX the trainer handles signals itself. Without these handlers,
+    a notice during the import would count as a crash.
+    """
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signal_number, lambda *_: os._exit(PREEMPTED))
 
 
 def leave(code: int) -> NoReturn:

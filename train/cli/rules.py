@@ -109,7 +109,11 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
         rule += "would have a token so far ahead"
         related = ("model.predict_ahead",)
         yield Mistake("data.sequence_length", data.sequence_length, rule, related)
-    yield from _schedule_mistakes(config.schedule, num_steps)
+    for i, point in enumerate(config.schedule.points):
+        if [point.step, point.tokens, point.fraction].count(None) != 2:
+            rule = "must have either a step, a number of tokens, or a fraction"
+            yield Mistake(f"schedule.points[{i}]", asdict(point), rule)
+    yield from _schedule_mistakes(config.schedule.in_steps(data), num_steps)
     yield from _transfer_mistakes(config.optimizer, num_steps)
 
 
@@ -128,10 +132,6 @@ def _schedule_mistakes(schedule: ScheduleConfig, num_steps: int) -> Iterator[Mis
         yield Mistake("schedule.earlier_decays", ends, rule, related)
     if schedule.name is not Schedule.piecewise:
         return
-    for i, point in enumerate(schedule.points):
-        if (point.step is None) == (point.fraction is None):
-            rule = "must have either a step or a fraction"
-            yield Mistake(f"schedule.points[{i}]", asdict(point), rule)
     steps = [step for step, _ in schedule.piecewise_points(num_steps)]
     if not steps or sorted(set(steps)) != steps:
         rule = "must be one point or more, at ascending steps; say "

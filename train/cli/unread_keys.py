@@ -68,6 +68,8 @@ def _unread_schedule_keys(schedule: ScheduleConfig) -> Iterator[tuple[bool, str,
         yield not is_read, f"schedule.{key}", f"schedule.name is {name}"
     if schedule.decay_steps is not None:
         yield True, "schedule.decay_fraction", "schedule.decay_steps is set"
+    if schedule.warmup_tokens is not None:
+        yield True, "schedule.warmup_steps", "schedule.warmup_tokens is set"
 
 
 def unread_key_warnings(config: Config) -> list[str]:
@@ -135,7 +137,8 @@ def unread_key_warnings(config: Config) -> list[str]:
         if "mlp_gate" in getattr(config.train, key) and not model.gated:
             reason = f"model.activation={model.activation} has no gate"
             warnings.append(f"train.{key}: mlp_gate has no effect, because {reason}")
-    steps, warmup = config.train.num_steps, config.schedule.warmup_steps
+    steps = config.train.num_steps
+    warmup = config.schedule.in_steps(config.data).warmup_steps
     if warmup >= steps:
         warnings.append(
             f"schedule.warmup_steps={warmup} is not below train.num_steps={steps}: the "

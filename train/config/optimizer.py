@@ -1,13 +1,14 @@
 """The optimizer and its learning-rate schedule."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, assert_never
 
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-from data.config import Count, Number
+from data.config import Count, DataConfig, Number
+from data.phases import step_at
 from train.config.bounds import NotNegative, Positive
 
 
@@ -207,9 +208,12 @@ class BatchRule(StrEnum):
 
 @dataclass(frozen=True)
 class SchedulePoint:
-    """A point of a piecewise schedule, at a step or at a fraction of the run."""
+    """A point of a piecewise schedule, at a step, a number of tokens or a fraction."""
 
     step: Annotated[Number | None, Doc("The step of the point.")] = None
+    tokens: Annotated[
+        NotNegative | None, Doc("The number of tokens before the step of the point.")
+    ] = None
     fraction: Annotated[
         Annotated[float, Ge(0), Le(1)] | None,
         Doc("The position of the point as a fraction of the steps of the run."),
@@ -219,7 +223,7 @@ class SchedulePoint:
     )
 
     def step_of(self, num_steps: int) -> int:
-        """Return the step of the point in a run of `num_steps`."""
+        """Return the step of a point without `tokens` in a run of `num_steps`."""
         if self.step is not None:
             return self.step
         return round((self.fraction or 0.0) * num_steps)
@@ -239,6 +243,10 @@ class ScheduleConfig:
     warmup_steps: Annotated[
         Number, Doc("The number of steps in which the factor rises linearly to 1.")
     ] = 100
+    warmup_tokens: Annotated[
+        NotNegative | None,
+        Doc("The number of tokens of the warm-up. null: warmup_steps decides."),
+    ] = None
     decay_steps: Annotated[
         Count | None,
         Doc(
@@ -274,7 +282,10 @@ class ScheduleConfig:
     ] = None
     points: Annotated[
         list[SchedulePoint],
-        Doc("The points of piecewise, each with a factor and a step or a fraction."),
+        Doc(
+            "The points of piecewise, each with a factor and a step, a number of "
+            "tokens or a fraction."
+        ),
     ] = field(default_factory=list)
     batch_rule: Annotated[
         BatchRule,
@@ -307,6 +318,24 @@ class ScheduleConfig:
                 return ratio
             case _:
                 assert_never(self.batch_rule)
+
+    def in_steps(self, data: DataConfig) -> "ScheduleConfig":
+        """Return the same schedule with steps in place of numbers of tokens.
+
+        The result is valid only for the batches of `data`.
+        """
+        warmup = self.warmup_tokens
+        return replace(
+            self,
+            warmup_steps=self.warmup_steps if warmup is None else step_at(data, warmup),
+            warmup_tokens=None,
+            points=[
+                p
+                if p.tokens is None
+                else replace(p, step=step_at(data, p.tokens), tokens=None)
+                for p in self.points
+            ],
+        )
 
     @property
     def has_decay(self) -> bool:

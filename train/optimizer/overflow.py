@@ -33,7 +33,9 @@ def may_overflow(config: OptimizerConfig, rates: Iterable[ParamRates]) -> bool:
             max_direction = max(1e6, adam_bound)
         case _:
             assert_never(config.name)
-    return any(rate * max_direction > 1e12 or rate * decay > 1 for rate, decay, _ in rates)
+    return any(
+        rate * max_direction > 1e12 or rate * decay > 1 for rate, decay, _ in rates
+    )
 
 
 def num_overflows(

@@ -19,6 +19,8 @@ Factor = Callable[[jax.Array], jax.Array]
 def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> Factor:
     """Return the factor on learning rates, times `peak`, as a function of the step.
 
+    `config` has no numbers of tokens: see `ScheduleConfig.in_steps`.
+
     After a linear warm-up, `constant` stays at 1, `cosine` falls to the final fraction
     at num_steps, and `piecewise` connects points. `wsd` stays at 1 and `power` falls
     slowly, until both decay to the final fraction at num_steps.
@@ -79,4 +81,10 @@ def _with_decays(config: ScheduleConfig, num_steps: int) -> Factor:
 def _piecewise(config: ScheduleConfig, num_steps: int) -> Factor:
     """Return a factor that is linear between points, and constant after the last."""
     steps, factors = zip(*config.piecewise_points(num_steps), strict=True)
-    return lambda step: jnp.interp(step, jnp.array(steps), jnp.array(factors))
+
+    def factor(step: jax.Array) -> jax.Array:
+        value = jnp.interp(step, jnp.array(steps), jnp.array(factors))
+        # `interp` returns the factor of the last point only up to rounding.
+        return jnp.where(step < steps[-1], value, factors[-1])
+
+    return factor

@@ -135,6 +135,7 @@ def _choices(config: Config) -> Changes:
         "model.param_dtype": Dtype.float32,
         "model.high_precision_layers": (),
         "schedule.warmup_steps": 0,  # A first update of zero would prove nothing.
+        "schedule.warmup_tokens": None,
         "mesh.pipeline_repeats": min(config.mesh.pipeline_repeats, 2),
         ACCUMULATION: min(config.train.accumulation_steps, 2),
     }

@@ -76,14 +76,9 @@ def compare_with_run(
         keys = {change.key for change in changes}
         saved_changes = config_differences(saved_config, config)
         changes += [change for change in saved_changes if change.key not in keys]
-    if last_start.get("data_fingerprints") == sources.fingerprints:
-        changes = [
-            c._replace(kind=ChangeKind.allowed) if _DATA_PATH.fullmatch(c.key) else c
-            for c in changes
-        ]
-    if refused_changes := refused(changes, config.run.allow_change):
-        raise ConfigError(_refusals(refused_changes, path, original, config))
-    _check_changed_data(path, sources, changes, last_start.get("changes", {}))
+    check_changes(
+        path, original, config, sources=sources, last_start=last_start, changes=changes
+    )
     earlier_skips = last_start.get("changes", {}).get("data.skip_batches")
     earlier_skips = earlier_skips or original.data.skip_batches
     if saved_config is not None:  # the record of the last start may be missing
@@ -116,6 +111,34 @@ def compare_with_run(
         rewind_to=rewind_to,
         finished=finished,
     )
+
+
+def check_changes(
+    path: epath.Path,
+    original: Config,
+    config: Config,
+    *,
+    sources: Sources,
+    last_start: Mapping[str, Any],
+    changes: list[Difference],
+) -> None:
+    """Check that the changes from a run's config to another one are allowed.
+
+    `sources` is the data of the other config, and `last_start` the record of the run's
+    last start.
+
+    Raises:
+        ConfigError: changed keys would make this a different run; all are named.
+        DataError: the data is not that of the run.
+    """
+    if last_start.get("data_fingerprints") == sources.fingerprints:
+        changes = [
+            c._replace(kind=ChangeKind.allowed) if _DATA_PATH.fullmatch(c.key) else c
+            for c in changes
+        ]
+    if refused_changes := refused(changes, config.run.allow_change):
+        raise ConfigError(_refusals(refused_changes, path, original, config))
+    _check_changed_data(path, sources, changes, last_start.get("changes", {}))
 
 
 def _refusals(
@@ -155,8 +178,11 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
 
     `newest_step` is the step that this start continues from.
     """
-    schedule, wanted_steps = config.schedule, config.train.num_steps
-    has_one_rate = schedule.name is Schedule.constant
+    schedule = config.schedule.in_steps(config.data)
+    wanted_steps, has_one_rate = (
+        config.train.num_steps,
+        schedule.name is Schedule.constant,
+    )
     if wanted_steps == previous_steps or has_one_rate or config.optimizer.base_steps:
         return previous_steps
     rate, new_rate = (

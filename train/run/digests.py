@@ -12,7 +12,7 @@ run. Values that an older version of this program did not write are not compared
 import hashlib
 import json
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
-from data.storage import is_remote, list_files, write_atomically
+from data.storage import copy_file, is_remote, list_files, write_atomically
 
 SEAL = "digests.json"
 _COMMITTED = "commit_success.txt"  # Orbax's last file of a step, under gs:// and s3://
@@ -60,6 +60,34 @@ def write_seal(step: epath.Path, file_digests: Mapping[str, Any]) -> None:
         return
     # The temporary file is outside the step: inside, a leftover would count as damage.
     write_atomically(step / SEAL, text, step.parent / f".{step.name}.{SEAL}")
+
+
+def copy_step(
+    step: epath.Path,
+    target: epath.Path,
+    changes: Mapping[str, Any],
+    beat: Callable[[], object] = lambda: None,
+) -> None:
+    """Copy a sealed step, with other values in its description.
+
+    The copy keeps the recorded digests of all other files, and is sealed last. `beat`
+    is called after each file.
+
+    Raises:
+        OSError: a file cannot be copied, for example because the step was deleted.
+    """
+    seal = _read_seal(step)
+    # A remote step counts as complete once its file _COMMITTED exists.
+    for name in sorted(seal, key=lambda name: (name == _COMMITTED, name)):
+        if name == _DESCRIPTION:
+            description = json.loads(_read_regular(step / name))
+            description["custom_metadata"] |= changes
+            write_atomically(target / name, json.dumps(description))
+            seal[name] = _digest(target / name)
+        else:
+            copy_file(step / name, target / name)
+        beat()
+    write_seal(target, seal)
 
 
 def saved_steps(checkpoints: epath.Path) -> list[int]:

@@ -7,9 +7,10 @@ the records of starts, and run/continuation.py decides whether a start may conti
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from etils import epath
@@ -22,6 +23,7 @@ from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.masking import mask_values
+from train.run.branch import Trunk, begin_branch
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
 from train.run.jsonl import Appender
@@ -197,11 +199,17 @@ class RunDir:
 
 @contextmanager
 def open_run(
-    config: Config, sources: Sources, cluster: Cluster, preemption: Preemption
+    config: Config,
+    sources: Sources,
+    cluster: Cluster,
+    preemption: Preemption,
+    trunk: Trunk | None = None,
+    beat: Callable[[], object] = lambda: None,
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or existing, on all processes.
 
-    `preemption` closes the directory before it ends the process.
+    `preemption` closes the directory before it ends the process. A branch begins with a
+    copy of the checkpoint `trunk`; `beat` is called after each copied file.
 
     Raises:
         Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
@@ -228,6 +236,9 @@ def open_run(
         )
         if lease:
             stack.callback(lease.close)
+        if trunk is not None:
+            begin = partial(begin_branch, path, config, sources, trunk)
+            cluster.broadcast_progress(begin, beat)
         fields = cluster.broadcast(lambda: compare_with_run(path, config, sources))
         continuation = Continuation(*fields)
         data = replace(config.data, skip_batches=continuation.skip_batches)

@@ -10,7 +10,7 @@ from train.run.records import damaged
 
 _FILES = (
     *("config.yaml", "lease.json", "metrics.jsonl", "events.jsonl", "results.json"),
-    *("init_from.json", "profile_request.json"),
+    *("init_from.json", "branch.json", "profile_request.json"),
 )
 _SUBFOLDERS = (
     *("starts", "checkpoints", "metrics", "events", "evaluations", "profiles"),

@@ -63,6 +63,7 @@ This page is generated from the dataclasses. "Default" is the value of the datac
 in `configs/` set another one. `python -m train ... --cfg job` shows every value of a
 command line, and what is wrong with it. `null` means that nothing is given. Commands
 on a run (`train.evaluate` and the like) also take `run.*`, some of them `runtime.*`.
+`train.branch` takes `from=<run>@<step>` and the keys of `train`.
 Unless its bounds say otherwise, a whole number is at most 2147483647."""
 
 

@@ -69,10 +69,10 @@ def test_a_broken_rule_is_named(
 
     def broken(config, model, infos):
         factors = transfer_factors(config, model, infos)
-        ratios = model.embed_dim / 16, model.num_layers / 2
+        wider, deeper = model.embed_dim / 16, model.num_layers / 2
         for name, own in factors.items():
             if name.endswith(parameter):
-                scale = (m if width else 1 / m) if depth is None else l
+                scale = (wider if width else 1 / wider) if depth is None else deeper
                 rate = own.learning_rate * scale
                 factors[name] = own._replace(learning_rate=rate)
         return factors

@@ -161,3 +161,8 @@ def test_a_run_killed_and_continued_is_the_run_on_disk(door, server, tmp_path):
     assert '"step": 15' in scored.stdout, scored.stderr
     sampled = other("sample", "step=15", "num_tokens=4")
     assert sampled.returncode == 0, sampled.stderr
+    branch = "s3://bucket/branch"
+    words = (f"from={far}@15", f"run.dir={branch}")
+    branched = door(far, *words, module="train.branch", config=(), environment=store)
+    assert branched.returncode == 0, branched.stderr
+    assert steps_of(branch) == steps_of(near)

@@ -1,0 +1,164 @@
+"""A branch continues a checkpoint of its trunk, which stays as it is."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from data.sources import open_sources
+from tests.forks import Forks
+from tests.train import doors
+from tests.train.doors import Door, Result, lines, state_of, steps
+from train.branch import read_trunk, trunk_of
+from train.cli.compose import check_command_line
+from train.cli.quoting import quote_text
+from train.config import Config
+from train.errors import ConfigError
+from train.run.branch import Trunk, begin_branch
+from train.run.digests import SEAL, digests, find_damage
+from train.run.starts import first_config, newest_start
+
+folder, door = doors.folder, doors.door  # fixtures
+
+LEVEL = ("schedule=constant", "checkpoint.keep_every_steps=5")
+
+
+@pytest.fixture(scope="module")
+def trunk(folder: Path, door: Door) -> Path:
+    """A run of twenty steps at a level rate, with checkpoints at every fifth."""
+    result = door(folder / "trunk", *LEVEL)
+    assert result.returncode == 0, result.stderr
+    return folder / "trunk"
+
+
+@pytest.fixture
+def branch(trunk: Path, folder: Path, forks: Forks):
+    """Start a branch through the door, given overrides."""
+
+    def branch(step: int, *overrides: str, drill: str = "") -> Result:
+        words = ["-m", "train.branch", f"from={trunk}@{step}", *overrides]
+        words.append("runtime.allow_fault_injection=true")
+        return forks.run(words, folder, {"LONGHAUL_DRILL": drill})
+
+    return branch
+
+
+@pytest.mark.slow
+def test_a_branch_decays_and_another_is_the_trunk_to_the_bit(trunk, branch):
+    """One of them is interrupted, and continued by the same command."""
+    before = digests(epath.Path(trunk))
+    same = branch(10)
+    assert same.returncode == 0, same.stderr
+    assert "from step 10" in same.stdout
+    again = trunk.parent / "trunk-10"
+    assert steps(again) == steps(trunk)
+    jax.tree.map(
+        np.testing.assert_array_equal, state_of(again, 20), state_of(trunk, 20)
+    )
+
+    decay = ("train.num_steps=13", "schedule.name=wsd", "schedule.decay_steps=5")
+    decay += ("schedule.final_fraction=0.5", "optimizer.weight_decay=0.2")
+    crashed = branch(5, *decay, drill="crash:0:9")
+    assert crashed.returncode == 1, crashed.stderr
+    result = branch(5, *decay)
+    assert result.returncode == 0, result.stderr
+    run = trunk.parent / "trunk-5"
+    assert [line["step"] for line in steps(run)] == list(range(1, 14))
+    assert steps(run)[:5] == steps(trunk)[:5]
+    factors = [line["learning_rate"] / 1e-3 for line in steps(run)]
+    assert factors[7:] == pytest.approx([1, 1, 0.9, 0.8, 0.7, 0.6], rel=1e-6)
+    assert lines(run)[-1]["eval/loss"]
+
+    record = json.loads((run / "branch.json").read_text())
+    trunk_id = newest_start(epath.Path(trunk))["run_id"]
+    assert record == {"run": str(trunk), "run_id": trunk_id, "step": 5}
+    assert newest_start(epath.Path(run))["run_id"] != trunk_id
+    assert digests(epath.Path(trunk)) == before
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_those_that_exist(trunk, branch):
+    result = branch(7)
+    assert result.returncode == 78
+    assert f"from = {trunk}@7\n" in result.stderr
+    assert "[5, 10, 15, 20]" in result.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("from=a",), ("from=a@5", "from=b@5")])
+def test_a_branch_needs_one_trunk(words):
+    with pytest.raises(ConfigError, match="from=<directory of a run>@<step>"):
+        trunk_of([*words])
+
+
+@pytest.fixture
+def begin(trunk: Path, tmp_path: Path):
+    """Begin a branch of the trunk in an empty folder, given overrides."""
+
+    def begin(*overrides: str, step: int = 10) -> epath.Path:
+        base, words = read_trunk([f"from={trunk}@{step}", *overrides])
+        words = quote_text(words, Config)
+        config = check_command_line(words, "branch", Config, base=base)
+        path = epath.Path(tmp_path / "run")
+        sources = open_sources(config.data)
+        begin_branch(path, config, sources, Trunk(str(trunk), step))
+        return path
+
+    return begin
+
+
+def test_a_change_of_model_data_or_earlier_batches_is_refused(begin, tmp_path):
+    changes = (
+        *("model.init=gpt2", "seed=3", "data.batch_size=16", "optimizer.b1=0.8"),
+        *("data.batch_schedule=[{from_step: 9, rows: 16}]", "data.skip_batches=[4,5]"),
+    )
+    for change in changes:
+        with pytest.raises(ConfigError, match="differs from the run in") as error:
+            begin(change)
+        assert error.value.mistakes[0].key == change.partition("=")[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_later_batches_and_permitted_keys_may_change(begin):
+    path = begin(
+        *("data.batch_schedule=[{from_step: 10, rows: 16}]", "optimizer.b1=0.8"),
+        *("data.skip_batches=[10,11]", "run.allow_change=[optimizer.b1]"),
+    )
+    config = first_config(path)
+    assert config is not None
+    assert (config.optimizer.b1, config.data.skip_batches) == (0.8, [10, 11])
+    assert find_damage(path / "checkpoints" / "10") is None
+
+
+def test_a_branch_whose_copying_was_interrupted_begins_again(begin):
+    path = begin()
+    step, identity = path / "checkpoints" / "10", newest_start(path)["run_id"]
+    begin()
+    assert newest_start(path)["run_id"] == identity, "it had begun"
+    (step / SEAL).unlink()
+    (step / "state" / "_METADATA").unlink()
+    begin()
+    assert find_damage(step) is None
+    assert newest_start(path)["run_id"] != identity
+
+
+def test_the_directory_of_another_run_or_branch_is_refused(begin):
+    path = begin()
+    with pytest.raises(ConfigError, match="is not a branch of"):
+        begin(step=15)
+    (path / "branch.json").unlink()
+    with pytest.raises(ConfigError, match="is not a branch of"):
+        begin()
+
+
+def test_text_that_reads_the_environment_stays_text(trunk, tmp_path, monkeypatch):
+    """Someone else may have written the trunk's config."""
+    monkeypatch.setenv("PLAIN", "value")
+    copy = Path(shutil.copytree(trunk, tmp_path / "copy"))
+    file = copy / "config.yaml"
+    file.write_text(file.read_text().replace("project: ", "project: ${oc.env:PLAIN} #"))
+    base, words = read_trunk([f"from={copy}@10"])
+    config = check_command_line(words, "branch", Config, base=base)
+    assert config.tracker.wandb.project == "${oc.env:PLAIN}"

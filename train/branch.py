@@ -1,0 +1,72 @@
+"""`python -m train.branch from=<run>@<step>`: continue a checkpoint in another run.
+
+The config of the other run, the trunk, is the base of the branch's config, and the
+arguments override it. The trunk is only read, and may go on at the same time.
+"""
+
+import shlex
+import sys
+from dataclasses import replace
+
+from data.storage import storage_path
+from train.cli.command import run_command
+from train.cli.leaving import exit_on_preemption, leave
+from train.config import Config, DistributedConfig, RunConfig
+from train.errors import ConfigError, Mistake
+
+_KEY = "from="
+
+
+def trunk_of(arguments: list[str]) -> tuple[str, int]:
+    """Return the directory and the step that the argument `from=` names.
+
+    Raises:
+        ConfigError: there is no such argument, or it has another form.
+    """
+    texts = [text.removeprefix(_KEY) for text in arguments if text.startswith(_KEY)]
+    directory, _, step = ", ".join(texts).rpartition("@")
+    if len(texts) != 1 or not directory or not step.isdecimal():
+        rule = "must be given once, as from=<directory of a run>@<step>"
+        raise ConfigError([Mistake("from", ", ".join(texts) or None, rule)])
+    return directory, int(step)
+
+
+def read_trunk(arguments: list[str]) -> tuple[Config | None, list[str]]:
+    """Return the trunk's config, as a base for the branch, and the other arguments.
+
+    The base has a name made of the trunk's and the step, and none of the settings that
+    belong to the trunk's starts. It is None if the arguments name no trunk.
+
+    Raises:
+        ConfigError: there is no trunk, or its config cannot be read.
+    """
+    # `main` refuses a missing trunk, so that --help needs none.
+    if not any(text.startswith(_KEY) for text in arguments):
+        return None, arguments
+    from train.run.starts import existing_run, read_run
+
+    directory, step = trunk_of(arguments)
+    existing_run(directory, "from")
+    run = RunConfig(name=f"{storage_path(directory).name}-{step}")
+    base = replace(read_run(directory, step), run=run, distributed=DistributedConfig())
+    return base, [text for text in arguments if not text.startswith(_KEY)]
+
+
+def main(config: Config) -> int:
+    """Start or continue the branch, and return the exit code."""
+    from train.run.branch import Trunk
+    from train.start import start_run
+
+    directory, step = trunk_of(sys.argv[1:])
+    run_dir = config.run.dir or f"{storage_path(directory).parent}/{config.run.name}"
+    config = replace(config, run=replace(config.run, dir=run_dir))
+    command = shlex.join(["python", "-m", "train.branch", *sys.argv[1:]])
+    return start_run(config, command, Trunk(directory, step))
+
+
+if __name__ == "__main__":
+    exit_on_preemption()
+    try:
+        run_command(main, "branch", read_base=read_trunk)
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else bool(end.code))
