@@ -30,8 +30,8 @@ train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
 train.plan.memory train.plan.sections train.plan.branches
     train.plan.compiled | train.plan.estimated
     train.phases
-    train.plan | train.profile | train.prove | train.coordinates | train.pretrained | train.log_window \
-train.due train.loop train.evaluate.results train.load_run
+    train.plan | train.profile | train.prove | train.coordinates | \
+train.pretrained | train.log_window train.due train.loop train.evaluate.results train.load_run
     train.plan.search
     train.preflight
     train.start
