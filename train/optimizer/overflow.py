@@ -1,6 +1,6 @@
 """Detect updates that overflow float32, and configs that rule overflows out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, assert_never
 
 import jax
@@ -11,7 +11,7 @@ from train.config import OptimizerConfig, OptimizerName
 from train.optimizer.groups import ParamRates
 
 
-def may_overflow(config: OptimizerConfig, rates: Iterable[ParamRates]) -> bool:
+def may_overflow(config: OptimizerConfig, rates: Collection[ParamRates]) -> bool:
     """Return whether finite gradients may lead to weights that overflow float32.
 
     Updates that cannot overflow are not checked, because a check reads the whole state.
@@ -29,12 +29,15 @@ def may_overflow(config: OptimizerConfig, rates: Iterable[ParamRates]) -> bool:
         case OptimizerName.adamw | OptimizerName.muon:
             if config.clip_norm is None:
                 return True
-            adam_bound = config.clip_norm / ((1 - config.b1) * config.epsilon)
+            epsilon = config.epsilon * min(own.epsilon for own in rates)
+            adam_bound = config.clip_norm / ((1 - config.b1) * epsilon)
             max_direction = max(1e6, adam_bound)
         case _:
             assert_never(config.name)
     return any(
-        rate * max_direction > 1e12 or rate * decay > 1 for rate, decay, _ in rates
+        own.learning_rate * max_direction > 1e12
+        or own.learning_rate * own.weight_decay > 1
+        for own in rates
     )
 
 

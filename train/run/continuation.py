@@ -179,10 +179,8 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
     `newest_step` is the step that this start continues from.
     """
     schedule = config.schedule.in_steps(config.data)
-    wanted_steps, has_one_rate = (
-        config.train.num_steps,
-        schedule.name is Schedule.constant,
-    )
+    wanted_steps = config.train.num_steps
+    has_one_rate = schedule.name is Schedule.constant
     if wanted_steps == previous_steps or has_one_rate or config.optimizer.base_steps:
         return previous_steps
     rate, new_rate = (

@@ -142,7 +142,7 @@ def test_a_longer_run_takes_steps_of_the_same_equation():
     ("keys", "key"),
     [
         (["optimizer.transfer=completep"], "optimizer.base_width"),
-        (["optimizer.base_steps=100"], "optimizer.base_steps"),
+        (["optimizer=muon", "optimizer.base_steps=100"], "optimizer.base_steps"),
         (
             ["optimizer=adafactor", "optimizer.transfer=completep", *BASE],
             "optimizer.transfer",
