@@ -334,10 +334,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 axes.axvline(best, color=line.get_color(), linewidth=0.7, linestyle=":")
             axes.set(title=f"{name}: {title}", xscale="log", xlabel="learning rate")
             low = min(line.get_ydata().min() for line in axes.lines[::2])
-            axes.set_ylim(low - 0.02, low + 0.6)
+            axes.set_ylim(low - 0.02, low + 0.5)
+            axes.set_xlim(6e-4, 0.06)
+            axes.xaxis.set_minor_formatter(plt.NullFormatter())
             axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=70)
 
 
 if __name__ == "__main__":

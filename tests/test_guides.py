@@ -33,6 +33,7 @@ python() {{
     local word words=("$@") more=""
     case "$2" in
     train | launch) more="{SHORT}" ;;
+    train.coordinates) more="widths=[64,128] depths=[2,4]" ;;
     train.plan) more="model.num_layers=2 search_compiles=1 search_minutes=1" ;;
     esac
     for word in $more; do

@@ -71,6 +71,7 @@ def shrink(config: Config, device: Device) -> Shrunk:
     for candidates in _candidates(config, small):
         valid = (with_values(small, changes) for changes in candidates)
         small = next((c for c in valid if not _mistakes(c, device)), small)
+    small = with_values(small, _base_sizes(config, small))
     if mistakes := _mistakes(small, device):
         raise ConfigError(mistakes)
     old, new = flatten(config), flatten(small)
@@ -216,6 +217,20 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
     parts = config.train.accumulation_steps * shards.rows * shards.sequence
     has_more_ids = tokens // parts < model.vocab_rows
     yield [{"model.vocab_size": n} for n in ((160, 24) if has_more_ids else (24, 160))]
+
+
+def _base_sizes(config: Config, small: Config) -> Changes:
+    """Return the base of `optimizer.transfer`, whose ratios to the model stay."""
+
+    def shrink_base(base: int | None, size: int, full_size: int) -> int | None:
+        return base and max(1, base * size // full_size)
+
+    optimizer, full, model = config.optimizer, config.model, small.model
+    width, depth = optimizer.base_width, optimizer.base_depth
+    return {
+        "optimizer.base_width": shrink_base(width, model.embed_dim, full.embed_dim),
+        "optimizer.base_depth": shrink_base(depth, model.num_layers, full.num_layers),
+    }
 
 
 def _mistakes(config: Config, device: Device) -> list[Mistake]:

@@ -52,6 +52,13 @@ def test_any_model_becomes_small_and_keeps_its_switches(shrunk, model):
     assert len(left_out) == 1
 
 
+def test_the_base_of_a_transfer_keeps_its_ratio_to_the_model(shrunk):
+    keys = ("optimizer.transfer=completep", "optimizer.base_width=512")
+    config, *_ = shrunk("model=llama3_8b", *MESH, *keys, "optimizer.base_depth=16")
+    assert config.model.embed_dim / config.optimizer.base_width == 4096 / 512
+    assert config.model.num_layers / config.optimizer.base_depth == 32 / 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in MODELS if name.endswith("_nano")])
 def test_every_family_is_proved(shrunk, composed, model):
