@@ -87,7 +87,7 @@ def around(kernel, c, q, k, v, sinks, ids, do):
     def on_device(ids, q, k, v, do):
         *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
         o, transpose = jax.vjp(
-            lambda q, k, v, sinks: kernel(Inputs(q, k, v, ids, sinks)),
+            lambda q, k, v, sinks: kernel(Inputs(q, k, v, ids, sinks)).o_BTNV,
             *operands,
             sinks,
         )

@@ -29,6 +29,7 @@ from train.config import (
 )
 from train.errors import Mistake, nearest
 from train.mesh_sizes import listed
+from train.optimizer.qk_clip import qk_clip_mistakes
 
 _SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores
 # For each rule table, the logical axis that no array of the table has.
@@ -52,6 +53,7 @@ def config_mistakes(config: Config) -> list[Mistake]:
         *_expert_mistakes(config),
         *_pipeline_mistakes(config),
         *_offload_mistakes(config),
+        *qk_clip_mistakes(config),
         *eval_set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
