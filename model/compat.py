@@ -64,6 +64,7 @@ def cudnn_attend(
         v_BSKH,
         mask=mask,
         scale=q_BTNH.shape[-1] ** -0.5,
+        # Otherwise, a window also includes later keys (jax#39576).
         mask_type=fused.MaskType.CAUSAL,
         sliding_window_length=window,
         return_residual=True,

@@ -184,7 +184,7 @@ def _make_attend_on_shards(
         return attend
     q_spec = placement.spec("batch", None, "heads", None)
     kv_spec = placement.spec("batch", None, kv_axis, None)
-    ids_spec, sinks_spec = placement.spec("batch", None), placement.spec("heads")
-    specs = Inputs._make([q_spec, kv_spec, kv_spec, ids_spec, sinks_spec])
-    out_specs = Attended(q_spec, sinks_spec)  # pyright: ignore[reportArgumentType]
+    ids_spec, heads_spec = placement.spec("batch", None), placement.spec("heads")
+    specs = Inputs._make([q_spec, kv_spec, kv_spec, ids_spec, heads_spec])
+    out_specs = Attended(q_spec, heads_spec)  # pyright: ignore[reportArgumentType]
     return placement.map_shards(attend, in_specs=(specs,), out_specs=out_specs)

@@ -91,6 +91,18 @@ def test_xla_attention_is_jaxs(kv_heads, packed):
     )
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_bound_is_the_largest_log_sum_exp_of_scores(window):
+    q, k, v = inputs(2)
+    documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]])
+    how = {"implementation": XLA, "compute": jnp.float32, "window": window}
+    found = attention(q, k, v, documents, **how).bound_N
+    seen = mask(9, window)[None] & (documents[:, :, None] == documents[:, None])
+    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2)) * 8**-0.5
+    sums = np.where(seen[:, None], np.exp(scores), 0).sum(-1)
+    np.testing.assert_allclose(found, np.log(sums).max(axis=(0, 2)), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"soft_cap": 0.5, "window": 100}, {"sinks": True}, {"drop": True}]
 )

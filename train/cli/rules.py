@@ -17,6 +17,7 @@ from data.config import DataConfig
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
 from model.config_rules import broken_rules
+from train.cli.qk_clip_rules import qk_clip_mistakes
 from train.config import (
     MESH_AXES,
     Config,
@@ -29,7 +30,6 @@ from train.config import (
 )
 from train.errors import Mistake, nearest
 from train.mesh_sizes import listed
-from train.optimizer.qk_clip import qk_clip_mistakes
 
 _SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores
 # For each rule table, the logical axis that no array of the table has.

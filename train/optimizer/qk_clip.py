@@ -18,8 +18,6 @@ Source: Kimi K2, arXiv:2507.20534, section 2.1 and algorithm 1.
 Shapes: L layers, N query heads, K key heads, H dims of a head.
 """
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,8 +29,6 @@ from model.choices import Mixer
 from model.config import ModelConfig
 from model.params import LAYERS
 from model.pattern import segments_of
-from train.config import Config
-from train.errors import Mistake
 
 
 def clip_scores(
@@ -101,34 +97,3 @@ def _scale_heads(
     for name, array in projection.items():
         factor = factor_LNH if array.ndim == 3 else factor_LNH[:, None]
         projection[name] = array * factor
-
-
-def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
-    """Yield mistakes in `optimizer.qk_clip`: settings that it does not go with."""
-    threshold, model = config.optimizer.qk_clip, config.model
-    if threshold is None:
-        return
-    length = config.data.sequence_length
-    if threshold <= math.log(length):
-        rule = f"must be above {math.log(length):.3g}, the log-sum-exp of scores of 0 "
-        rule += f"with data.sequence_length={length}; take 100"
-        related = ("data.sequence_length",)
-        yield Mistake("optimizer.qk_clip", threshold, rule, related)
-    without_scores = {*model.mixers} == {Mixer.gated_delta}
-    reasons = {
-        "model.qk_norm": model.qk_norm
-        and "normalizes queries and keys, so that clipped weights change no score",
-        "model.attention_soft_cap": model.attention_soft_cap
-        and "already caps the scores",
-        "model.attention_sinks": model.attention_sinks
-        and "adds a key whose score weights of keys do not change",
-        "model.predict_ahead": model.predict_ahead
-        and "adds attention that is not clipped",
-        "model.mixer": without_scores and "has no scores in any layer",
-        "optimizer.offload": config.optimizer.offload
-        and "updates layers one by one, but all layers are clipped together",
-    }
-    for key, reason in reasons.items():
-        if reason:
-            rule = f"must be null with {key}, which {reason}; change one of them"
-            yield Mistake("optimizer.qk_clip", threshold, rule, (key,))
