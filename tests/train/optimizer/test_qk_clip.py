@@ -120,19 +120,19 @@ def test_an_update_is_the_papers(programs, store, scores_of, model, factor):
     assert_near(found, clipped_by_paper(unclipped, bounds, config))
 
 
-def slow(*overrides):
-    return pytest.param(overrides, marks=pytest.mark.slow)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@BOTH
+@pytest.mark.parametrize(("model", "factor"), [(GROUPED, 1.7), slow(LATENT, 2.0)])
 @pytest.mark.parametrize(
     "mesh",
     [
         CUBE,
-        slow(*CUBE, "train.accumulation_steps=2", "train.remat=full"),
-        slow("mesh.pipeline=2", "mesh.context=2", "mesh=auto"),
-        slow("mesh=auto", "mesh.context=2", "mesh.context_attention=ulysses"),
-        slow("mesh=auto", "mesh.context=2", "mesh.context_attention=all_gather"),
+        slow((*CUBE, "train.accumulation_steps=2", "train.remat=full")),
+        slow(("mesh.pipeline=2", "mesh.context=2", "mesh=auto")),
+        slow(("mesh=auto", "mesh.context=2", "mesh.context_attention=ulysses")),
+        slow(("mesh=auto", "mesh.context=2", "mesh.context_attention=all_gather")),
     ],
     ids=" ".join,
 )
