@@ -1,10 +1,10 @@
 """Taps record statistics of the layers' intermediate results.
 
-A layer passes results by name to `call.taps`, which keep the statistics of watched
-steps, the bounds of scores for QK-clip (train/optimizer/qk_clip.py), or both. A step
-without taps does not compute them. Statistics have no gradient, and a scan
-over layers returns them, so watching a step does not change its other results. The
-statistics are local to a device: the caller reduces them over devices and microbatches.
+A layer passes results by name to `call.taps`. They record the statistics of a watched
+step, the bounds of scores for QK-clip (train/optimizer/qk_clip.py), or both. A step
+without taps does not compute them. Statistics have no gradient, and a scan over layers
+returns them, so watching a step does not change its other results. The statistics are
+local to a device: the caller reduces them over devices and microbatches.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class LayerFigures(NamedTuple):
 
     largest: the largest absolute value of a result; infinite if a value is not finite.
     shares: the fractions of rounded values that were flushed to zero or saturated.
-    bounds: the bound of each head's scores (`Attended`), at least 0. Layers without
-        attention have zeros. None if bounds are not recorded.
+    bounds: the bound of each head's scores (`Attended`), at least 0, and 0 in layers
+        without attention. None if bounds are not recorded.
     """
 
     largest: ValuesByName
@@ -68,17 +68,15 @@ class Taps:
     def __init__(
         self, watched: bool = True, num_heads: int | None = None, exact: bool = False
     ) -> None:
-        """Start empty.
+        """Start empty. An `exact` layer does not quantize, so its shares are zero.
 
-        Args:
-            watched: whether to record the statistics of watched steps.
-            num_heads: the number of query heads. None does not record their bounds.
-            exact: whether the layer does not quantize, so that its shares are zero.
+        With `watched`, they record the statistics of a watched step. With `num_heads`,
+        they record the bounds of the scores of this number of heads.
         """
         self.watched, self._num_heads = watched, num_heads
         self._largest: ValuesByName = {}
         self._counts = jnp.array([0.0, 0.0, 1.0]) if exact and watched else None
-        self._bounds = None if num_heads is None else jnp.zeros(num_heads)
+        self._bounds: jax.Array | None = None
         self._segments: list[LayerFigures] = []
 
     def empty(self, exact: bool = False) -> "Taps":
@@ -93,8 +91,8 @@ class Taps:
 
     def note_scores(self, bound_N: Float[Array, "N"]) -> None:
         """Record the bound of each head's scores."""
-        if self._bounds is not None:
-            self._bounds = jnp.maximum(self._bounds, _without_nan(bound_N))
+        if self._num_heads is not None:
+            self._bounds = jnp.maximum(0.0, _without_nan(bound_N))
 
     def note_rounding(self, counts: Float[Array, "3"]) -> None:
         """Add the counts of an operand's rounding, from `count_rounding`."""
@@ -102,11 +100,14 @@ class Taps:
 
     def layer_figures(self) -> LayerFigures:
         """Return the statistics of the layer as scalars."""
+        bounds = self._bounds
+        if self._num_heads is not None and bounds is None:
+            bounds = jnp.zeros(self._num_heads)
         if self._counts is None:
-            return LayerFigures(self._largest, {}, self._bounds)
+            return LayerFigures(self._largest, {}, bounds)
         flushed, saturated, size = self._counts
         shares = {"flushed": flushed / size, "saturated": saturated / size}
-        return LayerFigures(self._largest, shares, self._bounds)
+        return LayerFigures(self._largest, shares, bounds)
 
     def add_segment(self, segment: LayerFigures) -> None:
         """Append the statistics [L] of the layers of a segment."""

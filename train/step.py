@@ -20,7 +20,7 @@ from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.loss.loss import loss_sum
 from train.numerics import compute_layer_metrics
-from train.optimizer.qk_clip import clip_scores
+from train.optimizer.qk_clip import scale_scores
 from train.optimizer.update import Optimizer
 from train.router_balance import Load, balance_experts, relative_load
 from train.rows import (
@@ -119,12 +119,8 @@ def make_train_step(
         bounds_LN = None if figures is None else figures.bounds
         clip = None
         if bounds_LN is not None and qk_clip is not None:
-            clip = partial(
-                clip_scores,
-                bounds_LN=bounds_LN,
-                threshold=qk_clip,
-                config=model.config,
-            )
+            gamma_LN = qk_clip / jnp.maximum(bounds_LN, qk_clip)
+            clip = partial(scale_scores, model.config, gamma_LN)
         with jax.named_scope("optimizer"):
             params, optimizer_state, updated = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step, accepted, clip

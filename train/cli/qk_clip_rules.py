@@ -19,39 +19,19 @@ def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
         rule += f"with data.sequence_length={length}; take 100"
         related = ("data.sequence_length",)
         yield Mistake("optimizer.qk_clip", threshold, rule, related)
-    reasons = (
-        (
-            "model.qk_norm",
-            model.qk_norm,
-            "normalizes queries and keys, so that smaller weights change no score",
-        ),
-        (
-            "model.attention_soft_cap",
-            model.attention_soft_cap is not None,
-            "already caps the scores",
-        ),
-        (
-            "model.attention_sinks",
-            model.attention_sinks,
-            "adds a key whose score does not depend on the clipped weights",
-        ),
-        (
-            "model.predict_ahead",
-            model.predict_ahead > 0,
-            "adds attention that is not clipped",
-        ),
-        (
-            "model.mixer",
-            {*model.mixers} == {Mixer.gated_delta},
-            "has no scores in any layer",
-        ),
-        (
-            "optimizer.offload",
-            config.optimizer.offload,
-            "updates layers one by one, while all layers are clipped together",
-        ),
-    )
-    for key, is_set, reason in reasons:
-        if is_set:
+    reasons = {
+        "model.qk_norm": model.qk_norm and "fixes the size of queries and keys",
+        "model.attention_soft_cap": model.attention_soft_cap and "caps the scores",
+        "model.attention_sinks": model.attention_sinks
+        and "adds scores that do not depend on queries and keys",
+        "model.predict_ahead": model.predict_ahead
+        and "adds attention that is not clipped",
+        "model.mixer": {*model.mixers} == {Mixer.gated_delta}
+        and "gives no layer scores",
+        "optimizer.offload": config.optimizer.offload
+        and "updates layers one by one, while all layers are clipped together",
+    }
+    for key, reason in reasons.items():
+        if reason:
             rule = f"must be null with {key}, which {reason}; change one of them"
             yield Mistake("optimizer.qk_clip", threshold, rule, (key,))

@@ -31,14 +31,10 @@ from model.params import LAYERS
 from model.pattern import segments_of
 
 
-def clip_scores(
-    params: Any, bounds_LN: Float[Array, "L N"], threshold: float, config: ModelConfig
+def scale_scores(
+    config: ModelConfig, gamma_LN: Float[Array, "L N"], params: Any
 ) -> Any:
-    """Return float32 weights whose scores are below the threshold on the same batch.
-
-    `bounds_LN` are the bounds of the scores of all layers, on the global batch.
-    """
-    gamma_LN = threshold / jnp.maximum(bounds_LN, threshold)
+    """Return float32 weights that multiply the scores of each head by its gamma."""
     params = jax.tree.map(lambda x: x, params)  # copies the dicts only
     for number, segment in enumerate(segments_of(config)):
         for slot, kind in enumerate(segment.pattern):
@@ -47,53 +43,43 @@ def clip_scores(
             if kind.mixer is Mixer.attention:
                 _scale_attention(attention, slot_gamma_LN, config)
             elif kind.mixer is Mixer.latent_attention:
-                _scale_latent_attention(attention, slot_gamma_LN, config.nope_head_dim)
+                _scale_latent_attention(attention, slot_gamma_LN, config)
     return params
 
 
 def _scale_attention(
-    attention: dict[str, Any], gamma_LN: Float[Array, "L N"], config: ModelConfig
+    attention: dict[str, Any], gamma_LN: Array, config: ModelConfig
 ) -> None:
-    L, N = gamma_LN.shape
+    (L, N), H = gamma_LN.shape, config.head_size
     queries_per_key = N // config.kv_heads
-    gamma_LK = jnp.min(gamma_LN.reshape(L, -1, queries_per_key), axis=2)
-    root_LK = jnp.sqrt(gamma_LK)
+    root_LK = jnp.sqrt(jnp.min(gamma_LN.reshape(L, -1, queries_per_key), axis=2))
     query_LN = gamma_LN / jnp.repeat(root_LK, queries_per_key, axis=1)
-    _scale_heads(attention["key"], root_LK[..., None])
-    # The projection of queries may also have gates, after the queries of each head.
-    H = config.head_size
-    _scale_heads(attention["query"], _over_dims(query_LN, H, H * config.attention_gate))
+    # After the queries of a head, their projection may also have the head's gates.
+    num_gates = H * config.attention_gate
+    _scale_heads(attention["query"], (query_LN, H), (jnp.ones((L, N)), num_gates))
+    _scale_heads(attention["key"], (root_LK, H))
 
 
 def _scale_latent_attention(
-    attention: dict[str, Any], gamma_LN: Float[Array, "L N"], nope_dim: int
+    attention: dict[str, Any], gamma_LN: Array, config: ModelConfig
 ) -> None:
-    expansion = "query_up" if "query_up" in attention else "query"
-    rope_dim = attention[expansion]["weight"].shape[-1] - nope_dim
-    value_dim = attention["key_value_up"]["weight"].shape[-1] - nope_dim
-    root_LN = jnp.sqrt(gamma_LN)
-    query_LNH = _over_dims(root_LN, nope_dim, rope_dim, gamma_LN)
-    _scale_heads(attention[expansion], query_LNH)
-    _scale_heads(attention["key_value_up"], _over_dims(root_LN, nope_dim, value_dim))
-
-
-def _over_dims(
-    factor_LN: Float[Array, "L N"],
-    dims: int,
-    other_dims: int,
-    other_LN: Float[Array, "L N"] | float = 1.0,
-) -> Float[Array, "L N H"]:
-    """Return `factor_LN` for the first dims of each head, and `other_LN` for others."""
-    other_LN = jnp.broadcast_to(other_LN, factor_LN.shape)
-    pairs = (factor_LN, dims), (other_LN, other_dims)
-    parts = [jnp.repeat(factor[..., None], size, axis=2) for factor, size in pairs]
-    return jnp.concatenate(parts, axis=2)
+    root_LN, ones_LN = jnp.sqrt(gamma_LN), jnp.ones(gamma_LN.shape)
+    nope_dim, rope_dim = config.nope_head_dim, config.rope_head_dim
+    query = attention["query_up" if config.query_rank else "query"]
+    _scale_heads(query, (root_LN, nope_dim), (gamma_LN, rope_dim))
+    key_value = attention["key_value_up"]
+    _scale_heads(key_value, (root_LN, nope_dim), (ones_LN, config.value_size))
 
 
 def _scale_heads(
-    projection: dict[str, jax.Array], factor_LNH: Float[Array, "L N _"]
+    projection: dict[str, jax.Array], *factors: tuple[Float[Array, "L N"], int]
 ) -> None:
-    """Multiply a projection's weight [L, inputs, N, H], and its bias [L, N, H]."""
+    """Multiply a projection's weight [L, inputs, N, H], and its bias [L, N, H].
+
+    `factors` has the factors of heads, and the number of dims that they multiply.
+    """
+    parts = [jnp.repeat(x_LN[..., None], size, axis=2) for x_LN, size in factors]
+    factor_LNH = jnp.concatenate(parts, axis=2)
     for name, array in projection.items():
-        factor = factor_LNH if array.ndim == 3 else factor_LNH[:, None]
-        projection[name] = array * factor
+        is_bias = array.ndim == 3
+        projection[name] = array * (factor_LNH if is_bias else factor_LNH[:, None])
