@@ -47,6 +47,31 @@ def checks_for_gpu(compute_capability: str) -> Iterator[None]:
         fused.check_compute_capability = original
 
 
+def cudnn_attend(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: jax.Array | None,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return causal attention, and its float32 log-sum-exps [B, N, T] without gradient.
+
+    `mask`, if given, is [B, 1, T, S]. A query sees at most `window` keys.
+    """
+    result: Any = fused.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask,
+        scale=q_BTNH.shape[-1] ** -0.5,
+        # Otherwise, a window also includes later keys (jax#39576).
+        mask_type=fused.MaskType.CAUSAL,
+        sliding_window_length=window,
+        return_residual=True,
+    )
+    return result
+
+
 def cudnn_step_forward(chunks: Chunks, causal: bool) -> Result:
     """Return the output and the float32 log-sum-exp of one step of a ring."""
     result: Any = fused.dot_product_attention(

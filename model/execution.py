@@ -129,6 +129,11 @@ class CallContext(NamedTuple):
         if self.taps is not None:
             self.taps.note(name, x)
 
+    def note_scores(self, bound_N: jax.Array) -> None:
+        """Record the bound of each head's scores. Without taps, do nothing."""
+        if self.taps is not None:
+            self.taps.note_scores(bound_N)
+
     def fold_in(self, number: int | jax.Array) -> "CallContext":
         """Return the context with a number folded into its random keys."""
         if self.keys_BT is None:

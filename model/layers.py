@@ -155,7 +155,7 @@ class SelfAttention(nnx.Module):
         }
         if cache is None:
             drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)
-            o_BTNH = attention(
+            o_BTNH, bound_N = attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
@@ -167,6 +167,7 @@ class SelfAttention(nnx.Module):
                 drop=drop_weights if self.dropout else None,
                 **options,
             )
+            call.note_scores(bound_N)
         else:
             assert isinstance(cache, KeysValues)
             cache = cache.append(k_BTKH, v_BTKH)

@@ -203,7 +203,7 @@ class Linear(nnx.Module):
         quantization = None if call.high_precision else numerics.quantization
         with part_scope(self.name):
             call = call.fold_in(zlib.crc32(self.name.encode()))
-            if call.taps is not None and quantization is not None:
+            if call.taps and call.taps.watched and quantization is not None:
                 x_rounded = x.astype(numerics.compute_dtype)
                 x_quantized = _quantize_left(self.spec, x_rounded, quantization.dtype)
                 call.taps.note_rounding(count_rounding(x_rounded, x_quantized))

@@ -152,7 +152,7 @@ def _make_stage(
         stage_call = call._replace(
             segment_ids_BT=segment_ids_BT,
             keys_BT=keys_BT,
-            taps=None if call.taps is None else Taps(),
+            taps=call.taps and call.taps.empty(),
         )
         group_number = repeat * S + stage
         y, routing = run(group_params, x, positions_BT, group_number, stage_call)

@@ -187,7 +187,7 @@ class _Pattern:
         local_flag = local[slot] if layer.local_flag is None else layer.local_flag
 
         def run(x_BTD: Float[Array, "B T D"], params, cache, high_precision: bool):
-            taps = None if call.taps is None else type(call.taps)(exact=high_precision)
+            taps = call.taps and call.taps.empty(exact=high_precision)
             x_BTD, cache, routing = nnx.merge(self.blocks[slot], params)(
                 x_BTD,
                 self.execution,

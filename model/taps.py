@@ -1,9 +1,10 @@
-"""Taps record statistics of the layers' intermediate results, for watched steps.
+"""Taps record statistics of the layers' intermediate results.
 
-A layer passes results by name to `call.taps`. A step that is not watched has no taps,
-and its program does not compute the statistics. Statistics have no gradient, and a scan
-over layers returns them, so watching a step does not change its other results. The
-statistics are local to a device: the caller reduces them over devices and microbatches.
+A layer passes results by name to `call.taps`. They record the statistics of a watched
+step, the bounds of scores for QK-clip (train/optimizer/qk_clip.py), or both. A step
+without taps does not compute them. Statistics have no gradient, and a scan over layers
+returns them, so watching a step does not change its other results. The statistics are
+local to a device: the caller reduces them over devices and microbatches.
 """
 
 from collections.abc import Callable
@@ -24,16 +25,20 @@ class LayerFigures(NamedTuple):
 
     largest: the largest absolute value of a result; infinite if a value is not finite.
     shares: the fractions of rounded values that were flushed to zero or saturated.
+    bounds: the bound of each head's scores (`Attended`), at least 0, and 0 in layers
+        without attention. None if bounds are not recorded.
     """
 
     largest: ValuesByName
     shares: ValuesByName
+    bounds: Float[Array, "*L N"] | None = None
 
     def reduce(self, reduce_largest: Reduce, reduce_share: Reduce) -> "LayerFigures":
-        """Apply `reduce_largest` to `largest`, and `reduce_share` to `shares`."""
+        """Apply `reduce_largest` to maxima, and `reduce_share` to `shares`."""
         return LayerFigures(
-            {name: reduce_largest(values) for name, values in self.largest.items()},
-            {name: reduce_share(values) for name, values in self.shares.items()},
+            jax.tree.map(reduce_largest, self.largest),
+            jax.tree.map(reduce_share, self.shares),
+            jax.tree.map(reduce_largest, self.bounds),
         )
 
 
@@ -60,17 +65,34 @@ class Taps:
     statistics of each segment, and `all_figures` concatenates them.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        """Start empty. An `exact` layer does not quantize, so its shares are zero."""
+    def __init__(
+        self, watched: bool = True, num_heads: int | None = None, exact: bool = False
+    ) -> None:
+        """Start empty. An `exact` layer does not quantize, so its shares are zero.
+
+        With `watched`, they record the statistics of a watched step. With `num_heads`,
+        they record the bounds of the scores of this number of heads.
+        """
+        self.watched, self._num_heads = watched, num_heads
         self._largest: ValuesByName = {}
-        self._counts = jnp.array([0.0, 0.0, 1.0]) if exact else None
+        self._counts = jnp.array([0.0, 0.0, 1.0]) if exact and watched else None
+        self._bounds: jax.Array | None = None
         self._segments: list[LayerFigures] = []
+
+    def empty(self, exact: bool = False) -> "Taps":
+        """Return empty taps that record the same figures."""
+        return type(self)(self.watched, self._num_heads, exact)
 
     def note(self, name: str, x: Float[Array, "..."]) -> None:
         """Record the largest absolute value of a result of the layer."""
-        x = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
-        # Replace NaN: an all-reduce maximum of NaN and a number may be either of them.
-        self._largest[name] = jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))
+        if self.watched:
+            x = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
+            self._largest[name] = jnp.max(_without_nan(x))
+
+    def note_scores(self, bound_N: Float[Array, "N"]) -> None:
+        """Record the bound of each head's scores."""
+        if self._num_heads is not None:
+            self._bounds = jnp.maximum(0.0, _without_nan(bound_N))
 
     def note_rounding(self, counts: Float[Array, "3"]) -> None:
         """Add the counts of an operand's rounding, from `count_rounding`."""
@@ -78,11 +100,14 @@ class Taps:
 
     def layer_figures(self) -> LayerFigures:
         """Return the statistics of the layer as scalars."""
+        bounds = self._bounds
+        if self._num_heads is not None and bounds is None:
+            bounds = jnp.zeros(self._num_heads)
         if self._counts is None:
-            return LayerFigures(self._largest, {})
+            return LayerFigures(self._largest, {}, bounds)
         flushed, saturated, size = self._counts
         shares = {"flushed": flushed / size, "saturated": saturated / size}
-        return LayerFigures(self._largest, shares)
+        return LayerFigures(self._largest, shares, bounds)
 
     def add_segment(self, segment: LayerFigures) -> None:
         """Append the statistics [L] of the layers of a segment."""
@@ -91,3 +116,8 @@ class Taps:
     def all_figures(self) -> LayerFigures:
         """Return the statistics of all layers, concatenated over segments."""
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self._segments)
+
+
+def _without_nan(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """Return x with infinity for NaN, because a maximum over devices may lose NaN."""
+    return jnp.where(jnp.isnan(x), jnp.inf, x)

@@ -20,6 +20,7 @@ from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.loss.loss import loss_sum
 from train.numerics import compute_layer_metrics
+from train.optimizer.qk_clip import scale_scores
 from train.optimizer.update import Optimizer
 from train.router_balance import Load, balance_experts, relative_load
 from train.rows import (
@@ -44,7 +45,7 @@ class Gradients(NamedTuple):
     load_LE: the number of tokens that each expert gets, without padding. The last rows
         are those of prediction modules.
     num_targets: the number of targets in the batch.
-    figures: the figures of layers, if the step is watched (model/taps.py).
+    figures: the figures of layers that the step records (model/taps.py), or None.
     """
 
     losses: tuple[Float[Array, ""], ...]
@@ -91,10 +92,14 @@ def make_train_step(
     (the number of targets). With prediction modules, ahead_loss is the mean of their
     losses, in nats per target, and `loss` does not include it. With experts,
     expert_load [layers with experts] is the number of tokens of the busiest expert
-    divided by the mean. A watched step makes the same update, and its metrics include
-    figures of layers (train/numerics.py).
+    divided by the mean. With `optimizer.qk_clip`, max_score [layers] bounds the scores
+    of each layer (train/optimizer/qk_clip.py). A watched step makes the same update,
+    and its metrics include figures of layers (train/numerics.py).
     """
-    compute_gradients = make_gradients(model, execution, config, watched, num_tokens)
+    qk_clip = optimizer.config.qk_clip
+    compute_gradients = make_gradients(
+        model, execution, config, watched, num_tokens, with_bounds=qk_clip is not None
+    )
     has_dropout = model.config.dropout != Dropout()
     is_random = has_dropout or execution.numerics.rounds_stochastically
 
@@ -111,9 +116,14 @@ def make_train_step(
         current = jnp.stack([loss, norm])
         if recent is not None and config.skip_sigma is not None:
             accepted &= ~is_spike(recent, current, config.skip_sigma)
+        bounds_LN = None if figures is None else figures.bounds
+        clip = None
+        if bounds_LN is not None and qk_clip is not None:
+            gamma_LN = qk_clip / jnp.maximum(bounds_LN, qk_clip)
+            clip = partial(scale_scores, model.config, gamma_LN)
         with jax.named_scope("optimizer"):
             params, optimizer_state, updated = optimizer.update(
-                grads, norm, state.optimizer, state.params, state.step, accepted
+                grads, norm, state.optimizer, state.params, state.step, accepted, clip
             )
         if recent is not None:
             recent = jax.tree.map(
@@ -122,7 +132,7 @@ def make_train_step(
                 recent,
             )
         layer_metrics = {}
-        if figures is not None:
+        if watched and figures is not None:
             layer_metrics = compute_layer_metrics(figures, grads, state.params, params)
         params = balance_experts(params, load_LE, updated, model.config)
         metrics = {
@@ -137,6 +147,8 @@ def make_train_step(
             metrics["ahead_loss"] = jnp.mean(jnp.stack(ahead_losses))
         if load_LE is not None:
             metrics["expert_load"] = relative_load(load_LE)
+        if bounds_LN is not None:
+            metrics["max_score"] = jnp.max(bounds_LN, axis=1)
         new_state = TrainState(state.step + 1, params, optimizer_state, recent)
         return new_state, metrics | layer_metrics
 
@@ -149,7 +161,7 @@ def _make_loss(
     model: GPT,
     execution: Execution,
     config: TrainConfig,
-    watched: bool,
+    taps: Taps | None,
     num_tokens: int | None,
 ) -> Callable[..., tuple[Float[Array, ""], _LossResults]]:
     """Return the function whose gradient a step computes.
@@ -166,7 +178,7 @@ def _make_loss(
         num_routed: Int[Array, ""] | int,
         ahead_weight: Float[Array, ""] | None,
     ) -> tuple[Float[Array, ""], _LossResults]:
-        taps = Taps() if watched else None
+        call_taps = taps and taps.empty()
         make_keys = jax.vmap(jax.vmap(jax.random.key))
         keys_BT = None if rows.seeds_BT is None else make_keys(rows.seeds_BT)
         losses, nats, routing = loss_sum(
@@ -176,7 +188,7 @@ def _make_loss(
             z_loss=config.z_loss,
             chunk=config.loss_chunk_tokens,
             num_tokens=num_tokens,
-            call=CallContext(keys_BT=keys_BT, taps=taps),
+            call=CallContext(keys_BT=keys_BT, taps=call_taps),
             ahead=rows.ahead,
         )
         loss, *ahead_losses = map(jnp.divide, losses, num_targets)
@@ -187,7 +199,7 @@ def _make_loss(
         return loss, _LossResults(
             losses=tuple(map(jnp.divide, nats, num_targets)),
             load_LE=None if routing is None else routing.load_E,
-            figures=taps and taps.all_figures(),
+            figures=call_taps and call_taps.all_figures(),
         )
 
     return compute_loss
@@ -199,16 +211,21 @@ def make_gradients(
     config: TrainConfig,
     watched: bool = False,
     num_tokens: int | None = None,
+    with_bounds: bool = False,
 ) -> Callable[..., Gradients]:
     """Return `compute_gradients(params, batch, seeds_BT=None, step=0) -> Gradients`.
 
     Each device uses its local rows; layers reduce-scatter gradients (model/gather.py).
     Replicas sum them once a step: in the backward pass, or after all microbatches.
+    With `with_bounds`, the figures have bounds of the scores of heads.
     """
     placement, infos = execution.placement, param_infos(model)
     depth, has_experts = model.config.predict_ahead, model.config.expert_layers > 0
     load_shape = model.config.expert_layers + depth, model.config.num_experts
-    compute_loss = _make_loss(model, execution, config, watched, num_tokens)
+    taps = None
+    if watched or with_bounds:
+        taps = Taps(watched, model.config.num_heads if with_bounds else None)
+    compute_loss = _make_loss(model, execution, config, taps, num_tokens)
 
     def on_device(
         params: Any, rows: Rows, ahead_weight: Float[Array, ""] | None = None
@@ -246,7 +263,7 @@ def make_gradients(
 
     def result_specs(param_specs: Any) -> Any:
         spec: Any = REPLICATED
-        return Gradients(spec, param_specs, spec, spec, spec if watched else None)
+        return Gradients(spec, param_specs, spec, spec, spec if taps else None)
 
     run = run_per_device(on_device, execution, infos, result_specs)
 

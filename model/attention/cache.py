@@ -138,4 +138,4 @@ def cached_attention(
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S)[None, None] >= cache.first_B[:, None, None]
     inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)
-    return xla.attend_masked(inputs, visible_BTS, compute, soft_cap=soft_cap)
+    return xla.attend_masked(inputs, visible_BTS, compute, soft_cap=soft_cap).o_BTNV

@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from model.attention import cudnn, cudnn_packed, splash, xla
-from model.attention.inputs import Inputs
+from model.attention.inputs import Attended, Inputs, score_bound
 from model.attention.ring import Kernel, KeyValueChunks, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 from model.gather import AxisSteps
 
-Attend = Callable[[Inputs], Array]
+Attend = Callable[[Inputs], Attended]
 # `auto` does not gather more bytes of keys, values and their gradients.
 _MAX_GATHERED_BYTES = 2**31
 KERNELS = {
@@ -155,18 +155,18 @@ def make_context_parallel_attention(
 
 def _attend_in_ring(
     kernel: Kernel, scales_queries: bool, axes: tuple[str, ...], inputs: Inputs
-) -> Array:
+) -> Attended:
     q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5 if scales_queries else q
     q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
     local_kv = KeyValueChunks(k_BKTH, v_BKTV, ids)
-    o_BNTV: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
-    return o_BNTV.swapaxes(1, 2)
+    result: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
+    return Attended(result.o_BNTV.swapaxes(1, 2), score_bound(result.lse_BNT))
 
 
 def _exchange_and_attend(
     attend_rows: Attend, axes: tuple[str, ...], inputs: Inputs
-) -> Array:
+) -> Attended:
     def exchange(x: Array, split_dim: int, joined_dim: int) -> Array:
         return jax.lax.all_to_all(x, axes, split_dim, joined_dim, tiled=True)
 
@@ -174,16 +174,20 @@ def _exchange_and_attend(
     ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N
     if ids is not None:
         ids = _gather_positions(ids, axes)
+    num_heads = q.shape[2]
+    first_head = num_heads * jax.lax.axis_index(axes)
     if sinks_N is not None:
-        num_heads = q.shape[2]
-        first_head = num_heads * jax.lax.axis_index(axes)
         sinks_N = jax.lax.dynamic_slice_in_dim(sinks_N, first_head, num_heads)
-    return exchange(attend_rows(Inputs(q, k, v, ids, sinks_N)), 1, 2)
+    o, bound = attend_rows(Inputs(q, k, v, ids, sinks_N))
+    # The heads of other devices have no local queries, so that nothing bounds them.
+    no_bound_N = jnp.full(inputs.q_BTNH.shape[2], -jnp.inf)
+    bound_N = jax.lax.dynamic_update_slice_in_dim(no_bound_N, bound, first_head, 0)
+    return Attended(exchange(o, 1, 2), bound_N)
 
 
 def _gather_and_attend(
     axes: tuple[str, ...], window: int | None, soft_cap: float | None, inputs: Inputs
-) -> Array:
+) -> Attended:
     q_BTNH, k_BTKH, v_BTKV, segment_ids_BT, _ = inputs
     T = q_BTNH.shape[1]
     k_BSKH, v_BSKV = k_BTKH, v_BTKV

@@ -1,14 +1,12 @@
-"""Attention by NVIDIA's fused kernel, through `jax.nn.dot_product_attention`.
+"""Attention by NVIDIA's fused kernel.
 
 Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H head dim.
 """
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from model import compat
-from model.attention.inputs import Inputs
+from model.attention.inputs import Attended, Inputs, score_bound
 
 LENGTH_MULTIPLE = 2  # The number of positions must be even.
 SCALES_QUERIES = True
@@ -17,7 +15,7 @@ forward, backward = compat.cudnn_step_forward, compat.cudnn_step_backward
 
 def attend(
     inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
-) -> Float[Array, "B T N H"]:
+) -> Attended:
     """Run NVIDIA's kernel on local rows and heads.
 
     The kernel's causal mask assumes as many queries as keys. If there are fewer
@@ -31,13 +29,5 @@ def attend(
     mask = None
     if ids_BS is not None:
         mask = (ids_BS[:, :, None] == ids_BS[:, None])[:, None]
-    o_BTNH = jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask=mask,
-        is_causal=True,  # Otherwise, a window also includes later keys (jax#39576).
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
-    )
-    return o_BTNH[:, padding:]
+    o_BTNH, lse_BNT = compat.cudnn_attend(q_BTNH, k_BSKH, v_BSKH, mask, window)
+    return Attended(o_BTNH[:, padding:], score_bound(lse_BNT[:, :, padding:]))

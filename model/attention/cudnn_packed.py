@@ -17,14 +17,14 @@ row in one call, D = B C documents.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import cudnn
-from model.attention.inputs import Inputs
+from model.attention.inputs import Attended, Inputs, score_bound
 from model.compat import PackedCall
 from model.remat import saveable
 
@@ -35,7 +35,7 @@ _DOCUMENTS_PER_CALL = 2  # The minimum for which cuDNN accepts offsets.
 
 def attend(
     inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
-) -> Float[Array, "B T N H"]:
+) -> Attended:
     """Run the kernel on local rows and heads; without segment ids, run `cudnn`.
 
     Raises:
@@ -54,9 +54,10 @@ def attend(
         )
     starts_document = ids_BT[:, 1:] != ids_BT[:, :-1]
     indices_BT = jnp.cumsum(starts_document, axis=1, dtype=jnp.int32)
-    return _attend(
-        inputs._replace(segment_ids_BS=jnp.pad(indices_BT, ((0, 0), (1, 0)))), window
-    )
+    padded_BT = jnp.pad(indices_BT, ((0, 0), (1, 0)))
+    result: Any = _attend(inputs._replace(segment_ids_BS=padded_BT), window)
+    o_BTNH, lse_BNT = result
+    return Attended(o_BTNH, score_bound(lse_BNT))
 
 
 class Documents(NamedTuple):
@@ -126,8 +127,11 @@ def documents_of_call(indices_BT: Int[Array, "B T"], call: Array | int) -> Docum
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(inputs: Inputs, window: int | None) -> Array:
-    """Attend within documents; a segment id is a document's index within its row."""
+def _attend(inputs: Inputs, window: int | None) -> tuple[Array, Array]:
+    """Return the output and the log-sum-exps, which have no gradient.
+
+    A segment id is a document's index within its row.
+    """
     return _forward(inputs, window)[0]
 
 
@@ -147,11 +151,11 @@ def _forward(inputs: Inputs, window: int | None):
     zeros = jnp.zeros_like(inputs.q_BTNH), jnp.zeros((B, N, T), jnp.float32)
     o, lse_BNT = jax.lax.fori_loop(0, _num_calls(indices_BT), call_kernel, zeros)
     o, lse_BNT = saveable(o, "attention"), saveable(lse_BNT, "attention")
-    return o, (inputs, o, lse_BNT)
+    return (o, lse_BNT), (inputs, o, lse_BNT)
 
 
-def _backward(window: int | None, residuals, do_BTNH):
-    inputs, o_BTNH, lse_BNT = residuals
+def _backward(window: int | None, residuals, cotangents):
+    (inputs, o_BTNH, lse_BNT), (do_BTNH, _) = residuals, cotangents
     q, k, v, indices_BT, _ = inputs
 
     def call_kernel(call, grads):

@@ -6,6 +6,8 @@ V value dim.
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -50,3 +52,20 @@ class Result(NamedTuple):
 
     o_BNTV: Float[Array, "B N T V"]
     lse_BNT: Float[Array, "B N T"]
+
+
+class Attended(NamedTuple):
+    """The output of attention, and a bound on the scores of each head.
+
+    bound_N: the float32 maximum, over queries, of the log-sum-exp of a query's scores.
+        No score is larger. The largest score is smaller by at most the logarithm of the
+        number of keys. A bound has no gradient, and with sinks it may be larger.
+    """
+
+    o_BTNV: Float[Array, "B T N V"]
+    bound_N: Float[Array, "N"]
+
+
+def score_bound(lse_BNT: Float[Array, "B N T"]) -> Float[Array, "N"]:
+    """Return the bound of `Attended` from the log-sum-exps of all queries."""
+    return jnp.max(jax.lax.stop_gradient(lse_BNT), axis=(0, 2))

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model.attention import cudnn, masks, splash, xla
 from model.attention.context_parallel import KERNELS, make_context_parallel_attention
-from model.attention.inputs import Inputs
+from model.attention.inputs import Attended, Inputs
 from model.choices import Attention, ContextAttention
 from model.placement import ONE_DEVICE, Placement
 
@@ -97,10 +97,10 @@ def attention(
     local_flag: Bool[Array, ""] | None = None,
     soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N V"]:
+) -> Attended:
     """Attend from each position to itself and to earlier positions of its document.
 
-    S equals T, unless keys and values are already gathered for `all_gather`. The result
+    S equals T, unless keys and values are already gathered for `all_gather`. The output
     has the dtype of the queries. `implementation` and `context` must not be `auto`.
     Each device runs the kernel on its local shard. The queries of `splash` are already
     scaled by 1/sqrt(H); other kernels scale them. V may differ from H: for cuDNN, whose
@@ -149,8 +149,9 @@ def attention(
         # window take different branches.
         branches = make_attend(window=window), make_attend(window=None)
         attend_rows = partial(jax.lax.cond, local_flag, *branches)
-    o_BTNV = attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N))
-    return (o_BTNV[..., :V] if is_padded else o_BTNV).astype(q_BTNH.dtype)
+    o_BTNV, bound_N = attend_rows(Inputs(q, k, v, segment_ids_BT, sinks_N))
+    o_BTNV = o_BTNV[..., :V] if is_padded else o_BTNV
+    return Attended(o_BTNV.astype(q_BTNH.dtype), bound_N)
 
 
 def _make_attend_on_shards(
@@ -161,7 +162,7 @@ def _make_attend_on_shards(
     placement: Placement,
     context: ContextAttention,
     kv_axis: str,
-) -> Callable[[Inputs], Array]:
+) -> Callable[[Inputs], Attended]:
     """Return a function that runs the kernel per shard: XLA cannot partition kernels.
 
     `kv_axis` is the logical axis of the heads of keys and values.
@@ -183,6 +184,7 @@ def _make_attend_on_shards(
         return attend
     q_spec = placement.spec("batch", None, "heads", None)
     kv_spec = placement.spec("batch", None, kv_axis, None)
-    ids_spec, sinks_spec = placement.spec("batch", None), placement.spec("heads")
-    specs = Inputs._make([q_spec, kv_spec, kv_spec, ids_spec, sinks_spec])
-    return placement.map_shards(attend, in_specs=(specs,), out_specs=q_spec)
+    ids_spec, heads_spec = placement.spec("batch", None), placement.spec("heads")
+    specs = Inputs._make([q_spec, kv_spec, kv_spec, ids_spec, heads_spec])
+    out_specs = Attended(q_spec, heads_spec)  # pyright: ignore[reportArgumentType]
+    return placement.map_shards(attend, in_specs=(specs,), out_specs=out_specs)

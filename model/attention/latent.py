@@ -151,7 +151,7 @@ class LatentAttention(nnx.Module):
         shape = *k_nope.shape[:3], k_rope.shape[-1]
         k_rope = jnp.broadcast_to(k_rope[:, :, None], shape)
         drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)
-        return attention(
+        o_BTNV, bound_N = attention(
             q_BTNH,
             jnp.concatenate([k_nope, k_rope], axis=-1),
             v_BSNV,
@@ -162,6 +162,8 @@ class LatentAttention(nnx.Module):
             context=execution.context_attention,
             drop=drop_weights if self.dropout else None,
         )
+        call.note_scores(bound_N)
+        return o_BTNV
 
     def _attend_to_cache(
         self,

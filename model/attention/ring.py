@@ -103,12 +103,12 @@ def ring(
     q_BNTH: Float[Array, "B N T H"],
     local_kv: KeyValueChunks,
     sinks_N: Float[Array, "N"] | None = None,
-) -> Float[Array, "B N T V"]:
+) -> Result:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
     Queries are scaled, T is even, and q, keys and values have the compute dtype.
     Devices share rows over the manual mesh axes `axes`. `local_kv` holds the keys and
-    values of the device's own chunks.
+    values of the device's own chunks. The log-sum-exps have no gradient.
     """
     return _forward(kernel, axes, q_BNTH, local_kv, sinks_N)[0]
 
@@ -136,11 +136,11 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks,
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o = _weigh(result, lse)
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
-    return o, (q, local_kv, sinks, Result(o, lse))
+    return Result(o, lse), (q, local_kv, sinks, Result(o, lse))
 
 
-def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
-    q, local_kv, sinks, result = residuals
+def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, cotangents: Result):
+    (q, local_kv, sinks, result), (do, _) = residuals, cotangents
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(

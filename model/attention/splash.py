@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from model import compat
-from model.attention.inputs import Chunks, Inputs, Result
+from model.attention.inputs import Attended, Chunks, Inputs, Result, score_bound
 from model.gather import AxisSteps, WeightPlacement
 from model.remat import saveable
 
@@ -30,7 +30,7 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
     interpret: bool = False,
-) -> Float[Array, "B T N V"]:
+) -> Attended:
     """Run the Pallas kernel on local rows and heads. Queries are already scaled.
 
     With a window, the kernel also skips blocks before the window. `interpret` runs the
@@ -51,13 +51,16 @@ def attend(
     q, k, v = (x.swapaxes(1, 2) for x in inputs[:3])
     ids = inputs.segment_ids_BS
     documents = None if ids is None else (ids[:, S - T :], ids)
-    o_BNTV = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
-    return o_BNTV.swapaxes(1, 2)
+    return _attended(_attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N))
+
+
+def _attended(result: Result) -> Attended:
+    return Attended(result.o_BNTV.swapaxes(1, 2), score_bound(result.lse_BNT))
 
 
 @jax.custom_vjp
 def _attend(kernel: Any, chunks: Chunks, sinks_N: Array | None) -> Any:
-    """Run the kernel forward and, for the gradient, backward."""
+    """Run the kernel forward and, for the gradient of the output, backward."""
     return _attend_forward(kernel, chunks, sinks_N)[0]
 
 
@@ -67,10 +70,11 @@ def _attend_forward(kernel: Any, chunks: Chunks, sinks_N: Array | None):
     # The kernel repeats lse over lanes. Without the barrier, XLA would keep that array.
     result = jax.lax.optimization_barrier(run(kernel, chunks))
     o, lse = (saveable(x, "attention") for x in result)
-    return o, (kernel, chunks, sinks_N, Result(o, lse))
+    return Result(o, lse), (kernel, chunks, sinks_N, Result(o, lse))
 
 
-def _attend_backward(residuals, do_BNTV: Array):
+def _attend_backward(residuals, cotangents: Result):
+    do_BNTV, _ = cotangents  # Only `score_bound` reads the log-sum-exps.
     kernel, chunks, sinks_N, result = residuals
     run = jax.vmap(partial(compat.splash_backward, kernel, sinks_N=sinks_N))
     dq, dk, dv, dsinks_BN = run(chunks, result, do_BNTV)
@@ -91,7 +95,7 @@ def attend_gathered(
     axis_steps: tuple[AxisSteps, ...] = (),
     soft_cap: float | None = None,
     interpret: bool = False,
-) -> Float[Array, "B T N V"]:
+) -> Attended:
     """Attend from a device's two chunks to the gathered keys of whole rows.
 
     Devices share rows over the manual mesh axes `axes`, in the order of a ring. A query
@@ -117,8 +121,7 @@ def attend_gathered(
     )
     seen_blocks = _seen_blocks(T // 2 // size, axes)
     kernel = compat.splash_with_blocks(kernel, seen_blocks, size)
-    o_BNTV = _attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N)
-    return o_BNTV.swapaxes(1, 2)
+    return _attended(_attend(kernel, Chunks(q, k, v, documents), inputs.sinks_N))
 
 
 def gather_positions(

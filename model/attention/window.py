@@ -17,18 +17,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Shaped
 
-from model.attention.inputs import Inputs
+from model.attention.inputs import Attended, Inputs
 
 
 def attend_in_window(
-    attend: Callable[..., Array],
+    attend: Callable[..., Attended],
     window: int,
     multiple: int,
     axes: tuple[str, ...],
     inputs: Inputs,
-) -> Float[Array, "B T N V"]:
+) -> Attended:
     """Attend from a device's two chunks to the keys in the window.
 
     `attend` is the kernel. It needs numbers of positions that are divisible by
@@ -49,7 +49,7 @@ def attend_in_window(
 
     # Positions before the start of a row get segment id 0. Adding 1 to the ids of
     # documents separates them from these positions.
-    output = attend(
+    attended = attend(
         Inputs(
             q_BTNH.reshape(2 * B, T // 2, *q_BTNH.shape[2:]),
             with_earlier_keys(k_BTKH),
@@ -58,7 +58,7 @@ def attend_in_window(
             sinks_N,
         )
     )
-    return output.reshape(*q_BTNH.shape[:3], -1)
+    return attended._replace(o_BTNV=attended.o_BTNV.reshape(*q_BTNH.shape[:3], -1))
 
 
 def _fetch_size(num_keys: int, chunk: int, multiple: int) -> int:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from model.attention import dense, masks
 from model.attention.dense import Operands
-from model.attention.inputs import Chunks, Inputs, Result
+from model.attention.inputs import Attended, Chunks, Inputs, Result, score_bound
 from model.linear import einsum
 
 LENGTH_MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
@@ -29,7 +29,7 @@ Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].
 
 def attend(
     inputs: Inputs, *, window: int | None = None, soft_cap: float | None = None
-) -> Float[Array, "B T N V"]:
+) -> Attended:
     """Attend on local rows and heads, with the signature of the other kernels."""
     mask_BTS = masks.causal_mask(inputs.q_BTNH.shape[1], inputs.segment_ids_BS, window)
     compute = inputs.q_BTNH.dtype
@@ -44,7 +44,7 @@ def attend_masked(
     soft_cap: float | None = None,
     drop: Drop | None = None,
     causal: bool = False,
-) -> Float[Array, "B T N V"]:
+) -> Attended:
     """Attend where the mask is true, with weights [B, N, T, S] in memory.
 
     Only the mask separates documents: segment ids are not read. `drop` applies dropout
@@ -78,12 +78,14 @@ def attend_masked(
         lses.append(lse_BKM.reshape(B, N, block_size))
     o_BNTV, lse_BNT = jnp.concatenate(outputs, axis=2), jnp.concatenate(lses, axis=2)
     o_BTNV = jnp.swapaxes(o_BNTV, 1, 2)
+    bound_N = score_bound(lse_BNT)
     if inputs.sinks_N is None:
-        return o_BTNV
+        return Attended(o_BTNV, bound_N)
     sinks_N = inputs.sinks_N.astype(jnp.float32)
     # The sink has the remaining weight, and its value is zero.
     share_BNT = jax.nn.sigmoid(lse_BNT - sinks_N[None, :, None])
-    return o_BTNV * jnp.swapaxes(share_BNT, 1, 2)[..., None].astype(o_BTNV.dtype)
+    share_BTN1 = jnp.swapaxes(share_BNT, 1, 2)[..., None].astype(o_BTNV.dtype)
+    return Attended(o_BTNV * share_BTN1, bound_N)
 
 
 def _num_blocks(T: int) -> int:

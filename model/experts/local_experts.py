@@ -130,7 +130,7 @@ def run_mlps(
     (up, *gate, down), biases = experts.matrices, experts.local_biases[:-1]
     numerics, call = experts.execution.numerics, experts.call
     float8 = None if call.high_precision else numerics.expert_quantization
-    is_monitored = call.taps is not None and float8 is not None
+    is_monitored = call.taps and call.taps.watched and float8 is not None
     counts = list[jax.Array]()
 
     def multiply(name: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -66,7 +66,7 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
             implementation=kernels[platform],
             compute=jnp.bfloat16,
         )
-        return out.astype(jnp.float32).sum()
+        return out.o_BTNV.astype(jnp.float32).sum()
 
     def array(*shape: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -60,6 +60,12 @@ def inputs(kv_heads: int, T: int = 9, dtype=jnp.float32):
     ]
 
 
+def attend_by(kernel, *operands, **more):
+    """Return the output of a kernel in float32."""
+    how = {"implementation": kernel, "compute": jnp.float32}
+    return attention(*operands, **how, **more).o_BTNV
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("packed", [False, True])
 def test_xla_attention_is_jaxs(kv_heads, packed):
@@ -69,7 +75,7 @@ def test_xla_attention_is_jaxs(kv_heads, packed):
     same = documents[:, :, None] == documents[:, None] if packed else None
 
     def ours(q, k, v):
-        out = attention(q, k, v, documents, implementation=XLA, compute=jnp.float32)
+        out = attend_by(XLA, q, k, v, documents)
         return jnp.sum(jnp.sin(out)), out
 
     def jaxs(q, k, v):
@@ -83,6 +89,18 @@ def test_xla_attention_is_jaxs(kv_heads, packed):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, 1e-7, 2e-6), found, expected
     )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_bound_is_the_largest_log_sum_exp_of_scores(window):
+    q, k, v = inputs(2)
+    documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]])
+    how = {"implementation": XLA, "compute": jnp.float32, "window": window}
+    found = attention(q, k, v, documents, **how).bound_N
+    seen = mask(9, window)[None] & (documents[:, :, None] == documents[:, None])
+    scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2)) * 8**-0.5
+    sums = np.where(seen[:, None], np.exp(scores), 0).sum(-1)
+    np.testing.assert_allclose(found, np.log(sums).max(axis=(0, 2)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +119,10 @@ def test_blocks_of_queries_meet_all_that_they_see(how):
     def loss(q, k, v, causal):
         options = {"soft_cap": how.get("soft_cap"), "drop": drop}
         inputs = Inputs(q, k, v, sinks_N=sinks)
-        out = xla.attend_masked(inputs, mask, jnp.float32, **options, causal=causal)
-        return jnp.sum(jnp.sin(out)), out
+        attended = xla.attend_masked(
+            inputs, mask, jnp.float32, **options, causal=causal
+        )
+        return jnp.sum(jnp.sin(attended.o_BTNV)), attended
 
     blocks, whole = (
         jax.grad(partial(loss, causal=causal), (0, 1, 2), has_aux=True)(*operands)
@@ -141,13 +161,13 @@ def test_a_query_sees_as_many_keys_as_the_window_is_wide(window, packed):
     if packed:
         same = documents[:, :, None] == documents[:, None]
         seen = seen & np.asarray(same)[:, None]
-    how = {"implementation": XLA, "compute": jnp.float32, "window": window}
-    found = attention(q, k, v, documents, **how)
+    attend_here = partial(attend_by, XLA, q, k, v, documents)
+    found = attend_here(window=window)
     np.testing.assert_allclose(found, by_formula(q, k, v, seen), atol=2e-6)
     for local, expected in ((True, found), (False, None)):
-        told = attention(q, k, v, documents, **how, local_flag=jnp.asarray(local))
+        told = attend_here(window=window, local_flag=jnp.asarray(local))
         if expected is None:
-            expected = attention(q, k, v, documents, **how | {"window": None})
+            expected = attend_here()
         np.testing.assert_array_equal(told, expected)
 
 
@@ -156,7 +176,7 @@ def test_a_query_sees_as_many_keys_as_the_window_is_wide(window, packed):
 )
 def test_attention_to_a_cache_is_attention_to_the_row(seen):
     q, k, v = inputs(2)
-    whole = attention(q, k, v, None, implementation=XLA, compute=jnp.float32, **seen)
+    whole = attend_by(XLA, q, k, v, None, **seen)
     room = jnp.full((2, 12, 2, 8), jnp.nan_to_num(jnp.inf))  # not yet written: huge
     cache = KeysValues(room, room, jnp.int32(0))
     for start, end in itertools.pairwise((0, 4, 5, 9)):
@@ -190,11 +210,11 @@ def test_splash_is_the_formula_forward_and_backward(window):
     def ours(q, k, v, sinks):
         own = partial(splash.attend, **more, interpret=True)
         scaled_q = q * q.shape[-1] ** -0.5
-        return jnp.sum(own(Inputs(scaled_q, k, v, documents, sinks)) * cotangent)
+        out = own(Inputs(scaled_q, k, v, documents, sinks)).o_BTNV
+        return jnp.sum(out * cotangent)
 
     def xlas(q, k, v, sinks):
-        how = {"implementation": XLA, "compute": jnp.float32, **more}
-        out = attention(q, k, v, documents, **how, sinks_N=sinks)
+        out = attend_by(XLA, q, k, v, documents, **more, sinks_N=sinks)
         return jnp.sum(out * cotangent)
 
     arguments = q, k, v, SINKS
@@ -223,7 +243,7 @@ def test_values_may_have_fewer_dims_than_keys(monkeypatch, kernel, packed):
     if packed:
         same = documents[:, :, None] == documents[:, None]
         seen = seen & np.asarray(same)[:, None]
-    found = attention(q, k, v, documents, implementation=kernel, compute=jnp.float32)
+    found = attend_by(kernel, q, k, v, documents)
     np.testing.assert_allclose(found, by_formula(q, k, v, seen), atol=2e-6)
 
 

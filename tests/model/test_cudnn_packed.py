@@ -109,7 +109,7 @@ def gradients(kernel, documents, window):
             compute=jnp.float32,
             window=window,
         )
-        return jnp.sum(jnp.sin(out)), out
+        return jnp.sum(jnp.sin(out.o_BTNV)), out
 
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*operands)
 
@@ -129,7 +129,7 @@ def lowered(kernel):
 
     def loss(*operands):
         how = {"implementation": kernel, "compute": jnp.bfloat16}
-        return attention(*operands, **how).astype(jnp.float32).sum()
+        return attention(*operands, **how).o_BTNV.astype(jnp.float32).sum()
 
     q, k = (
         jax.ShapeDtypeStruct((rows, length, heads, H), jnp.bfloat16) for heads in (N, K)

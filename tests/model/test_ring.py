@@ -81,18 +81,20 @@ def around(kernel, c, q, k, v, sinks, ids, do):
     """Attend on c devices in a ring's order; take and give arrays of whole rows.
 
     Returns:
-        The result, and the gradients of q, k, v and sinks for its cotangent.
+        The result, the gradients of q, k, v and sinks for its cotangent, and the bound.
     """
 
     def on_device(ids, q, k, v, do):
         *operands, do, ids = (in_ring_order(x, AXES) for x in (q, k, v, do, ids))
-        o, transpose = jax.vjp(
-            lambda q, k, v, sinks: kernel(Inputs(q, k, v, ids, sinks)),
+        o, transpose, bound = jax.vjp(
+            lambda q, k, v, sinks: tuple(kernel(Inputs(q, k, v, ids, sinks))),
             *operands,
             sinks,
+            has_aux=True,
         )
         *grads, dsinks = transpose(do)
-        return (o, *grads), None if sinks is None else jax.lax.psum(dsinks, AXES)
+        dsinks = None if sinks is None else jax.lax.psum(dsinks, AXES)
+        return (o, *grads), dsinks, jax.lax.pmax(bound, AXES)
 
     def cut(x):  # [c, B, T/c, ...]
         return jnp.moveaxis(x.reshape(B, c, -1, *x.shape[2:]), 1, 0)
@@ -103,10 +105,10 @@ def around(kernel, c, q, k, v, sinks, ids, do):
         return jnp.moveaxis(chunks, 0, 1).reshape(B, -1, *x.shape[3:])
 
     order = [chunk for i in range(c) for chunk in (i, 2 * c - 1 - i)]
-    parts, dsinks = jax.vmap(on_device, axis_name="context")(
+    parts, dsinks, bound = jax.vmap(on_device, axis_name="context")(
         *map(cut, (ids, q, k, v, do))
     )
-    return *map(joined, parts), *([] if dsinks is None else [dsinks[0]])
+    return *map(joined, parts), *([] if dsinks is None else [dsinks[0]]), bound[0]
 
 
 def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None, algorithm=RING):
@@ -123,13 +125,20 @@ def check(kernel, c, T, H=H, window=None, soft_cap=None, sinks=None, algorithm=R
         )
         grads = transpose(jnp.asarray(do))
         expected = [np.asarray(x) for x in (o, *grads) if x is not None]
+    repeated = np.repeat(k, N // K, axis=2)
+    scores = np.einsum("btnh,bsnh->bnts", q, repeated) * H**-0.5
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    bound = np.log((np.exp(scores) * seen[:, None]).sum(-1)).max(axis=(0, 2))
     q, k, v, do = (jnp.float32(x) for x in (q, k, v, do))
     sinks = None if sinks is None else jnp.float32(sinks)
     own = make_context_parallel_attention(
         algorithm, kernel, AXES, window=window, soft_cap=soft_cap, in_ring_order=True
     )
     found = jax.jit(partial(around, own, c))(q, k, v, sinks, jnp.asarray(ids), do)
-    for one, right in zip(found, expected, strict=True):
+    if sinks is None:
+        np.testing.assert_allclose(found[-1], bound, rtol=3e-6)
+    for one, right in zip(found[:-1], expected, strict=True):
         assert np.linalg.norm(one - right) < 3e-6 * np.linalg.norm(right)
 
 

@@ -17,6 +17,7 @@ from data.config import DataConfig
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
 from model.config_rules import broken_rules
+from train.cli.qk_clip_rules import qk_clip_mistakes
 from train.config import (
     MESH_AXES,
     Config,
@@ -54,6 +55,7 @@ def config_mistakes(config: Config) -> list[Mistake]:
         *_expert_mistakes(config),
         *_pipeline_mistakes(config),
         *_offload_mistakes(config),
+        *qk_clip_mistakes(config),
         *eval_set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 

@@ -147,6 +147,13 @@ class OptimizerConfig:
             "each head. The output projection stays one matrix."
         ),
     ] = False
+    qk_clip: Annotated[
+        Annotated[float, Gt(0)] | None,
+        Doc(
+            "After an update, heads whose attention scores exceed this value in the "
+            "batch get smaller queries and keys (QK-clip). null disables clipping."
+        ),
+    ] = None
     transfer: Annotated[
         Transfer,
         Doc(

@@ -82,13 +82,15 @@ class Optimizer:
         params: Any,
         step: Any,
         accepted: jax.Array | bool = True,
+        clip: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, OptimizerState, jax.Array]:
         """Return new parameters, the new state, and whether the update is accepted.
 
         An update that would write a NaN or an infinity is not accepted. Then parameters
         and state stay unchanged. If layers are updated one by one, each is checked by
         itself, and the other layers change even if one layer is rejected. If `accepted`
-        is False, no update is accepted. `norm` is the norm of all gradients.
+        is False, no update is accepted. `norm` is the norm of all gradients. `clip`
+        maps the new float32 weights to those that are stored.
         """
         factor = self.schedule(step)
 
@@ -98,6 +100,8 @@ class Optimizer:
             new_params, new_moments, overflows = self._apply_and_check(
                 grads, moments, params, norm=norm, factor=factor, accepted=accepted
             )
+            if clip is not None:
+                new_params = clip(new_params)
             part_accepted = accepted & (overflows == 0)
             new_params = self.storage.round_weights(new_params, params, step, repeat)
             new_moments = self.storage.encode(new_moments, step, repeat)
@@ -276,6 +280,8 @@ def _needs_loop(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bo
     """
     if config.offload:
         return True
+    if config.qk_clip is not None:  # It changes the weights of all layers together.
+        return False
     is_pipelined = mesh is not None and mesh.shape["pipeline"] > 1
     is_separable = config.name in (OptimizerName.adamw, OptimizerName.lion)
     has_eight_bits = config.moment_dtype is MomentDtype.int8

@@ -78,7 +78,7 @@ def _compare_attention(
             window=window,
             soft_cap=model.attention_soft_cap,
             sinks_N=sinks_N,
-        )
+        ).o_BTNV
 
     name = f"{execution.attention} attention, window {window or 'none'}:"
     run, plain = (partial(attend, k) for k in (execution.attention, Attention.xla))

@@ -78,7 +78,7 @@ def test_a_rule_does_not_speak_of_the_default_of_a_mistaken_key(run):
     result = run("data=txt", "data.path=x", "data.batch_size=four", "seed=0")
     assert result.stderr.startswith("2 mistakes")
     assert "must be one of mixture, python, text, tokens" in entry(result, "data = txt")
-    result = run("model.num_hedas=5", "model.embed_dim=130")
+    result = run("model.num_hedas=5", "model.embed_dim=132")
     assert result.stderr.startswith("1 mistake ")
 
 

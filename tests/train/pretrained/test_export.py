@@ -135,7 +135,13 @@ def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, s
 def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
     truncate = "model.rope_scaling.truncate"
     for overrides, expected in (
-        ((), {"model.activation", "model.rotary_fraction", "model.logit_soft_cap"}),
+        (
+            (),
+            {
+                *("model.activation", "model.rotary_fraction"),
+                *("model.logit_soft_cap", "model.token_shift"),
+            },
+        ),
         ((*MODELS["mixtral"], "model.shared_experts=1"), {"model.shared_experts"}),
         ((*MODELS["llama"], "model.predict_ahead=1"), {"model.predict_ahead"}),
         ((*MODELS["llama"], "model.token_shift=mlp"), {"model.token_shift"}),
