@@ -23,11 +23,11 @@ from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from model.attention import cudnn, cudnn_packed, splash, xla
 from model.attention.inputs import Inputs
-from model.attention.ring import Kernel, KeyValueChunks, ring
+from model.attention.ring import Kernel, Travelling, ring
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 from model.gather import AxisSteps
@@ -159,8 +159,8 @@ def _attend_in_ring(
     q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5 if scales_queries else q
     q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
-    local_kv = KeyValueChunks(k_BKTH, v_BKTV, ids)
-    o_BNTV: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
+    local = Travelling((k_BKTH, v_BKTV), ids)
+    o_BNTV: Any = ring(kernel, axes, q_BNTH, local, sinks)
     return o_BNTV.swapaxes(1, 2)
 
 
@@ -170,10 +170,14 @@ def _exchange_and_attend(
     def exchange(x: Array, split_dim: int, joined_dim: int) -> Array:
         return jax.lax.all_to_all(x, axes, split_dim, joined_dim, tiled=True)
 
-    q, k, v = (exchange(x, 2, 1) for x in inputs[:3])
+    q, k, v = inputs[:3]
+    is_whole = (
+        k.shape[1] > q.shape[1]
+    )  # Then the device has all positions of its heads.
+    q, k, v = exchange(q, 2, 1), *(x if is_whole else exchange(x, 2, 1) for x in (k, v))
     ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N
     if ids is not None:
-        ids = _gather_positions(ids, axes)
+        ids = gather_positions(ids, axes)
     if sinks_N is not None:
         num_heads = q.shape[2]
         first_head = num_heads * jax.lax.axis_index(axes)
@@ -188,18 +192,21 @@ def _gather_and_attend(
     T = q_BTNH.shape[1]
     k_BSKH, v_BSKV = k_BTKH, v_BTKV
     if k_BTKH.shape[1] == T:  # Otherwise they are already gathered.
-        k_BSKH, v_BSKV = (_gather_positions(x, axes) for x in (k_BTKH, v_BTKV))
+        k_BSKH, v_BSKV = (gather_positions(x, axes) for x in (k_BTKH, v_BTKV))
     positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
     mask_BTS = (distance_TS >= 0)[None]
     if window is not None:
         mask_BTS &= (distance_TS < window)[None]
     if segment_ids_BT is not None:
-        key_ids_BS = _gather_positions(segment_ids_BT, axes)
+        key_ids_BS = gather_positions(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == key_ids_BS[:, None]
     gathered = inputs._replace(k_BSKH=k_BSKH, v_BSKV=v_BSKV)
     return xla.attend_masked(gathered, mask_BTS, q_BTNH.dtype, soft_cap=soft_cap)
 
 
-def _gather_positions(x_BT: Array, axes: tuple[str, ...]) -> Array:
+def gather_positions(
+    x_BT: Shaped[Array, "B T *rest"], axes: tuple[str, ...]
+) -> Shaped[Array, "B S *rest"]:
+    """Gather the positions of whole rows, in the order of the devices."""
     return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)

@@ -11,9 +11,10 @@ another order, so that it never expands the keys and values of earlier positions
     output = W_v (weights norm(c))
 
 The matrices that expand compressed vectors are sharded by heads over `tensor`, and
-their input dim like `embed`. Compressed vectors are replicated over `tensor`. With
-`mesh.context_attention=all_gather`, devices that share rows gather latents, and each
-expands those of whole rows. The other methods exchange keys and values.
+their input dim like `embed`. Compressed vectors are replicated over `tensor`.
+Devices that share rows exchange latents, not keys and values
+(model/attention/latent_exchange.py). With products in eight bits they only do so for
+`mesh.context_attention=all_gather`, and not if these round stochastically.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 
@@ -23,6 +24,7 @@ queries and keys, V value dim.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +35,16 @@ from jaxtyping import Array, Float
 from model.attention import splash
 from model.attention.cache import Latents, MixerCache, cached_attention
 from model.attention.kernel import attention
+from model.attention.latent_exchange import attend_to_latents
 from model.choices import Attention, ContextAttention, Norm
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
-from model.linear import Linear, product
+from model.linear import Linear, gather_weight, product
 from model.remat import saveable
 from model.rope import rotate
+from model.scopes import part_scope
 
 _EPSILON = 1e-6  # The norms of compressed vectors do not use `norm_epsilon`.
 
@@ -143,6 +147,19 @@ class LatentAttention(nnx.Module):
         """Attend to the keys and values that are expanded from the row's latents."""
         if execution.attention is Attention.splash:
             q_BTNH = q_BTNH * q_BTNH.shape[-1] ** -0.5
+        if _exchanges_latents(execution, call):
+            up, compute = self.key_value_up, execution.numerics.compute_dtype
+            with part_scope(up.name):
+                placement = execution.weight_placement(up.axes)
+                weight: Any = gather_weight(up.weight[...], placement, compute, None)
+            return attend_to_latents(
+                q_BTNH,
+                latent_BTC,
+                weight,
+                call.segment_ids_BT,
+                nope_dim=self.nope_dim,
+                execution=execution,
+            )
         latent_BSC = _gather_positions(latent_BTC, execution)
         c_BSC, k_rope = jnp.split(latent_BSC, [self.kv_rank], axis=-1)
         kv = self.key_value_up(c_BSC, execution, call)
@@ -194,6 +211,17 @@ class LatentAttention(nnx.Module):
         size = self.key_value_down.weight.shape[-1]
         zeros = jnp.zeros((batch, length, size), dtype)
         return Latents(zeros, jnp.int32(0), first_B)
+
+
+def _exchanges_latents(execution: Execution, call: CallContext) -> bool:
+    """Return whether devices send latents to each other, and expand what they receive.
+
+    Otherwise `all_gather` gathers latents, and other methods send keys and values.
+    """
+    is_gathered = execution.context_attention is ContextAttention.all_gather
+    is_quantized = execution.numerics.quantization and not call.high_precision
+    shares_rows = bool(execution.placement.sequence_axes)
+    return shares_rows and not is_gathered and not is_quantized
 
 
 def _gather_positions(

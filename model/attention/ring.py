@@ -9,6 +9,10 @@ causal mask:
         first chunk of keys. Also, if j < i, the first chunk of queries sees the first
         chunk of keys; otherwise, the second chunk of queries sees the second of keys.
 
+With `Kernel.expand`, latents travel instead of keys and values, and each device expands
+them to the keys and values of its heads in each step. The backward pass expands them
+again; their gradients travel, and those of the weight are summed on each device.
+
 The results of the steps are merged by their log-sum-exps. The backward pass goes around
 the ring again: each step is the kernel's own backward pass, with the merged result and
 log-sum-exp. The gradients of keys and values travel with the keys and values until they
@@ -35,6 +39,14 @@ from model.remat import saveable
 Start = Array | int  # The first local position of one of a device's two chunks.
 
 
+class Pair(NamedTuple):
+    """Queries, and what their device received of the device of the keys."""
+
+    q_BNTH: Array
+    arrays: Sequence[Array]
+    documents: tuple[Array, Array] | None
+
+
 class Kernel(NamedTuple):
     """The forward and backward passes of a kernel, with explicit log-sum-exps.
 
@@ -45,17 +57,45 @@ class Kernel(NamedTuple):
     forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
     backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v that
         these chunks contribute. The result is merged over all keys.
+    expand: (weight, *arrays) -> the keys and values of arrays that travel. None means
+        that keys and values travel.
     """
 
     forward: Callable[..., Result]
     backward: Callable[..., Sequence[Array]]
+    expand: Callable[..., Sequence[Array]] | None = None
+
+    def attend(self, weight: Array | None, pair: Pair, causal: bool) -> Result:
+        """Return the result of the queries over the keys."""
+        q, arrays, documents = pair
+        k, v = self.expand(weight, *arrays) if self.expand else arrays
+        return self.forward(Chunks(q, k, v, documents), causal)
+
+    def differentiate(
+        self, weight: Array | None, pair: Pair, causal: bool, result: Result, do: Array
+    ) -> tuple[Array, Array | None, Sequence[Array]]:
+        """Return the gradients of the queries, the weight and the arrays."""
+        q, arrays, documents = pair
+        if self.expand is None:
+            k, v = arrays
+            grads = self.backward(Chunks(q, k, v, documents), causal, result, do)
+            return grads[0], None, grads[1:]
+        (k, v), transpose = jax.vjp(self.expand, weight, *arrays)
+        grads = self.backward(Chunks(q, k, v, documents), causal, result, do)
+        dk, dv = grads[1].astype(k.dtype), grads[2].astype(v.dtype)
+        dweight, *array_grads = transpose((dk, dv))
+        return grads[0], dweight, array_grads
 
 
-class KeyValueChunks(NamedTuple):
-    """Keys, values and their documents, which travel from device to device."""
+class Travelling(NamedTuple):
+    """What travels from device to device.
 
-    keys_BKTH: Array
-    values_BKTV: Array
+    arrays: keys [B, K, T, H] and values [B, K, T, V], or, if the kernel has `expand`,
+        its operands [B, 1, T, C].
+    segment_ids_BT: the documents of the keys.
+    """
+
+    arrays: Sequence[Array]
     segment_ids_BT: Array | None
 
 
@@ -101,24 +141,27 @@ def ring(
     kernel: Kernel,
     axes: tuple[str, ...],
     q_BNTH: Float[Array, "B N T H"],
-    local_kv: KeyValueChunks,
+    local: Travelling,
     sinks_N: Float[Array, "N"] | None = None,
+    weight: Float[Array, "..."] | None = None,
 ) -> Float[Array, "B N T V"]:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
-    Queries are scaled, T is even, and q, keys and values have the compute dtype.
-    Devices share rows over the manual mesh axes `axes`. `local_kv` holds the keys and
-    values of the device's own chunks.
+    Queries are scaled, T is even, and q and what travels have the compute dtype.
+    Devices share rows over the manual mesh axes `axes`. `local` holds what travels from
+    the device's own chunks. `weight` is the operand of `kernel.expand`.
     """
-    return _forward(kernel, axes, q_BNTH, local_kv, sinks_N)[0]
+    return _forward(kernel, axes, q_BNTH, local, sinks_N, weight)[0]
 
 
-def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks, sinks):
+def _forward(
+    kernel: Kernel, axes: tuple[str, ...], q, local: Travelling, sinks, weight
+):
     c = jax.lax.psum(1, axes)
 
-    def attend_step(result: Result, received: KeyValueChunks, n: Array | int) -> Result:
-        for query_start, _, chunks in _chunk_pairs(n, q, local_kv, received, axes):
-            result = _merge(result, kernel.forward(chunks, False), query_start)
+    def attend_step(result: Result, received: Travelling, n: Array | int) -> Result:
+        for query_start, _, pair in _pairs(n, q, local, received, axes):
+            result = _merge(result, kernel.attend(weight, pair, False), query_start)
         return result
 
     def step(carry, n):
@@ -126,9 +169,9 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks,
         next_received = _send(received, axes)
         return (attend_step(result, received, n), next_received), None
 
-    result = kernel.forward(_local_chunks(q, local_kv), True)
+    result = kernel.attend(weight, _local_pair(q, local), True)
     result = result._replace(o_BNTV=result.o_BNTV.astype(jnp.float32))
-    initial = result, _send(local_kv, axes)
+    initial = result, _send(local, axes)
     (result, received), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     result = attend_step(result, received, c - 1)
     o, lse = result
@@ -136,43 +179,49 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks,
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o = _weigh(result, lse)
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
-    return o, (q, local_kv, sinks, Result(o, lse))
+    return o, (q, local, sinks, weight, Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, do):
-    q, local_kv, sinks, result = residuals
+    q, local, sinks, weight, result = residuals
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(
-        dq: Array, received: KeyValueChunks, kv_grads: list[Array], n: Array | int
+        dq: Array, dweight, received: Travelling, grads: list[Array], n: Array | int
     ):
-        dk, dv = _send(kv_grads, axes)
-        pairs = _chunk_pairs(n, q, local_kv, received, axes)
-        for query_start, key_start, chunks in pairs:
+        grads = _send(grads, axes)
+        for query_start, key_start, pair in _pairs(n, q, local, received, axes):
             half_result = _take_half_result(result, query_start)
             half_do = _take_half(do, query_start)
-            grads = kernel.backward(chunks, False, half_result, half_do)
-            chunk_dq, chunk_dk, chunk_dv = grads
+            chunk_dq, chunk_dweight, chunk_grads = kernel.differentiate(
+                weight, pair, False, half_result, half_do
+            )
             dq = _add_to_half(dq, chunk_dq, query_start)
-            dk = _add_to_half(dk, chunk_dk, key_start)
-            dv = _add_to_half(dv, chunk_dv, key_start)
-        return dq, [dk, dv]
+            dweight = jax.tree.map(jnp.add, dweight, chunk_dweight)
+            grads = [
+                _add_to_half(grad, chunk_grad, key_start)
+                for grad, chunk_grad in zip(grads, chunk_grads, strict=True)
+            ]
+        return dq, dweight, grads
 
     def step(carry, n):
-        dq, received, kv_grads = carry
+        dq, dweight, received, grads = carry
         next_received = _send(received, axes)
-        dq, kv_grads = differentiate_step(dq, received, kv_grads, n)
-        return (dq, next_received, kv_grads), None
+        dq, dweight, grads = differentiate_step(dq, dweight, received, grads, n)
+        return (dq, dweight, next_received, grads), None
 
-    grads = kernel.backward(_local_chunks(q, local_kv), True, result, do)
-    dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
-    initial = dq, _send(local_kv, axes), kv_grads
-    (dq, received, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
-    dq, kv_grads = differentiate_step(dq, received, kv_grads, c - 1)
-    dk, dv = _send(kv_grads, axes)
-    dk, dv = dk.astype(local_kv.keys_BKTH.dtype), dv.astype(local_kv.values_BKTV.dtype)
+    local_grads = kernel.differentiate(weight, _local_pair(q, local), True, result, do)
+    dq, dweight, grads = jax.tree.map(lambda x: x.astype(jnp.float32), local_grads)
+    initial = dq, dweight, _send(local, axes), [*grads]
+    (dq, dweight, received, grads), _ = jax.lax.scan(
+        step, initial, jnp.arange(1, c - 1)
+    )
+    dq, dweight, grads = differentiate_step(dq, dweight, received, grads, c - 1)
+    grads = _send(grads, axes)
+    grads = [d.astype(x.dtype) for d, x in zip(grads, local.arrays, strict=True)]
+    dweight = None if weight is None else dweight.astype(weight.dtype)
     dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
-    return dq.astype(q.dtype), KeyValueChunks(dk, dv, None), dsinks
+    return dq.astype(q.dtype), Travelling(tuple(grads), None), dsinks, dweight
 
 
 def _sinks_gradient(sinks_N: Array, result: Result, do_BNTV: Array) -> Array:
@@ -186,36 +235,38 @@ def _sinks_gradient(sinks_N: Array, result: Result, do_BNTV: Array) -> Array:
 ring.defvjp(_forward, _backward)
 
 
-def _local_chunks(q: Array, local_kv: KeyValueChunks) -> Chunks:
-    k, v, ids = local_kv
-    return Chunks(q, k, v, None if ids is None else (ids, ids))
+def _local_pair(q: Array, local: Travelling) -> Pair:
+    ids = local.segment_ids_BT
+    return Pair(q, local.arrays, None if ids is None else (ids, ids))
 
 
-def _chunk_pairs(
+def _pairs(
     n: Array | int,
     q: Array,
-    local_kv: KeyValueChunks,
-    received: KeyValueChunks,
+    local: Travelling,
+    received: Travelling,
     axes: tuple[str, ...],
-) -> Iterator[tuple[Start, Start, Chunks]]:
-    """Yield (query start, key start, chunks) for each pair of chunks of step n.
+) -> Iterator[tuple[Start, Start, Pair]]:
+    """Yield (query start, key start, pair) for each pair of chunks of step n.
 
-    `received` holds the keys that the device has received for this step.
+    `received` is what the device has received for this step.
     """
     half, documents = q.shape[2] // 2, None
     is_from_earlier_device = jax.lax.axis_index(axes) >= n
     common_start = jnp.where(is_from_earlier_device, 0, half)
     starts = (half, 0), (common_start, common_start)
     for query_start, key_start in starts:
-        if local_kv.segment_ids_BT is not None and received.segment_ids_BT is not None:
+        if local.segment_ids_BT is not None and received.segment_ids_BT is not None:
             documents = (
-                _take_half(local_kv.segment_ids_BT, query_start, 1),
+                _take_half(local.segment_ids_BT, query_start, 1),
                 _take_half(received.segment_ids_BT, key_start, 1),
             )
-        k_chunk = _take_half(received.keys_BKTH, key_start)
-        v_chunk = _take_half(received.values_BKTV, key_start)
-        q_chunk = _take_half(q, query_start)
-        yield query_start, key_start, Chunks(q_chunk, k_chunk, v_chunk, documents)
+        arrays = [_take_half(x, key_start) for x in received.arrays]
+        yield (
+            query_start,
+            key_start,
+            Pair(_take_half(q, query_start), arrays, documents),
+        )
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:
