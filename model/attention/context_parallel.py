@@ -23,11 +23,12 @@ from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 from model.attention import cudnn, cudnn_packed, splash, xla
 from model.attention.inputs import Inputs
-from model.attention.ring import Kernel, Travelling, ring
+from model.attention.ring import ring
+from model.attention.ring_kernel import Kernel, Travelling
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 from model.gather import AxisSteps
@@ -170,14 +171,10 @@ def _exchange_and_attend(
     def exchange(x: Array, split_dim: int, joined_dim: int) -> Array:
         return jax.lax.all_to_all(x, axes, split_dim, joined_dim, tiled=True)
 
-    q, k, v = inputs[:3]
-    is_whole = (
-        k.shape[1] > q.shape[1]
-    )  # Then the device has all positions of its heads.
-    q, k, v = exchange(q, 2, 1), *(x if is_whole else exchange(x, 2, 1) for x in (k, v))
+    q, k, v = (exchange(x, 2, 1) for x in inputs[:3])
     ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N
     if ids is not None:
-        ids = gather_positions(ids, axes)
+        ids = _gather_positions(ids, axes)
     if sinks_N is not None:
         num_heads = q.shape[2]
         first_head = num_heads * jax.lax.axis_index(axes)
@@ -192,21 +189,18 @@ def _gather_and_attend(
     T = q_BTNH.shape[1]
     k_BSKH, v_BSKV = k_BTKH, v_BTKV
     if k_BTKH.shape[1] == T:  # Otherwise they are already gathered.
-        k_BSKH, v_BSKV = (gather_positions(x, axes) for x in (k_BTKH, v_BTKV))
+        k_BSKH, v_BSKV = (_gather_positions(x, axes) for x in (k_BTKH, v_BTKV))
     positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(k_BSKH.shape[1])[None]
     mask_BTS = (distance_TS >= 0)[None]
     if window is not None:
         mask_BTS &= (distance_TS < window)[None]
     if segment_ids_BT is not None:
-        key_ids_BS = gather_positions(segment_ids_BT, axes)
+        key_ids_BS = _gather_positions(segment_ids_BT, axes)
         mask_BTS &= segment_ids_BT[:, :, None] == key_ids_BS[:, None]
     gathered = inputs._replace(k_BSKH=k_BSKH, v_BSKV=v_BSKV)
     return xla.attend_masked(gathered, mask_BTS, q_BTNH.dtype, soft_cap=soft_cap)
 
 
-def gather_positions(
-    x_BT: Shaped[Array, "B T *rest"], axes: tuple[str, ...]
-) -> Shaped[Array, "B S *rest"]:
-    """Gather the positions of whole rows, in the order of the devices."""
+def _gather_positions(x_BT: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)

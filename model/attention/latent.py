@@ -11,10 +11,10 @@ another order, so that it never expands the keys and values of earlier positions
     output = W_v (weights norm(c))
 
 The matrices that expand compressed vectors are sharded by heads over `tensor`, and
-their input dim like `embed`. Compressed vectors are replicated over `tensor`.
-Devices that share rows exchange latents, not keys and values
-(model/attention/latent_exchange.py). With products in eight bits they only do so for
-`mesh.context_attention=all_gather`, and not if these round stochastically.
+their input dim like `embed`. Compressed vectors are replicated over `tensor`. With
+`mesh.context_attention=all_gather`, devices that share rows gather latents, and each
+expands those of whole rows. With `ring`, latents travel unless products are in eight
+bits (model/attention/latent_ring.py). Otherwise devices exchange keys and values.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 
@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 from model.attention import splash
 from model.attention.cache import Latents, MixerCache, cached_attention
 from model.attention.kernel import attention
-from model.attention.latent_exchange import attend_to_latents
+from model.attention.latent_ring import attend_in_latent_ring
 from model.choices import Attention, ContextAttention, Norm
 from model.config import ModelConfig
 from model.dropout import drop
@@ -147,12 +147,17 @@ class LatentAttention(nnx.Module):
         """Attend to the keys and values that are expanded from the row's latents."""
         if execution.attention is Attention.splash:
             q_BTNH = q_BTNH * q_BTNH.shape[-1] ** -0.5
-        if _exchanges_latents(execution, call):
-            up, compute = self.key_value_up, execution.numerics.compute_dtype
+        numerics, method = execution.numerics, execution.context_attention
+        is_quantized = numerics.quantization and not call.high_precision
+        is_ring = method is ContextAttention.ring and execution.placement.sequence_axes
+        if is_ring and not is_quantized:
+            up = self.key_value_up
             with part_scope(up.name):
                 placement = execution.weight_placement(up.axes)
-                weight: Any = gather_weight(up.weight[...], placement, compute, None)
-            return attend_to_latents(
+                weight: Any = gather_weight(
+                    up.weight[...], placement, numerics.compute_dtype, None
+                )
+            return attend_in_latent_ring(
                 q_BTNH,
                 latent_BTC,
                 weight,
@@ -211,17 +216,6 @@ class LatentAttention(nnx.Module):
         size = self.key_value_down.weight.shape[-1]
         zeros = jnp.zeros((batch, length, size), dtype)
         return Latents(zeros, jnp.int32(0), first_B)
-
-
-def _exchanges_latents(execution: Execution, call: CallContext) -> bool:
-    """Return whether devices send latents to each other, and expand what they receive.
-
-    Otherwise `all_gather` gathers latents, and other methods send keys and values.
-    """
-    is_gathered = execution.context_attention is ContextAttention.all_gather
-    is_quantized = execution.numerics.quantization and not call.high_precision
-    shares_rows = bool(execution.placement.sequence_axes)
-    return shares_rows and not is_gathered and not is_quantized
 
 
 def _gather_positions(

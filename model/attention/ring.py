@@ -9,10 +9,6 @@ causal mask:
         first chunk of keys. Also, if j < i, the first chunk of queries sees the first
         chunk of keys; otherwise, the second chunk of queries sees the second of keys.
 
-With `Kernel.expand`, latents travel instead of keys and values, and each device expands
-them to the keys and values of its heads in each step. The backward pass expands them
-again; their gradients travel, and those of the weight are summed on each device.
-
 The results of the steps are merged by their log-sum-exps. The backward pass goes around
 the ring again: each step is the kernel's own backward pass, with the merged result and
 log-sum-exp. The gradients of keys and values travel with the keys and values until they
@@ -25,78 +21,19 @@ Shapes: B batch, T local query time, S local key time, N query heads, K key/valu
 H head dim, V value dim, c devices.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from model.attention.inputs import Chunks, Result
+from model.attention.inputs import Result
+from model.attention.ring_kernel import Kernel, Pair, Travelling
 from model.remat import saveable
 
 Start = Array | int  # The first local position of one of a device's two chunks.
-
-
-class Pair(NamedTuple):
-    """Queries, and what their device received of the device of the keys."""
-
-    q_BNTH: Array
-    arrays: Sequence[Array]
-    documents: tuple[Array, Array] | None
-
-
-class Kernel(NamedTuple):
-    """The forward and backward passes of a kernel, with explicit log-sum-exps.
-
-    Arguments are `Chunks`. Heads come before positions, as in the kernels' own layout,
-    so that no step has to transpose. A query whose keys are all masked gets a
-    log-sum-exp so low that its result has no weight.
-
-    forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
-    backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v that
-        these chunks contribute. The result is merged over all keys.
-    expand: (weight, *arrays) -> the keys and values of arrays that travel. None means
-        that keys and values travel.
-    """
-
-    forward: Callable[..., Result]
-    backward: Callable[..., Sequence[Array]]
-    expand: Callable[..., Sequence[Array]] | None = None
-
-    def attend(self, weight: Array | None, pair: Pair, causal: bool) -> Result:
-        """Return the result of the queries over the keys."""
-        q, arrays, documents = pair
-        k, v = self.expand(weight, *arrays) if self.expand else arrays
-        return self.forward(Chunks(q, k, v, documents), causal)
-
-    def differentiate(
-        self, weight: Array | None, pair: Pair, causal: bool, result: Result, do: Array
-    ) -> tuple[Array, Array | None, Sequence[Array]]:
-        """Return the gradients of the queries, the weight and the arrays."""
-        q, arrays, documents = pair
-        if self.expand is None:
-            k, v = arrays
-            grads = self.backward(Chunks(q, k, v, documents), causal, result, do)
-            return grads[0], None, grads[1:]
-        (k, v), transpose = jax.vjp(self.expand, weight, *arrays)
-        grads = self.backward(Chunks(q, k, v, documents), causal, result, do)
-        dk, dv = grads[1].astype(k.dtype), grads[2].astype(v.dtype)
-        dweight, *array_grads = transpose((dk, dv))
-        return grads[0], dweight, array_grads
-
-
-class Travelling(NamedTuple):
-    """What travels from device to device.
-
-    arrays: keys [B, K, T, H] and values [B, K, T, V], or, if the kernel has `expand`,
-        its operands [B, 1, T, C].
-    segment_ids_BT: the documents of the keys.
-    """
-
-    arrays: Sequence[Array]
-    segment_ids_BT: Array | None
 
 
 def _take_half_result(result: Result, start: Start) -> Result:
