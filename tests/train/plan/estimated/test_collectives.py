@@ -45,6 +45,20 @@ def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
     assert sent == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
 
 
+def test_a_ring_of_latents_sends_latents_and_their_gradients(composed, lay_out):
+    latent = ("model.mixer=latent_attention", "model.kv_rank=64", "model.qk_norm=false")
+    latent += ("model.nope_head_dim=32", "model.rope_head_dim=16")
+    ring = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=ring")
+    overrides = (*SHAPE, "model.attention=xla", "model.num_kv_heads=null", *latent)
+    exchanges = local_step(lay_out(composed(*overrides, *ring), "v5p-32")).exchanges
+    sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
+    chunk = B * T // 16
+    latents, documents = 2 * chunk * (64 + 16), 4 * chunk
+    forward = 15 * (latents + documents)
+    gradients = 16 * 2 * latents  # in float32
+    assert sent == pytest.approx(L * (2 * forward + gradients), rel=5e-3)
+
+
 def test_a_token_shift_gathers_a_quarter_of_one_position(composed, lay_out):
     def gathered(token_shift):
         mesh = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=all_gather")
