@@ -199,11 +199,8 @@ def _pairs(
                 _take_half(received.segment_ids_BT, key_start, 1),
             )
         arrays = [_take_half(x, key_start) for x in received.arrays]
-        yield (
-            query_start,
-            key_start,
-            Pair(_take_half(q, query_start), arrays, documents),
-        )
+        pair = Pair(_take_half(q, query_start), arrays, documents)
+        yield query_start, key_start, pair
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:

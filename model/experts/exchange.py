@@ -13,8 +13,8 @@ ragged: a ragged all-to-all sends tokens to their experts' devices, and another 
     or rows than `CAPACITY_FACTOR` times its equal share, all devices use all_gather
     instead, so that no token is dropped.
 
-Shapes: B batch, T time, n tokens, k experts per token, R rows, D embed, F an expert's
-hidden dim, E experts per device, S devices.
+Shapes: B batch, T time, n tokens, k experts per token, C copies of tokens, m experts
+per copy, R rows, D embed, F an expert's hidden dim, E experts per device, S devices.
 """
 
 import math

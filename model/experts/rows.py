@@ -93,13 +93,11 @@ class Route(NamedTuple):
         starts_SS = jnp.cumsum(rows_SS, axis=1) - rows_SS
         receiver_starts_SS = jnp.cumsum(rows_SS, axis=0) - rows_SS
         sent, received = rows_SS[device], rows_SS[:, device]
-        starts, receiver_starts = starts_SS[device], receiver_starts_SS[device]
-        local_starts, return_starts = (
-            receiver_starts_SS[:, device],
-            starts_SS[:, device],
-        )
+        starts, return_starts = starts_SS[device], starts_SS[:, device]
+        remote_starts = receiver_starts_SS[device]
+        local_starts = receiver_starts_SS[:, device]
         return cls(
-            out=Pieces(starts, sent, receiver_starts, received),
+            out=Pieces(starts, sent, remote_starts, received),
             back=Pieces(local_starts, received, return_starts, sent),
         )
 
