@@ -10,6 +10,7 @@ Shapes: B batch, T local positions, N heads, C latent dim, R `kv_rank`, H dim of
 and keys, V value dim, E nope_dim + V.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,7 @@ def attend_in_latent_ring(
         scaled_q = q * q.shape[-1] ** -0.5 if kernel.SCALES_QUERIES else q
         local, q_BNTH = Travelling((latent[:, None],), ids), scaled_q.swapaxes(1, 2)
         axes = placement.sequence_axes
-        o_BNTV: Any = ring(ring_kernel, axes, q_BNTH, local, None, weight)
+        o_BNTV: Any = ring(ring_kernel, axes, q_BNTH, local, weight=weight)
         return o_BNTV.swapaxes(1, 2)
 
     if placement.automatic_axes:
@@ -63,9 +64,10 @@ def attend_in_latent_ring(
 
 
 def _expand(
-    nope_dim: int, padding: int, weight_RNE: Array, latent_B1TC: Array
+    nope_dim: int, padding: int, weight_RNE: Array, arrays: Sequence[Array]
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T _"]]:
     """Return the keys and values of latents; `padding` zeros follow the values."""
+    (latent_B1TC,) = arrays
     c_BTR, k_rope = jnp.split(latent_B1TC[:, 0], [weight_RNE.shape[0]], axis=-1)
     with part_scope("key_value_up"):
         kv = product("btr,rne->bnte", c_BTR, weight_RNE, c_BTR.dtype)

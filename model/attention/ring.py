@@ -88,7 +88,7 @@ def ring(
     Devices share rows over the manual mesh axes `axes`. `local` holds what travels from
     the device's own chunks. `weight` is the operand of `kernel.expand`.
     """
-    return _forward(kernel, axes, q_BNTH, local, sinks_N, weight)[0]
+    return _forward(kernel, axes, q_BNTH, local, sinks_N, weight=weight)[0]
 
 
 def _forward(

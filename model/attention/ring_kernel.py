@@ -17,10 +17,10 @@ from model.attention.inputs import Chunks, Result
 
 
 class Travelling(NamedTuple):
-    """What travels from device to device.
+    """The arrays that travel from device to device.
 
-    arrays: keys [B, K, T, H] and values [B, K, T, V], or the arrays that `expand` takes
-        after the weight. Their third dim is T too.
+    arrays: keys [B, K, T, H] and values [B, K, T, V], or the arrays that `expand`
+        takes. Their third dim is T too.
     segment_ids_BT: the documents of the keys.
     """
 
@@ -46,7 +46,7 @@ class Kernel(NamedTuple):
     forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
     backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v that
         these chunks contribute. The result is merged over all keys.
-    expand: (weight, *arrays) -> keys and values. None if keys and values travel.
+    expand: (weight, arrays) -> keys and values. None if keys and values travel.
     """
 
     forward: Callable[..., Result]
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
     def attend(self, weight: Array | None, pair: Pair, causal: bool) -> Result:
         """Return the result of the queries over the keys."""
         q, arrays, documents = pair
-        k, v = self.expand(weight, *arrays) if self.expand else arrays
+        k, v = self.expand(weight, arrays) if self.expand else arrays
         return self.forward(Chunks(q, k, v, documents), causal)
 
     def differentiate(
@@ -69,8 +69,8 @@ class Kernel(NamedTuple):
             chunks = Chunks(q, k, v, documents)
             dq, *array_grads = self.backward(chunks, causal, result, do)
             return dq, None, array_grads
-        (k, v), transpose = jax.vjp(self.expand, weight, *arrays)
+        (k, v), transpose = jax.vjp(self.expand, weight, arrays)
         chunks = Chunks(q, k, v, documents)
         dq, dk, dv = self.backward(chunks, causal, result, do)
-        grads = transpose((dk.astype(k.dtype), dv.astype(v.dtype)))
-        return dq, grads[0], grads[1:]
+        dweight, array_grads = transpose((dk.astype(k.dtype), dv.astype(v.dtype)))
+        return dq, dweight, array_grads

@@ -37,8 +37,8 @@ from model.experts.rows import Route, from_rows, to_rows, travel
 
 # The capacity of a device, in copies and in rows, divided by its equal share of them.
 CAPACITY_FACTOR = 1.5
-# More experts for each copy would send little less, but each copy needs memory for the
-# results of so many (docs/log).
+# More experts for each copy would send little less, and a device needs memory for a row
+# of each copy and place (docs/log).
 _EXPERTS_PER_COPY = 3
 
 
