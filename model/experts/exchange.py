@@ -96,7 +96,7 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     R = min(round(CAPACITY_FACTOR * n * k), max_rows)
     emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
     device_nk = tokens.experts // E
-    copy_device_nk, is_served_nkkm = _make_copies(device_nk, S, m)
+    copy_device_nk, served = _make_copies(device_nk, S, m)
     copy_nk, order, copies_S = sort_rows(copy_device_nk, S)
     order = order[:C]
     copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
@@ -104,9 +104,12 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     def send(tokens: Tokens) -> Output:
         route, capacities = Route.to_devices(copies_SS, axes), (order.size, C)
         # Zero stands for no expert. float32 holds the numbers exactly.
-        labels = jnp.stack([tokens.experts + 1.0, tokens.weights])[:, :, None, :, None]
-        labels = jnp.sum(jnp.where(is_served_nkkm[None], labels, 0), axis=3)
-        labels = jnp.moveaxis(labels, 0, 2).reshape(n * k, 2 * m)
+        labels = [
+            jnp.sum(jnp.where(served_kkn, x_nk.T[None], 0), axis=1)
+            for x_nk in (tokens.experts + 1.0, tokens.weights)
+            for served_kkn in served
+        ]
+        labels = jnp.stack(labels, axis=-1).swapaxes(0, 1).reshape(n * k, 2 * m)
         sent = (
             to_rows(tokens.x, order // k, copy_nk),
             to_rows(labels, order, copy_nk.reshape(-1, 1)),
@@ -139,20 +142,21 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
 
 def _make_copies(
     device_nk: jax.Array, num_devices: int, m: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, list[jax.Array]]:
     """Make a copy of a token for every m choices of experts on the same device.
 
     Returns:
-        The device of each copy [n, k], or `num_devices` for no copy; and whether copy c
-        of a token serves choice i as the expert j of m, [n, c, i, j].
+        The device of each copy [n, k], or `num_devices` for no copy; and for each of m
+        places whether copy c of a token serves choice i in this place, [c, i, n].
     """
-    is_same_nkk = device_nk[:, :, None] == device_nk[:, None]
+    k, device_kn = device_nk.shape[1], device_nk.T
+    is_same_kkn = device_kn[:, None] == device_kn[None]
     # A token has the copy c if m divides the number of earlier choices of its device.
-    earlier_nk = jnp.sum(jnp.tril(is_same_nkk, -1), axis=-1)
-    place_nkk = earlier_nk[:, None] - earlier_nk[:, :, None]
-    is_at_place_nkkm = place_nkk[..., None] == jnp.arange(m)[None, None, None]
-    is_served_nkkm = is_same_nkk[..., None] & is_at_place_nkkm
-    return jnp.where(earlier_nk % m == 0, device_nk, num_devices), is_served_nkkm
+    is_earlier_kk1 = jnp.tri(k, k, -1, dtype=bool)[..., None]
+    earlier_kn = jnp.sum(is_same_kkn & is_earlier_kk1, axis=1)
+    place_kkn = earlier_kn[None] - earlier_kn[:, None]
+    served = [is_same_kkn & (place_kkn == place) for place in range(m)]
+    return jnp.where(earlier_kn.T % m == 0, device_nk, num_devices), served
 
 
 def _expected_copies(config: ModelConfig, devices: int, m: int) -> float:
