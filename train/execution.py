@@ -221,9 +221,9 @@ def _resolve_expert_exchange(
     """Choose how tokens reach experts on other devices.
 
     A device has n tokens, a token goes to k experts, and S devices share the experts.
-    `all_gather` sends 2 n (S - 1) rows per device, and `ragged` sends 2 n k (S - 1) / S
-    rows, which pass through main memory once instead of once in each chunk
-    (model/experts/exchange.py). On GPUs `ragged` must be set explicitly: wrong
+    `all_gather` sends 2 n (S - 1) rows per device, and `ragged` at most
+    2 n k (S - 1) / S rows, which pass through main memory once instead of once in each
+    chunk (model/experts/exchange.py). On GPUs `ragged` must be set explicitly: wrong
     gradients were reported (marin-community/marin#8077), and it is untested there.
     """
     setting, chip = config.mesh.expert_exchange, chip_of(device.device_kind)

@@ -27,7 +27,8 @@ from jaxtyping import Array
 
 from model.attention import cudnn, cudnn_packed, splash, xla
 from model.attention.inputs import Attended, Inputs, score_bound
-from model.attention.ring import Kernel, KeyValueChunks, ring
+from model.attention.ring import ring
+from model.attention.ring_kernel import Kernel, Travelling
 from model.attention.window import attend_in_window
 from model.choices import Attention, ContextAttention
 from model.gather import AxisSteps
@@ -159,8 +160,8 @@ def _attend_in_ring(
     q, k, v, ids, sinks = inputs
     scaled_q = q * q.shape[-1] ** -0.5 if scales_queries else q
     q_BNTH, k_BKTH, v_BKTV = (x.swapaxes(1, 2) for x in (scaled_q, k, v))
-    local_kv = KeyValueChunks(k_BKTH, v_BKTV, ids)
-    result: Any = ring(kernel, axes, q_BNTH, local_kv, sinks)
+    local = Travelling((k_BKTH, v_BKTV), ids)
+    result: Any = ring(kernel, axes, q_BNTH, local, sinks)
     return Attended(result.o_BNTV.swapaxes(1, 2), score_bound(result.lse_BNT))
 
 

@@ -13,7 +13,8 @@ another order, so that it never expands the keys and values of earlier positions
 The matrices that expand compressed vectors are sharded by heads over `tensor`, and
 their input dim like `embed`. Compressed vectors are replicated over `tensor`. With
 `mesh.context_attention=all_gather`, devices that share rows gather latents, and each
-expands those of whole rows. The other methods exchange keys and values.
+expands those of whole rows. With `ring`, latents travel unless products are in eight
+bits (model/attention/latent_ring.py). Otherwise devices exchange keys and values.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
 
@@ -23,6 +24,7 @@ queries and keys, V value dim.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +35,16 @@ from jaxtyping import Array, Float
 from model.attention import splash
 from model.attention.cache import Latents, MixerCache, cached_attention
 from model.attention.kernel import attention
+from model.attention.latent_ring import attend_in_latent_ring
 from model.choices import Attention, ContextAttention, Norm
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
-from model.linear import Linear, product
+from model.linear import Linear, gather_weight, product
 from model.remat import saveable
 from model.rope import rotate
+from model.scopes import part_scope
 
 _EPSILON = 1e-6  # The norms of compressed vectors do not use `norm_epsilon`.
 
@@ -143,6 +147,26 @@ class LatentAttention(nnx.Module):
         """Attend to the keys and values that are expanded from the row's latents."""
         if execution.attention is Attention.splash:
             q_BTNH = q_BTNH * q_BTNH.shape[-1] ** -0.5
+        numerics, method = execution.numerics, execution.context_attention
+        is_quantized = numerics.quantization and not call.high_precision
+        is_ring = method is ContextAttention.ring and execution.placement.sequence_axes
+        if is_ring and not is_quantized:
+            up = self.key_value_up
+            with part_scope(up.name):
+                placement = execution.weight_placement(up.axes)
+                weight: Any = gather_weight(
+                    up.weight[...], placement, numerics.compute_dtype, None
+                )
+            o_BTNV, bound_N = attend_in_latent_ring(
+                q_BTNH,
+                latent_BTC,
+                weight,
+                call.segment_ids_BT,
+                nope_dim=self.nope_dim,
+                execution=execution,
+            )
+            call.note_scores(bound_N)
+            return o_BTNV
         latent_BSC = _gather_positions(latent_BTC, execution)
         c_BSC, k_rope = jnp.split(latent_BSC, [self.kv_rank], axis=-1)
         kv = self.key_value_up(c_BSC, execution, call)

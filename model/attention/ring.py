@@ -21,42 +21,19 @@ Shapes: B batch, T local query time, S local key time, N query heads, K key/valu
 H head dim, V value dim, c devices.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from model.attention.inputs import Chunks, Result
+from model.attention.inputs import Result
+from model.attention.ring_kernel import Kernel, Pair, Travelling
 from model.remat import saveable
 
 Start = Array | int  # The first local position of one of a device's two chunks.
-
-
-class Kernel(NamedTuple):
-    """The forward and backward passes of a kernel, with explicit log-sum-exps.
-
-    Arguments are `Chunks`. Heads come before positions, as in the kernels' own layout,
-    so that no step has to transpose. A query whose keys are all masked gets a
-    log-sum-exp so low that its result has no weight.
-
-    forward: (chunks, causal) -> the result, with a float32 log-sum-exp.
-    backward: (chunks, causal, result, cotangent) -> the gradients of q, k and v that
-        these chunks contribute. The result is merged over all keys.
-    """
-
-    forward: Callable[..., Result]
-    backward: Callable[..., Sequence[Array]]
-
-
-class KeyValueChunks(NamedTuple):
-    """Keys, values and their documents, which travel from device to device."""
-
-    keys_BKTH: Array
-    values_BKTV: Array
-    segment_ids_BT: Array | None
 
 
 def _take_half_result(result: Result, start: Start) -> Result:
@@ -101,24 +78,28 @@ def ring(
     kernel: Kernel,
     axes: tuple[str, ...],
     q_BNTH: Float[Array, "B N T H"],
-    local_kv: KeyValueChunks,
+    local: Travelling,
     sinks_N: Float[Array, "N"] | None = None,
+    weight: Float[Array, "..."] | None = None,
 ) -> Result:
     """Attend from a device's two chunks to all earlier positions, in the dtype of q.
 
-    Queries are scaled, T is even, and q, keys and values have the compute dtype.
-    Devices share rows over the manual mesh axes `axes`. `local_kv` holds the keys and
-    values of the device's own chunks. The log-sum-exps have no gradient.
+    Queries are scaled, T is even, and q and what travels have the compute dtype.
+    Devices share rows over the manual mesh axes `axes`. `local` holds what travels from
+    the device's own chunks. `weight` is the operand of `kernel.expand`. The
+    log-sum-exps have no gradient.
     """
-    return _forward(kernel, axes, q_BNTH, local_kv, sinks_N)[0]
+    return _forward(kernel, axes, q_BNTH, local, sinks_N, weight=weight)[0]
 
 
-def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks, sinks):
+def _forward(
+    kernel: Kernel, axes: tuple[str, ...], q, local: Travelling, sinks, weight
+):
     c = jax.lax.psum(1, axes)
 
-    def attend_step(result: Result, received: KeyValueChunks, n: Array | int) -> Result:
-        for query_start, _, chunks in _chunk_pairs(n, q, local_kv, received, axes):
-            result = _merge(result, kernel.forward(chunks, False), query_start)
+    def attend_step(result: Result, received: Travelling, n: Array | int) -> Result:
+        for query_start, _, pair in _pairs(n, q, local, received, axes):
+            result = _merge(result, kernel.attend(weight, pair, False), query_start)
         return result
 
     def step(carry, n):
@@ -126,9 +107,9 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks,
         next_received = _send(received, axes)
         return (attend_step(result, received, n), next_received), None
 
-    result = kernel.forward(_local_chunks(q, local_kv), True)
+    result = kernel.attend(weight, _local_pair(q, local), True)
     result = result._replace(o_BNTV=result.o_BNTV.astype(jnp.float32))
-    initial = result, _send(local_kv, axes)
+    initial = result, _send(local, axes)
     (result, received), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
     result = attend_step(result, received, c - 1)
     o, lse = result
@@ -136,43 +117,49 @@ def _forward(kernel: Kernel, axes: tuple[str, ...], q, local_kv: KeyValueChunks,
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o = _weigh(result, lse)
     o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
-    return Result(o, lse), (q, local_kv, sinks, Result(o, lse))
+    return Result(o, lse), (q, local, sinks, weight, Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, cotangents: Result):
-    (q, local_kv, sinks, result), (do, _) = residuals, cotangents
+    (q, local, sinks, weight, result), (do, _) = residuals, cotangents
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(
-        dq: Array, received: KeyValueChunks, kv_grads: list[Array], n: Array | int
+        dq: Array, dweight, received: Travelling, grads: list[Array], n: Array | int
     ):
-        dk, dv = _send(kv_grads, axes)
-        pairs = _chunk_pairs(n, q, local_kv, received, axes)
-        for query_start, key_start, chunks in pairs:
+        grads = _send(grads, axes)
+        for query_start, key_start, pair in _pairs(n, q, local, received, axes):
             half_result = _take_half_result(result, query_start)
             half_do = _take_half(do, query_start)
-            grads = kernel.backward(chunks, False, half_result, half_do)
-            chunk_dq, chunk_dk, chunk_dv = grads
+            chunk_dq, chunk_dweight, chunk_grads = kernel.differentiate(
+                weight, pair, False, half_result, half_do
+            )
             dq = _add_to_half(dq, chunk_dq, query_start)
-            dk = _add_to_half(dk, chunk_dk, key_start)
-            dv = _add_to_half(dv, chunk_dv, key_start)
-        return dq, [dk, dv]
+            dweight = jax.tree.map(jnp.add, dweight, chunk_dweight)
+            grads = [
+                _add_to_half(grad, chunk_grad, key_start)
+                for grad, chunk_grad in zip(grads, chunk_grads, strict=True)
+            ]
+        return dq, dweight, grads
 
     def step(carry, n):
-        dq, received, kv_grads = carry
+        dq, dweight, received, grads = carry
         next_received = _send(received, axes)
-        dq, kv_grads = differentiate_step(dq, received, kv_grads, n)
-        return (dq, next_received, kv_grads), None
+        dq, dweight, grads = differentiate_step(dq, dweight, received, grads, n)
+        return (dq, dweight, next_received, grads), None
 
-    grads = kernel.backward(_local_chunks(q, local_kv), True, result, do)
-    dq, *kv_grads = (grad.astype(jnp.float32) for grad in grads)
-    initial = dq, _send(local_kv, axes), kv_grads
-    (dq, received, kv_grads), _ = jax.lax.scan(step, initial, jnp.arange(1, c - 1))
-    dq, kv_grads = differentiate_step(dq, received, kv_grads, c - 1)
-    dk, dv = _send(kv_grads, axes)
-    dk, dv = dk.astype(local_kv.keys_BKTH.dtype), dv.astype(local_kv.values_BKTV.dtype)
+    local_grads = kernel.differentiate(weight, _local_pair(q, local), True, result, do)
+    dq, dweight, grads = jax.tree.map(lambda x: x.astype(jnp.float32), local_grads)
+    initial = dq, dweight, _send(local, axes), [*grads]
+    (dq, dweight, received, grads), _ = jax.lax.scan(
+        step, initial, jnp.arange(1, c - 1)
+    )
+    dq, dweight, grads = differentiate_step(dq, dweight, received, grads, c - 1)
+    grads = _send(grads, axes)
+    grads = [d.astype(x.dtype) for d, x in zip(grads, local.arrays, strict=True)]
+    dweight = None if weight is None else dweight.astype(weight.dtype)
     dsinks = None if sinks is None else _sinks_gradient(sinks, result, do)
-    return dq.astype(q.dtype), KeyValueChunks(dk, dv, None), dsinks
+    return dq.astype(q.dtype), Travelling(tuple(grads), None), dsinks, dweight
 
 
 def _sinks_gradient(sinks_N: Array, result: Result, do_BNTV: Array) -> Array:
@@ -186,36 +173,35 @@ def _sinks_gradient(sinks_N: Array, result: Result, do_BNTV: Array) -> Array:
 ring.defvjp(_forward, _backward)
 
 
-def _local_chunks(q: Array, local_kv: KeyValueChunks) -> Chunks:
-    k, v, ids = local_kv
-    return Chunks(q, k, v, None if ids is None else (ids, ids))
+def _local_pair(q: Array, local: Travelling) -> Pair:
+    ids = local.segment_ids_BT
+    return Pair(q, local.arrays, None if ids is None else (ids, ids))
 
 
-def _chunk_pairs(
+def _pairs(
     n: Array | int,
     q: Array,
-    local_kv: KeyValueChunks,
-    received: KeyValueChunks,
+    local: Travelling,
+    received: Travelling,
     axes: tuple[str, ...],
-) -> Iterator[tuple[Start, Start, Chunks]]:
-    """Yield (query start, key start, chunks) for each pair of chunks of step n.
+) -> Iterator[tuple[Start, Start, Pair]]:
+    """Yield (query start, key start, pair) for each pair of chunks of step n.
 
-    `received` holds the keys that the device has received for this step.
+    `received` is what the device has received for this step.
     """
     half, documents = q.shape[2] // 2, None
     is_from_earlier_device = jax.lax.axis_index(axes) >= n
     common_start = jnp.where(is_from_earlier_device, 0, half)
     starts = (half, 0), (common_start, common_start)
     for query_start, key_start in starts:
-        if local_kv.segment_ids_BT is not None and received.segment_ids_BT is not None:
+        if local.segment_ids_BT is not None and received.segment_ids_BT is not None:
             documents = (
-                _take_half(local_kv.segment_ids_BT, query_start, 1),
+                _take_half(local.segment_ids_BT, query_start, 1),
                 _take_half(received.segment_ids_BT, key_start, 1),
             )
-        k_chunk = _take_half(received.keys_BKTH, key_start)
-        v_chunk = _take_half(received.values_BKTV, key_start)
-        q_chunk = _take_half(q, query_start)
-        yield query_start, key_start, Chunks(q_chunk, k_chunk, v_chunk, documents)
+        arrays = [_take_half(x, key_start) for x in received.arrays]
+        pair = Pair(_take_half(q, query_start), arrays, documents)
+        yield query_start, key_start, pair
 
 
 def _send(arrays: Any, axes: tuple[str, ...]) -> Any:

@@ -7,33 +7,39 @@ all_gather: each device gathers the tokens of all devices, and computes only the
     its local experts. A reduce-scatter sums the results over devices. Buffers must be
     large enough for the worst case, in which all tokens choose one device's experts.
     Therefore tokens are processed in chunks, whose worst case is at most n k rows.
-ragged: a ragged all-to-all sends rows to their experts' devices, and another one
-    returns the results. If a device would receive more than `_CAPACITY_FACTOR` times
-    its equal share, all devices use all_gather instead, so that no token is dropped.
+ragged: a ragged all-to-all sends tokens to their experts' devices, and another one
+    returns the results. A copy of a token serves up to `_EXPERTS_PER_COPY` experts on
+    the same device, which adds up their results. If a device would receive more copies
+    or rows than `CAPACITY_FACTOR` times its equal share, all devices use all_gather
+    instead, so that no token is dropped.
 
-Shapes: B batch, T time, n tokens, k experts per token, R rows, D embed, F an expert's
-hidden dim, E experts per device, S devices.
+Shapes: B batch, T time, n tokens, k experts per token, C copies of tokens, m experts
+per copy, R rows, D embed, F an expert's hidden dim, E experts per device, S devices.
 """
 
+import math
 from typing import assert_never
 
 import jax
 import jax.numpy as jnp
 
 from model.choices import ExpertExchange, Grouped
+from model.config import ModelConfig
 from model.experts.local_experts import (
     LocalExperts,
     Output,
     Tokens,
     add_bias,
     run_local_experts,
-    run_mlps,
     sort_rows,
 )
 from model.experts.rows import Route, from_rows, to_rows, travel
 
-# The capacity of a device in rows, divided by its equal share of all rows.
-_CAPACITY_FACTOR = 1.5
+# The capacity of a device, in copies and in rows, divided by its equal share of them.
+CAPACITY_FACTOR = 1.5
+# More experts for each copy would send little less, and a device needs memory for a row
+# of each copy and place (docs/log).
+_EXPERTS_PER_COPY = 3
 
 
 def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
@@ -80,30 +86,43 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
 
 def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
-    """Send rows to experts and back; gather instead if a device lacks the capacity."""
+    """Send tokens to experts and back; gather if a device lacks the capacity."""
     (n, k), E, axes = tokens.experts.shape, experts.num_local, experts.expert_axes
-    execution = experts.execution
-    S = jax.lax.psum(1, axes)
-    row_nk, order, rows_E = sort_rows(tokens.experts, S * E)
-    rows_SE = jax.lax.all_gather(rows_E[None], axes, tiled=True)
-    worst_case = S * n * min(k, E)
-    capacity = min(int(_CAPACITY_FACTOR * n * k), worst_case)
+    execution, S = experts.execution, jax.lax.psum(1, axes)
+    m = min(k, E, _EXPERTS_PER_COPY)
+    max_copies, max_rows = S * n * -(-min(k, E) // m), S * n * min(k, E)
+    share = n * _expected_copies(experts.config, S, m)
+    C = min(round(CAPACITY_FACTOR * share), max_copies)
+    R = min(round(CAPACITY_FACTOR * n * k), max_rows)
     emulated = execution.grouped is Grouped.scan  # Only CPUs use the scan kernel.
+    device_nk = tokens.experts // E
+    copy_device_nk, served = _make_copies(device_nk, S, m)
+    copy_nk, order, copies_S = sort_rows(copy_device_nk, S)
+    order = order[:C]
+    copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
 
     def send(tokens: Tokens) -> Output:
-        route = Route.to_experts(rows_SE, axes)
-        x_RD = to_rows(tokens.x, order // k, row_nk)
-        weights_R1 = to_rows(
-            tokens.weights.reshape(-1, 1), order, row_nk.reshape(-1, 1)
+        route, capacities = Route.to_devices(copies_SS, axes), (order.size, C)
+        # Zero stands for no expert. float32 holds the numbers exactly.
+        labels = [
+            jnp.sum(jnp.where(served_kkn, x_nk.T[None], 0), axis=1)
+            for x_nk in (tokens.experts + 1.0, tokens.weights)
+            for served_kkn in served
+        ]
+        labels = jnp.stack(labels, axis=-1).swapaxes(0, 1).reshape(n * k, 2 * m)
+        sent = (
+            to_rows(tokens.x, order // k, copy_nk),
+            to_rows(labels, order, copy_nk.reshape(-1, 1)),
         )
-        x_RD, weights_R = (
-            jnp.asarray(travel(x, route, (n * k, capacity), axes, emulated))
-            for x in (x_RD, weights_R1[:, 0])
+        x_CD, labels = (
+            jnp.asarray(travel(x, route, capacities, axes, emulated)) for x in sent
         )
-        sizes_E = jnp.sum(route.out.received_sizes.reshape(S, E), axis=0)
-        output = run_mlps(x_RD, weights_R[:, None], sizes_E, experts)
-        y_RD = travel(output.y, route.reverse(), (capacity, n * k), axes, emulated)
-        output = output._replace(y=from_rows(y_RD, order // k, row_nk))
+        numbers, weights = jnp.split(labels, 2, axis=-1)
+        numbers = numbers.astype(jnp.int32) - 1 - E * jax.lax.axis_index(axes)
+        received = Tokens(x_CD, numbers, weights)
+        output = run_local_experts(received, experts, capacity=R)
+        y_CD = travel(output.y, route.reverse(), capacities[::-1], axes, emulated)
+        output = output._replace(y=from_rows(y_CD, order // k, copy_nk))
         output = experts.reduce(output)
         y_nD = add_bias(output.y, tokens, experts.biases[-1:], execution)
         return output._replace(y=y_nD)
@@ -111,9 +130,44 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     def gather(tokens: Tokens) -> Output:
         return _run_by_gathering(tokens, experts)
 
-    if capacity == worst_case:
+    if (max_copies, max_rows) == (C, R):
         return send(tokens)
-    max_received = jnp.max(jnp.sum(rows_SE.reshape(S, S, E), axis=(0, 2)))
+    rows_S = jnp.sum(device_nk[..., None] == jnp.arange(S)[None, None], axis=(0, 1))
+    most_copies_S = jnp.maximum(jnp.sum(copies_SS, axis=0), jnp.sum(copies_SS, axis=1))
+    excess_S = jnp.maximum(most_copies_S - C, jax.lax.psum(rows_S, axes) - R)
     # All devices must take the same branch, because both branches communicate.
-    max_received = jax.lax.pmax(max_received, execution.placement.layer_batch_axes)
-    return jax.lax.cond(max_received <= capacity, send, gather, tokens)
+    excess = jax.lax.pmax(jnp.max(excess_S), execution.placement.layer_batch_axes)
+    return jax.lax.cond(excess <= 0, send, gather, tokens)
+
+
+def _make_copies(
+    device_nk: jax.Array, num_devices: int, m: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Make a copy of a token for every m choices of experts on the same device.
+
+    Returns:
+        The device of each copy [n, k], or `num_devices` for no copy; and for each of m
+        places whether copy c of a token serves choice i in this place, [c, i, n].
+    """
+    k, device_kn = device_nk.shape[1], device_nk.T
+    is_same_kkn = device_kn[:, None] == device_kn[None]
+    # A token has the copy c if m divides the number of earlier choices of its device.
+    is_earlier_kk1 = jnp.tri(k, k, -1, dtype=bool)[..., None]
+    earlier_kn = jnp.sum(is_same_kkn & is_earlier_kk1, axis=1)
+    place_kkn = earlier_kn[None] - earlier_kn[:, None]
+    served = [is_same_kkn & (place_kkn == place) for place in range(m)]
+    return jnp.where(earlier_kn.T % m == 0, device_nk, num_devices), served
+
+
+def _expected_copies(config: ModelConfig, devices: int, m: int) -> float:
+    """Return the expected number of a token's copies if choices are independent.
+
+    A token only reaches the devices of the groups that its router keeps.
+    """
+    k, groups = config.experts_per_token, config.router_groups
+    if groups > 1:
+        devices_per_group = -(-devices // groups)
+        devices = min(devices, config.router_groups_kept * devices_per_group)
+    p = 1 / devices
+    probabilities = (math.comb(k, b) * p**b * (1 - p) ** (k - b) for b in range(k + 1))
+    return devices * sum(-(-b // m) * q for b, q in enumerate(probabilities))

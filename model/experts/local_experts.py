@@ -96,16 +96,18 @@ def sort_rows(
     return row_nk, order, jnp.sum(is_chosen, axis=0, dtype=jnp.int32)
 
 
-def run_local_experts(tokens: Tokens, experts: LocalExperts) -> Output:
+def run_local_experts(
+    tokens: Tokens, experts: LocalExperts, capacity: int | None = None
+) -> Output:
     """Return, for each token, the sum of its local experts' weighted outputs.
 
     Local experts are numbered 0 to E - 1. The caller adds the biases of `down` after it
-    has summed over `hidden_axes`.
+    has summed over `hidden_axes`, and knows that tokens have at most `capacity` rows.
     """
     (n, k), E = tokens.experts.shape, experts.num_local
     is_local = (tokens.experts >= 0) & (tokens.experts < E)
     row_nk, order, sizes_E = sort_rows(jnp.where(is_local, tokens.experts, E), E)
-    R = n * min(k, E)
+    R = n * min(k, E) if capacity is None else capacity
     choice_R = order[:R]
     x_RD = to_rows(tokens.x, choice_R // k, row_nk)
     weights_R1 = to_rows(tokens.weights.reshape(-1, 1), choice_R, row_nk.reshape(-1, 1))

@@ -1,12 +1,12 @@
 """Move tokens to experts' rows and back, on one device and between devices.
 
-Each token has k rows, one for each of its experts, and all rows are sorted by expert.
-`to_rows` copies tokens to rows, `from_rows` adds up each token's rows, and `travel`
-sends rows to their experts' devices or back. The gradient of each operation is one of
-these operations, so that no gradient is a scatter.
+Each token has k rows, one for each of its experts, or for each of its copies to
+devices. All rows are sorted by expert, or by device. `to_rows` copies tokens to rows,
+`from_rows` adds up each token's rows, and `travel` sends rows to devices or back. The
+gradient of each operation is one of these operations, so that no gradient is a scatter.
 
-Shapes: n tokens, k rows of each, R rows, D embed, E experts of all devices, P = E
-pieces of rows that a device sends (one for each expert), S devices.
+Shapes: n tokens, k rows of each, R rows, D embed, S devices, each of which sends a
+piece of rows to each device.
 """
 
 from collections.abc import Callable
@@ -58,15 +58,15 @@ from_rows.defvjp(_make_forward(from_rows), _from_rows_backward)
 class Pieces(NamedTuple):
     """The pieces of rows that a device sends, and where its receivers put them.
 
-    starts, sizes: the first row and the size of each piece, sorted by receiver.
+    starts, sizes: the first row and the size of each piece, in the order of receivers.
     receiver_starts: the first row of each piece on its receiver.
-    received_sizes: the sizes of the pieces that the device receives, sorted by sender.
+    received_sizes: the sizes of the pieces that the device receives, by sender.
     """
 
-    starts: Int[Array, "P"]
-    sizes: Int[Array, "P"]
-    receiver_starts: Int[Array, "P"]
-    received_sizes: Int[Array, "P"]
+    starts: Int[Array, "S"]
+    sizes: Int[Array, "S"]
+    receiver_starts: Int[Array, "S"]
+    received_sizes: Int[Array, "S"]
 
 
 class Route(NamedTuple):
@@ -80,35 +80,25 @@ class Route(NamedTuple):
         return Route(self.back, self.out)
 
     @classmethod
-    def to_experts(cls, rows_SE: Int[Array, "S E"], axes: tuple[str, ...]) -> "Route":
-        """Return the route of rows to the devices of their experts.
+    def to_devices(cls, rows_SS: Int[Array, "S S"], axes: tuple[str, ...]) -> "Route":
+        """Return the route of rows that each device has sorted by receiver.
 
-        A device sends rows sorted by expert. The rows that a device receives are sorted
-        by expert, and rows of the same expert by sender.
+        The rows that a device receives are sorted by sender.
 
         Args:
-            rows_SE: the number of rows of each device for each expert, replicated.
-            axes: mesh axes that shard the experts, in order.
+            rows_SS: the number of rows of each sender for each receiver, replicated.
+            axes: mesh axes along which devices exchange rows, in order.
         """
-        S, E = rows_SE.shape
         device = jax.lax.axis_index(axes)
-        starts_SE = jnp.cumsum(rows_SE, axis=1) - rows_SE
-
-        def by_receiver(x_SE: jax.Array) -> jax.Array:  # [S, S, E / S]
-            return x_SE.reshape(S, S, E // S)
-
-        received_SES = by_receiver(rows_SE).transpose(1, 2, 0)
-        flat = received_SES.reshape(S, E)
-        receiver_starts = (jnp.cumsum(flat, axis=1) - flat).reshape(received_SES.shape)
-        receiver_starts = receiver_starts.transpose(2, 0, 1)
-        sent_sizes = rows_SE[device]
-        received_sizes = by_receiver(rows_SE)[:, device].reshape(-1)
-        return_starts = by_receiver(starts_SE)[:, device].reshape(-1)
-        remote_starts = receiver_starts[device].reshape(-1)
-        local_starts = receiver_starts[:, device].reshape(-1)
+        starts_SS = jnp.cumsum(rows_SS, axis=1) - rows_SS
+        receiver_starts_SS = jnp.cumsum(rows_SS, axis=0) - rows_SS
+        sent, received = rows_SS[device], rows_SS[:, device]
+        starts, return_starts = starts_SS[device], starts_SS[:, device]
+        remote_starts = receiver_starts_SS[device]
+        local_starts = receiver_starts_SS[:, device]
         return cls(
-            out=Pieces(starts_SE[device], sent_sizes, remote_starts, received_sizes),
-            back=Pieces(local_starts, received_sizes, return_starts, sent_sizes),
+            out=Pieces(starts, sent, remote_starts, received),
+            back=Pieces(local_starts, received, return_starts, sent),
         )
 
 
@@ -148,9 +138,8 @@ def travel(
     sender_starts, starts = swap(out.starts), swap(out.receiver_starts)
     rows = jnp.arange(capacity)[:, None]
     in_piece = (rows >= starts) & (rows < starts + out.received_sizes)
-    piece = jnp.argmax(in_piece, axis=1)
-    sender = piece // (starts.size // jax.lax.psum(1, axes))
-    sender_row = sender_starts[piece] + rows[:, 0] - starts[piece]
+    sender = jnp.argmax(in_piece, axis=1)
+    sender_row = sender_starts[sender] + rows[:, 0] - starts[sender]
     y = jax.lax.all_gather(x, axes)[sender, sender_row]
     is_sent = jnp.any(in_piece, axis=1).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(is_sent, y, 0)

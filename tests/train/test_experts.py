@@ -61,6 +61,17 @@ def test_gradients_are_those_of_one_device(gradients, mesh):
         assert distance(found[1], grads) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("expert", [2, 4])
+def test_a_token_may_have_many_experts_on_a_device(gradients, expert):
+    """It then has several copies there, or fewer copies than experts."""
+    many = (*MOE, "model.experts_per_token=6")
+    loss, grads, _ = gradients(*many, "mesh=single", devices=1)
+    found = gradients(*many, f"mesh.fsdp={8 // expert}", f"mesh.expert={expert}", SENT)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
+    assert distance(found[1], grads) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("platform", "devices", "asked", "found"),
     [

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
+from model.experts.exchange import CAPACITY_FACTOR
 from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import operand_uses, scope_of
 from train.plan.compiled.flops import multiplies
@@ -123,8 +124,9 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
     factor = group.size if kind == "all-gather" else 1
     uses = operand_uses(executed, inner)
     payload = factor * sum(size for _, size in uses)
-    if kind == "ragged-all-to-all":  # The smaller of operand and result has no padding.
-        payload = min(operand.num_bytes for operand in inner.operands[:2])
+    if kind == "ragged-all-to-all":  # The larger buffer has spare capacity.
+        buffers = [operand.num_bytes for operand in inner.operands[:2]]
+        payload = round(max(buffers) / CAPACITY_FACTOR)
     order = executed.instruction.computation.order
     start, end = order.index(executed.instruction), _find_end(executed, inner)
     return Collective(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from model.axes import mesh_axes
+from model.experts.exchange import CAPACITY_FACTOR
 from model.gather import AxisSteps, scatter_groups
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
@@ -109,9 +110,11 @@ class CollectiveRecorder:
         axes = mesh_axes(params.get("axis_name") or params.get("axes"))
         if kind == "ragged-all-to-all":
             array, output, *_ = operands
-            payload = min(array.bytes, output.bytes)
-            if len(array.dims) == 1 and self._platform == "tpu":
-                payload *= _LANES  # XLA sends whole vectors
+            # The larger buffer is the receiver's, with its spare capacity.
+            payload = max(array.bytes, output.bytes) / CAPACITY_FACTOR
+            if self._platform == "tpu":  # XLA sends whole vectors
+                width = array.dims[-1].size
+                payload *= -(-width // _LANES) * _LANES / width
             self._add(Exchange(axes, kind, payload, self.position))
             return [output.dims]
         groups = params.get("axis_index_groups")

@@ -45,6 +45,20 @@ def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
     assert sent == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
 
 
+def test_a_ring_of_latents_sends_latents_and_their_gradients(composed, lay_out):
+    latent = ("model.mixer=latent_attention", "model.kv_rank=64", "model.qk_norm=false")
+    latent += ("model.nope_head_dim=32", "model.rope_head_dim=16")
+    ring = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=ring")
+    overrides = (*SHAPE, "model.attention=xla", "model.num_kv_heads=null", *latent)
+    exchanges = local_step(lay_out(composed(*overrides, *ring), "v5p-32")).exchanges
+    sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
+    chunk = B * T // 16
+    latents, documents = 2 * chunk * (64 + 16), 4 * chunk
+    forward = 15 * (latents + documents)
+    gradients = 16 * 2 * latents  # in float32
+    assert sent == pytest.approx(L * (2 * forward + gradients), rel=5e-3)
+
+
 def test_a_token_shift_gathers_a_quarter_of_one_position(composed, lay_out):
     def gathered(token_shift):
         mesh = ("mesh.fsdp=1", "mesh.context=16", "mesh.context_attention=all_gather")
@@ -55,18 +69,38 @@ def test_a_token_shift_gathers_a_quarter_of_one_position(composed, lay_out):
     assert gathered("mlp") - gathered("none") == L * 16 * B * 2 * D / 4
 
 
-def test_rows_travel_to_their_experts_and_back(composed, lay_out):
-    """Rows travel there and back, there again if recomputed, and back as gradients.
+@pytest.mark.parametrize(
+    ("experts", "copies"),
+    [
+        ((), 3),  # There is one expert on each device.
+        (("num_experts=32",), 8 * (1 - (7 / 8) ** 3)),
+        (
+            ("num_experts=32", "router_groups=8", "router_groups_kept=2"),
+            2 * (1 - (1 / 2) ** 3),
+        ),
+    ],
+)
+def test_copies_travel_to_the_devices_of_their_experts(
+    composed, lay_out, experts, copies
+):
+    """Copies travel there and back, there again if recomputed, and back as gradients.
 
-    The compiled step sends the same (docs/log). TPUs send a weight as a whole vector.
+    A token has one copy for each device of its three experts. The compiled step sends
+    the same (docs/log). TPUs send the labels of a copy as a whole vector.
     """
-    shape = ("model=moe_nano", "model.num_layers=3", "model.vocab_size=256")
+    shape = (
+        *(f"model.{override}" for override in experts),
+        "model=moe_nano",
+        "model.num_layers=3",
+        "model.vocab_size=256",
+    )
     mesh = ("mesh.fsdp=1", "mesh.expert=8", "train.remat=full", "tracker=none")
     data = ("data.batch_size=16", "data.sequence_length=128", "model.attention=xla")
     exchanges = local_step(lay_out(composed(*shape, *mesh, *data), "v5e-8")).exchanges
     sent = sum(e.payload for e in exchanges if e.kind == "ragged-all-to-all")
-    rows, width = 2 * 128 * 3, 128
-    assert sent == 2 * rows * (5 * 2 * width + 3 * 4 * 128)
+    rows, width = 2 * 128 * copies, 128
+    expected = 2 * rows * (5 * 2 * width + 3 * 4 * 128)
+    assert sent == pytest.approx(expected, rel=1e-3)
 
 
 def exchange(kind, members=()):
