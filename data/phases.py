@@ -19,7 +19,7 @@ class Phase(NamedTuple):
 
     first_batch: the number of the first batch.
     rows, length: the shape of a batch.
-    first_part: the number of the first batch's first part, if all rows of the data are
+    first_part: the index of the first batch's first part, if all rows of the data are
         cut into parts of `length`.
     first_token: the number of tokens in all earlier batches.
     """
@@ -36,15 +36,15 @@ class Phase(NamedTuple):
         return self.rows * self.length
 
     def part(self, batch: int) -> int:
-        """Return the number of the first part of a batch."""
+        """Return the index of a batch's first part."""
         return self.first_part + (batch - self.first_batch) * self.rows
 
     def token(self, batch: int) -> int:
-        """Return the number of tokens in all batches before a batch."""
+        """Return the number of tokens in all batches before this one."""
         return self.first_token + (batch - self.first_batch) * self.tokens_per_batch
 
-    def begin(self, change: BatchChange | LengthChange) -> int:
-        """Return the batch at which a change begins that ends this phase."""
+    def end(self, change: BatchChange | LengthChange) -> int:
+        """Return the first batch after this phase, if a change ends it."""
         if change.from_step is not None:
             return max(self.first_batch, change.from_step)
         tokens = max(0.0, (change.from_tokens or 0.0) - self.first_token)
@@ -58,16 +58,17 @@ def phases_of(config: DataConfig) -> tuple[Phase, ...]:
     length_changes = list(config.sequence_schedule)
     while batch_changes or length_changes:
         last = phases[-1]
-        first = min(last.begin(c) for c in [*batch_changes[:1], *length_changes[:1]])
+        end = min(last.end(c) for c in [*batch_changes[:1], *length_changes[:1]])
         rows, length = last.rows, last.length
-        if batch_changes and last.begin(batch_changes[0]) == first:
+        if batch_changes and last.end(batch_changes[0]) == end:
             rows = batch_changes.pop(0).rows
-        if length_changes and last.begin(length_changes[0]) == first:
+        if length_changes and last.end(length_changes[0]) == end:
             length = length_changes.pop(0).length
-        # A phase begins at a whole part of the new length.
-        part = -(-last.part(first) * last.length // length)
-        phase = Phase(first, rows, length, part, last.token(first))
-        phases = [*phases[:-1], *([last] if first > last.first_batch else []), phase]
+        # If batches have read some of a longer part, its remainder is skipped.
+        part = -(-last.part(end) * last.length // length)
+        if end == last.first_batch:
+            phases.pop()  # It has no batch.
+        phases.append(Phase(end, rows, length, part, last.token(end)))
     return tuple(phases)
 
 
@@ -95,17 +96,15 @@ def tokens_before(config: DataConfig, step: int) -> int:
     """Return the number of tokens in the batches of the first `step` steps."""
     phases, skipped = phases_of(config), _skipped(step, config.skip_batches)
 
-    def token(batch: int) -> int:
+    def tokens(batch: int) -> int:
         return phase_at(phases, batch).token(batch)
 
-    total = token(batch_number(step, config.skip_batches))
-    return total - sum(
-        token(batches.stop) - token(batches.start) for batches in skipped
-    )
+    total = tokens(batch_number(step, config.skip_batches))
+    return total - sum(tokens(s.stop) - tokens(s.start) for s in skipped)
 
 
 def _skipped(step: int, skip_batches: Sequence[int]) -> list[range]:
-    """Return the ranges of batches that are left out before the batch of a step."""
+    """Return the ranges of batches that are skipped before the batch of a step."""
     skipped, number, next_batch = list[range](), step, 0
     for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
         batches = range(max(first, next_batch), last + 1)

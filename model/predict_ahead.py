@@ -1,8 +1,8 @@
 """Multi-token prediction: modules that predict tokens further ahead.
 
 Module k (from 1) predicts the token k + 1 positions ahead of position i. Its inputs are
-the features of module k - 1 at i, which are the model's own for k = 1, and the
-embedding of the token k positions ahead. The embedding and the head are the model's.
+the features of module k - 1 at i (for k = 1, those of the model), and the embedding of
+the token k positions ahead. All modules share the model's embedding and head.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
 
@@ -10,6 +10,7 @@ Shapes: B batch, T time, D embed, P modules.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -31,9 +32,9 @@ from model.remat import rematerialized
 class Ahead(NamedTuple):
     """The int32 tokens that prediction modules read, and those that they predict.
 
-    tokens_BTP: the token k positions ahead, for module k; -1 if the document or the row
+    tokens_BTP: for module k, the token k positions ahead; -1 if the document or the row
         ends before it.
-    targets_BTP: the target of this token; -1 if there is none.
+    targets_BTP: the target at the position of that token; -1 if there is none.
     """
 
     tokens_BTP: Int[Array, "B T P"]
@@ -46,7 +47,7 @@ def look_ahead(
     segment_ids_BT: Int[Array, "B T"] | None,
     depth: int,
 ) -> Ahead:
-    """Return what `depth` modules read and predict. T is the length of whole rows."""
+    """Return the tokens that `depth` modules read and predict in whole rows."""
 
     def shift(x_BT: jax.Array, k: int) -> jax.Array:
         return jnp.pad(x_BT[:, k:], ((0, 0), (0, k)), constant_values=-1)
@@ -69,10 +70,7 @@ class PredictAhead(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Draw the projection and the block."""
         D = config.embed_dim
-
-        def make_norm() -> Normalize:
-            return Normalize(config, config.norm, embed=D)
-
+        make_norm = partial(Normalize, config, config.norm, embed=D)
         self.embedding_norm, self.hidden_norm = make_norm(), make_norm()
         # The axes are those of an MLP's projection back to the residual stream.
         self.projection = Linear(
@@ -87,7 +85,7 @@ class PredictAhead(nnx.Module):
         )
         self.block = Block(config, kinds_of(config)[-1], rngs)
         self.is_local = config.windows[-1] is not None
-        self.first_number = config.num_layers  # of modules, which follow the layers
+        self.first_number = config.num_layers  # Modules are numbered after layers.
         self.norm = make_norm()
 
     def __call__(
@@ -98,10 +96,7 @@ class PredictAhead(nnx.Module):
         call: CallContext,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
-        """Return the normalized features of this module.
-
-        Also return the updated cache and the routing of the block.
-        """
+        """Return the normalized features, the updated cache and the routing."""
         parts = self.embedding_norm(embedding_BTD), self.hidden_norm(x_BTD)
         x_BTD = self.projection(jnp.concatenate(parts, axis=-1), execution, call)
         x_BTD = execution.placement.constrain(x_BTD, "batch", "seq", "embed")
@@ -121,11 +116,10 @@ def run_modules(
 ) -> tuple[list[Float[Array, "B T D"]], Routing | None]:
     """Return the features of each module, and their routing [P] if they have experts.
 
-    `x_BTD` are the model's features, `embed` looks up its embedding, and `call` has the
-    segment ids and rotations of the rows.
+    `x_BTD` are the model's features, `embed` looks up embeddings of tokens, and `call`
+    has the segment ids and rotations of the rows.
     """
-    stageless = execution.placement.without_stages
-    execution = execution._replace(placement=stageless)
+    execution = execution._replace(placement=execution.placement.without_stages)
     features, routings = list[jax.Array](), list[Routing]()
     for k, module in enumerate(modules):
         tokens_BT = ahead.tokens_BTP[..., k]
@@ -134,7 +128,7 @@ def run_modules(
             is_text &= call.segment_ids_BT > 0
         module_call = call.fold_in(module.first_number + k)._replace(
             router_ids_BT=is_text.astype(jnp.int32),
-            taps=None,  # Figures of layers are those of the model.
+            taps=None,  # Layer statistics cover the model's layers only.
         )
         graph, params = nnx.split(module)
 
@@ -149,4 +143,4 @@ def run_modules(
         routings += [] if routing is None else [routing]
     if not routings:
         return features, None
-    return features, Routing(*map(jnp.stack, zip(*routings, strict=True)))
+    return features, jax.tree.map(lambda *parts: jnp.stack(parts), *routings)

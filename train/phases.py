@@ -13,7 +13,7 @@ from train.config import Config
 from train.errors import ConfigError
 from train.program import Program
 
-# The keys that give a phase its values of these keys.
+# A phase takes its value of the first key from the schedule at the second key.
 _KEYS = {
     "data.batch_size": "data.batch_schedule",
     "data.sequence_length": "data.sequence_schedule",
@@ -36,8 +36,8 @@ class PhaseSteps:
     def __init__(self, programs: Mapping[Phase, Program], last_batch: int):
         """Compile nothing yet.
 
-        `programs` are those of `phase_programs`. No phase after `last_batch` is
-        compiled ahead.
+        `programs` comes from `phase_programs`. Phases that begin after `last_batch` are
+        not compiled ahead.
         """
         self.programs, self._phases = programs, list(programs)
         self._last_batch = last_batch
@@ -47,8 +47,7 @@ class PhaseSteps:
     def begin(self, batch: int) -> Future[CompiledSteps]:
         """Compile the steps of a batch's phase in a thread, unless that has begun.
 
-        Compilation is the longest part of a start, and needs neither the state nor the
-        GIL.
+        A start can load the state meanwhile, because compilation does not hold the GIL.
         """
         phase = phase_at(self._phases, batch)
         if phase not in self._compilations:
@@ -57,9 +56,9 @@ class PhaseSteps:
         return self._compilations[phase]
 
     def get(self, batch: int) -> CompiledSteps:
-        """Return the compiled steps of a batch's phase, once they are compiled.
+        """Wait for the compiled steps of a batch's phase, and return them.
 
-        Then the compilation of the next phase begins.
+        The compilation of the next phase then begins.
         """
         steps = self.begin(batch).result()
         for phase in self._phases:
@@ -107,15 +106,15 @@ def phase_programs(
 def _phase_config(program: Program, phase: Phase) -> Config:
     """Return the config of a phase.
 
-    Its microbatches have at most as many tokens as those of `data.batch_size`, if its
-    rows can be divided so.
+    It has the fewest microbatches that divide its rows and have at most as many tokens
+    as those of `program`. If there is no such number, the config is invalid.
     """
     config, train = program.config, program.config.train
     shards = program.batch_shards.rows * program.pipeline.local_microbatches
     microbatch_tokens = program.tokens_per_step // train.accumulation_steps
-    least = -(-phase.tokens_per_batch // microbatch_tokens)
-    counts = range(least, phase.rows // shards + 1)
-    accumulation = next((n for n in counts if phase.rows % (n * shards) == 0), least)
+    fewest = -(-phase.tokens_per_batch // microbatch_tokens)
+    counts = range(fewest, phase.rows // shards + 1)
+    accumulation = next((n for n in counts if phase.rows % (n * shards) == 0), fewest)
     return replace(
         config,
         data=replace(

@@ -9,14 +9,14 @@ from model.params import ParamInfo
 
 
 class MatrixDims(NamedTuple):
-    """The dims of a parameter that count its matrices, their inputs and outputs."""
+    """The dims of a parameter that index matrices, their inputs and their outputs."""
 
     stack: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the numbers of inputs and outputs of a matrix."""
+        """Return the numbers of inputs and outputs of each matrix in an array."""
         fan_in = math.prod(shape[dim] for dim in self.inputs)
         return fan_in, math.prod(shape[dim] for dim in self.outputs)
 
@@ -25,7 +25,7 @@ class MatrixDims(NamedTuple):
         return x.transpose(self._order).reshape(-1, *self.fans(x.shape))
 
     def from_stack(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return an array of this shape from [matrices, inputs, outputs]."""
+        """Undo `to_stack`, and return an array of this shape."""
         order = self._order
         x = x.reshape([shape[dim] for dim in order])
         return x.transpose([order.index(dim) for dim in range(len(order))])
@@ -36,10 +36,10 @@ class MatrixDims(NamedTuple):
 
 
 def matrix_dims(info: ParamInfo, *, per_head: bool) -> MatrixDims:
-    """Return the dims of the matrices of a parameter.
+    """Return which dims of a parameter index its matrices, inputs and outputs.
 
-    With `per_head`, a matrix [embed, heads, head_dim] is one [embed, head_dim] for each
-    head. Heads that are inputs, those of the output projection, stay in one matrix.
+    With `per_head`, a parameter [embed, heads, head_dim] has a matrix [embed, head_dim]
+    for each head. The output projection, whose inputs are heads, stays one matrix.
     """
     stack = tuple(range(info.stack_dims))
     inputs = tuple(range(info.stack_dims, info.output_start))

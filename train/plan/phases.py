@@ -16,8 +16,8 @@ def plan_phases(
 ) -> list[dict[str, Any]]:
     """Return the shape, memory and time of the steps of each phase, as plain values.
 
-    `plan` is that of batches of `data.batch_size` rows, and `make_plan` plans another
-    program. The time is None if the chip's rates are unknown.
+    `plan` is for batches of `data.batch_size` rows, and `make_plan` returns the plan of
+    another program. The time is None if the chip's rates are unknown.
 
     Raises:
         ConfigError: the batches of a phase cannot be divided among the devices.

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import jax
@@ -20,8 +20,8 @@ from train.mesh import Device
 from train.mesh_sizes import least_sizes
 from train.program import settle
 from train.prove.kernels import compare_kernels
-from train.prove.parity import ArrayDifference, Reference
-from train.prove.shrink import MAX_DEVICES, mesh_of, parts_of, shrink
+from train.prove.parity import ArrayDifference, Comparison, Reference
+from train.prove.shrink import MAX_DEVICES, Shrunk, mesh_of, parts_of, shrink
 from train.run.folder import run_folder
 from train.run.versions import code_version, versions
 from train.runtime import set_up
@@ -35,63 +35,70 @@ def prove(config: Config, as_json: bool) -> int:
         Exit: with NOT_PROVED if no parameter has a gradient.
     """
     cpus = _set_up(config)
-    config = _settled(config)
-    differences = list[ArrayDifference]()
+    config = _settle_vocab_size(config)
+    kernels = list[ArrayDifference]()
     if jax.default_backend() != "cpu":
         sizes = least_sizes(config.mesh, jax.device_count())
         execution = choose_execution(config, jax.local_devices()[0], sizes)
-        differences = compare_kernels(config, execution)
-    small, changes, left_out = shrink(config, cpus[0])
-    if not (parts_of(small) or differences):
+        kernels = compare_kernels(config, execution)
+    shrunk = shrink(config, cpus[0])
+    if not (parts_of(shrunk.config) or kernels):
         rule = "has only one device, so there is nothing to compare; set mesh.fsdp=2, "
         raise ConfigError([Mistake("mesh", "", f"{rule}for example")])
-    # To optimize the small steps would take longer than to run them.
+    # Optimizing the small steps would take longer than running them.
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.default_device(cpus[0]):
-        reference = Reference(small, cpus)
-        comparison = reference.compare(small)
-    differences = [*comparison.differences, *differences]
-    failures = [difference for difference in differences if difference.is_wrong]
-    # The last difference of a quantity is the largest, or the most above its limit.
-    ordered = sorted(differences, key=lambda d: (d.is_wrong, d.error))
-    largest = {d.key.quantity: d for d in (*differences, *ordered)}.values()
+        reference = Reference(shrunk.config, cpus)
+        comparison = reference.compare(shrunk.config)
+    result = comparison._replace(differences=[*comparison.differences, *kernels])
     record = {
-        "proved": not failures,
-        "mesh": mesh_of(small),
-        "cause": comparison.cause,
-        "differences": [difference.as_json() for difference in failures],
-        "largest": [difference.as_json() for difference in largest],
-        "compared": len(differences),
+        "proved": not result.failures,
+        "mesh": mesh_of(shrunk.config),
+        "cause": result.cause,
+        "differences": [difference.as_json() for difference in result.failures],
+        "largest": [difference.as_json() for difference in _largest(result)],
+        "compared": len(result.differences),
         "no_gradient": reference.no_gradient,
-        "changed": changes,
-        "left_out": left_out,
+        "changed": shrunk.changes,
+        "left_out": shrunk.left_out,
         "versions": versions() | {"code": code_version()},
     }
     path = run_folder(run_dir(config)) / "prove.json"
     write_atomically(path, json.dumps(record, indent=1) + "\n")
     if as_json:
         print(json.dumps(record))
-        return NOT_PROVED if failures else FINISHED
-    print(f"record      {path}")
+    else:
+        print(f"record      {path}")
+        _print_verdict(result, reference, shrunk)
+    return NOT_PROVED if result.failures else FINISHED
+
+
+def _print_verdict(result: Comparison, reference: Reference, shrunk: Shrunk) -> None:
     rows = [
         (key.quantity, f"{error:.1e}", f"{tolerance:g}", key.name)
-        for key, error, tolerance in largest
+        for key, error, tolerance in _largest(result)
     ]
     headers = ["compared", "difference", "at most", "largest in"]
     print_table(rows, headers, "relative differences from one device")
     for name in reference.no_gradient:
         print(f"unproved    {name} has no gradient")
-    for sentence in left_out:
+    for sentence in shrunk.left_out:
         print(f"left out    {sentence}")
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh_of(small).items())
+    axes = " x ".join(f"{axis} {n}" for axis, n in mesh_of(shrunk.config).items())
     target = f"the mesh {axes}" if axes else "one device"
-    if not failures:
+    if not result.failures:
         print(f"proved      The steps on {target} are those of one device.")
-        return FINISHED
-    print(f"not proved  The first difference on {target}: {failures[0]}.")
-    if comparison.cause:
-        print(f"cause       {' or '.join(comparison.cause)}")
-    return NOT_PROVED
+        return
+    print(f"not proved  The first difference on {target}: {result.failures[0]}.")
+    if result.cause:
+        print(f"cause       {' or '.join(result.cause)}")
+
+
+def _largest(result: Comparison) -> Iterable[ArrayDifference]:
+    """Return the largest difference of each quantity, or the largest wrong one."""
+    ordered = sorted(result.differences, key=lambda d: (d.is_wrong, d.error))
+    # A later entry replaces the value of a key, but keeps its place.
+    return {d.key.quantity: d for d in (*result.differences, *ordered)}.values()
 
 
 def _set_up(config: Config) -> Sequence[Device]:
@@ -102,15 +109,15 @@ def _set_up(config: Config) -> Sequence[Device]:
         jax.config.update("jax_platforms", f"{platforms},cpu")
     cpus = jax.devices("cpu")
     if len(cpus) < MAX_DEVICES:
-        rule = "must not set the number of CPU devices; this command needs "
-        flags, rule = os.environ.get("XLA_FLAGS", ""), f"{rule}{MAX_DEVICES}"
+        flags = os.environ.get("XLA_FLAGS", "")
+        rule = f"must not set the number of CPU devices, which must be {MAX_DEVICES}"
         raise ConfigError([Mistake("XLA_FLAGS", flags, rule)])
     return cpus
 
 
-def _settled(config: Config) -> Config:
-    """Return the config with its vocabulary size, which a tokenizer may not tell."""
+def _settle_vocab_size(config: Config) -> Config:
+    """Return the config with the tokenizer's vocabulary size, or with a large one."""
     try:
         return settle(config, padded_vocab_size(encoding_of(config.data)))
-    except DataError:  # There is no network, for example. Assume a large vocabulary.
+    except DataError:  # The tokenizer may need a network that is not available.
         return settle(config, 2**15)
