@@ -51,8 +51,12 @@ def on_ring(c: int, attention: Attention):
         attention=attention,
     )
     rows = PartitionSpec(None, "context")
+
+    def attend(*inputs):
+        return attend_in_latent_ring(*inputs, nope_dim=NOPE, execution=execution).o_BTNV
+
     return jax.shard_map(
-        partial(attend_in_latent_ring, nope_dim=NOPE, execution=execution),
+        attend,
         mesh=mesh,
         in_specs=(rows, rows, PartitionSpec(), rows),
         out_specs=rows,

@@ -19,6 +19,7 @@ from train.sample.speculate import DraftCount, generate_ahead, speculation_mista
 KEYS = (
     *("model.predict_ahead=1", "train.predict_ahead_weight=1", "data.batch_size=4"),
     *("optimizer.learning_rate=0.02", "data.sequence_length=48"),
+    "model.token_shift=none",
 )
 LATENT = (
     *("model.mixer=latent_attention", "model.query_rank=16", "model.kv_rank=16"),
