@@ -84,7 +84,7 @@ def step_at(config: DataConfig, tokens: float) -> int:
     """
     phases = phases_of(config)
     index = bisect_right(phases, tokens, key=lambda phase: phase.first_token) - 1
-    return phases[index].begin(BatchChange(from_tokens=tokens))
+    return phases[index].end(BatchChange(from_tokens=tokens))
 
 
 def batch_number(step: int, skip_batches: Sequence[int]) -> int:
