@@ -4,7 +4,7 @@ import shlex
 import sys
 
 from train.cli.command import run_command
-from train.cli.leaving import exit_on_preemption, leave
+from train.cli.leaving import run_and_leave
 from train.config import Config
 
 _COMMAND_LINE = shlex.join(["python", "-m", "train", *sys.argv[1:]])
@@ -28,8 +28,4 @@ def outcome(config: Config) -> tuple[str, float | None]:
 
 
 if __name__ == "__main__":
-    exit_on_preemption()
-    try:
-        run_command(main, outcome=outcome)
-    except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else bool(end.code))
+    run_and_leave(lambda: run_command(main, outcome=outcome))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from data.storage import storage_path
 from train.cli.command import run_command
-from train.cli.leaving import exit_on_preemption, leave
+from train.cli.leaving import run_and_leave
 from train.config import Config, DistributedConfig, RunConfig
 from train.errors import ConfigError, Mistake
 
@@ -65,8 +65,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    exit_on_preemption()
-    try:
-        run_command(main, "branch", read_base=read_trunk)
-    except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else bool(end.code))
+    run_and_leave(lambda: run_command(main, "branch", read_base=read_trunk))

@@ -36,11 +36,6 @@ ALLOWED = (
     *("train.max_skipped_steps", "train.accumulation_steps"),
     *("train.pipeline_microbatches", "data.skip_batches"),
 )
-# The further keys that a branch may change (train/run/branch.py).
-BRANCH_ALLOWED = (
-    *("schedule", "optimizer.learning_rate", "optimizer.muon_learning_rate"),
-    *("optimizer.weight_decay", "optimizer.muon_weight_decay", "optimizer.groups"),
-)
 
 
 class Difference(NamedTuple):
@@ -56,26 +51,29 @@ class Difference(NamedTuple):
         return f"{self.key}: {old} -> {new} ({self.kind})"
 
 
-def config_differences(old: Config, new: Config) -> list[Difference]:
+def config_differences(
+    old: Config, new: Config, allowed: Iterable[str] = ALLOWED
+) -> list[Difference]:
     """List the keys whose values differ, in the order of the dataclasses.
 
-    Secrets are masked first, because a new password does not make another run.
+    `allowed` are the keys and sections whose change is allowed. Secrets are masked
+    first, because a new password does not make another run.
     """
     old_values, new_values = (
         {key: mask_values(value) for key, value in flatten(config).items()}
         for config in (old, new)
     )
     return [
-        Difference(key, old_values.get(key), new_values.get(key), _kind_of_change(key))
+        Difference(key, old_values.get(key), new_values.get(key), _kind(key, allowed))
         for key in dict.fromkeys((*old_values, *new_values))
         if old_values.get(key) != new_values.get(key)
     ]
 
 
-def _kind_of_change(key: str) -> ChangeKind:
+def _kind(key: str, allowed: Iterable[str]) -> ChangeKind:
     if is_covered(key, HARMLESS):
         return ChangeKind.harmless
-    return ChangeKind.allowed if is_covered(key, ALLOWED) else ChangeKind.refused
+    return ChangeKind.allowed if is_covered(key, allowed) else ChangeKind.refused
 
 
 def refused(

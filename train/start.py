@@ -45,11 +45,8 @@ log = logging.getLogger(__name__)
 def start_run(config: Config, command: str, trunk: Trunk | None = None) -> int:
     """Start a run, or continue the run of the same name.
 
-    Args:
-        config: the config of the run.
-        command: the command line. The printed results show it with the overrides that
-            continue training.
-        trunk: the checkpoint that the run continues from, if it is a branch.
+    `command` is the command line. The printed results show it with the overrides that
+    continue training. `trunk` is the checkpoint from which a branch continues.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.

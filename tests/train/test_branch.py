@@ -103,7 +103,7 @@ def begin(trunk: Path, tmp_path: Path):
         config = check_command_line(words, "branch", Config, base=base)
         path = epath.Path(tmp_path / "run")
         sources = open_sources(config.data)
-        begin_branch(path, config, sources, Trunk(str(trunk), step))
+        begin_branch(path, config, sources, Trunk(str(trunk), step), lambda: None)
         return path
 
     return begin

@@ -1,4 +1,4 @@
-"""Exit a process at once on a notice, or without waiting for leftover threads.
+"""Exit a process without waiting for threads that a library has left running.
 
 Python waits at exit for every non-daemon thread. After a failed save, one thread of
 Orbax waits 20 minutes for a signal that never comes.
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 from train.cli.compat import run_exit_functions
@@ -20,14 +21,19 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0
 
 
-def exit_on_preemption() -> None:
-    """Exit with PREEMPTED at once if a preemption notice comes before training begins.
+def run_and_leave(command: Callable[[], NoReturn]) -> NoReturn:
+    """Run a command that trains and ends with `sys.exit`, and `leave` with its code.
 
-    After the import of JAX the trainer handles signals itself. Without these handlers,
-    a notice during the import would count as a crash.
+    If a preemption notice comes before training begins, exit with PREEMPTED at once.
+    After the import of JAX the trainer handles signals itself. Without the handlers
+    that are set here, a notice during the import would count as a crash.
     """
     for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signal_number, lambda *_: os._exit(PREEMPTED))
+    try:
+        command()
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else bool(end.code))
 
 
 def leave(code: int) -> NoReturn:

@@ -66,7 +66,7 @@ def copy_step(
     step: epath.Path,
     target: epath.Path,
     changes: Mapping[str, Any],
-    beat: Callable[[], object] = lambda: None,
+    beat: Callable[[], object],
 ) -> None:
     """Copy a sealed step, with other values in its description.
 
@@ -77,17 +77,13 @@ def copy_step(
         OSError: a file cannot be copied, for example because the step was deleted.
     """
     seal = _read_seal(step)
-    # A remote step counts as complete once its file _COMMITTED exists.
-    for name in sorted(seal, key=lambda name: (name == _COMMITTED, name)):
-        if name == _DESCRIPTION:
-            description = json.loads(_read_regular(step / name))
-            description["custom_metadata"] |= changes
-            write_atomically(target / name, json.dumps(description))
-            seal[name] = _digest(target / name)
-        else:
-            copy_file(step / name, target / name)
+    for name in seal:
+        copy_file(step / name, target / name)
         beat()
-    write_seal(target, seal)
+    description = json.loads(_read_regular(target / _DESCRIPTION))
+    description["custom_metadata"] |= changes
+    write_atomically(target / _DESCRIPTION, json.dumps(description))
+    write_seal(target, seal | digests(target, names=[_DESCRIPTION]))
 
 
 def saved_steps(checkpoints: epath.Path) -> list[int]:
