@@ -6,13 +6,15 @@ arguments override it. The trunk is only read, and may go on at the same time.
 
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 
 from data.storage import storage_path
 from train.cli.command import run_command
 from train.cli.leaving import run_and_leave
+from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
 from train.errors import ConfigError, Mistake
+from train.identity import training_config
 
 _KEY = "from="
 
@@ -31,25 +33,29 @@ def trunk_of(arguments: list[str]) -> tuple[str, int]:
     return directory, int(step)
 
 
-def read_trunk(arguments: list[str]) -> tuple[Config | None, list[str]]:
-    """Return the trunk's config, as a base for the branch, and the other arguments.
+def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
+    """Return Config with the trunk's values as defaults, and the other arguments.
 
-    The base has a name made of the trunk's and the step, and none of the settings that
-    belong to the trunk's starts. It is None if the arguments name no trunk.
+    The default name is made of the trunk's and the step. The settings that belong to
+    the trunk's starts are not taken over. --help needs no trunk.
 
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
     """
-    # `main` refuses a missing trunk, so that --help needs none.
-    if not any(text.startswith(_KEY) for text in arguments):
-        return None, arguments
+    others = [text for text in arguments if not text.startswith(_KEY)]
+    if {"-h", "--help"}.intersection(arguments):
+        return Config, others
     from train.run.starts import existing_run, read_run
 
     directory, step = trunk_of(arguments)
     existing_run(directory, "from")
     run = RunConfig(name=f"{storage_path(directory).name}-{step}")
     base = replace(read_run(directory, step), run=run, distributed=DistributedConfig())
-    return base, [text for text in arguments if not text.startswith(_KEY)]
+    # Text such as ${oc.env:NAME} must stay as it is.
+    base = read_yaml(directory, text=config_yaml(base).replace("${", r"\${"))
+    defaults = [(key.name, key.type, getattr(base, key.name)) for key in fields(Config)]
+    schema = make_dataclass("BranchConfig", defaults, bases=(Config,), frozen=True)
+    return schema, others
 
 
 def main(config: Config) -> int:
@@ -59,10 +65,10 @@ def main(config: Config) -> int:
 
     directory, step = trunk_of(sys.argv[1:])
     run_dir = config.run.dir or f"{storage_path(directory).parent}/{config.run.name}"
-    config = replace(config, run=replace(config.run, dir=run_dir))
+    config = replace(training_config(config), run=replace(config.run, dir=run_dir))
     command = shlex.join(["python", "-m", "train.branch", *sys.argv[1:]])
     return start_run(config, command, Trunk(directory, step))
 
 
 if __name__ == "__main__":
-    run_and_leave(lambda: run_command(main, "branch", read_base=read_trunk))
+    run_and_leave(lambda: run_command(main, "branch", read_schema=read_schema))

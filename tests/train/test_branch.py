@@ -13,11 +13,11 @@ from data.sources import open_sources
 from tests.forks import Forks
 from tests.train import doors
 from tests.train.doors import Door, Result, lines, state_of, steps
-from train.branch import read_trunk, trunk_of
+from train.branch import read_schema
 from train.cli.compose import check_command_line
 from train.cli.quoting import quote_text
-from train.config import Config
 from train.errors import ConfigError
+from train.identity import training_config
 from train.run.branch import Trunk, begin_branch
 from train.run.digests import SEAL, digests, find_damage
 from train.run.starts import first_config, newest_start
@@ -90,7 +90,7 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_exist(trunk, bra
 @pytest.mark.parametrize("words", [(), ("from=a",), ("from=a@5", "from=b@5")])
 def test_a_branch_needs_one_trunk(words):
     with pytest.raises(ConfigError, match="from=<directory of a run>@<step>"):
-        trunk_of([*words])
+        read_schema([*words])
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def begin(trunk: Path, tmp_path: Path):
     """Begin a branch of the trunk in an empty folder, given overrides."""
 
     def begin(*overrides: str, step: int = 10) -> epath.Path:
-        base, words = read_trunk([f"from={trunk}@{step}", *overrides])
-        words = quote_text(words, Config)
-        config = check_command_line(words, "branch", Config, base=base)
+        schema, words = read_schema([f"from={trunk}@{step}", *overrides])
+        words = quote_text(words, schema)
+        config = training_config(check_command_line(words, "branch", schema))
         path = epath.Path(tmp_path / "run")
         sources = open_sources(config.data)
         begin_branch(path, config, sources, Trunk(str(trunk), step), lambda: None)
@@ -159,6 +159,6 @@ def test_text_that_reads_the_environment_stays_text(trunk, tmp_path, monkeypatch
     copy = Path(shutil.copytree(trunk, tmp_path / "copy"))
     file = copy / "config.yaml"
     file.write_text(file.read_text().replace("project: ", "project: ${oc.env:PLAIN} #"))
-    base, words = read_trunk([f"from={copy}@10"])
-    config = check_command_line(words, "branch", Config, base=base)
+    schema, words = read_schema([f"from={copy}@10"])
+    config = check_command_line(words, "branch", schema)
     assert config.tracker.wandb.project == "${oc.env:PLAIN}"

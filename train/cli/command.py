@@ -35,7 +35,6 @@ __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_com
 
 # Maps the config of a job to its run.dir and its last evaluation loss.
 Outcome = Callable[[Any], tuple[str, float | None]]
-ReadBase = Callable[[list[str]], tuple[Any, list[str]]]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def run_command(
     validate: Validate = config_mistakes,
     default_choices: Sequence[str] = (),
     outcome: Outcome | None = None,
-    read_base: ReadBase = lambda arguments: (None, arguments),
+    read_schema: Callable[[list[str]], tuple[type, list[str]]] | None = None,
 ) -> NoReturn:
     """Run a command on the arguments of this process, and exit with its code.
 
@@ -60,15 +59,17 @@ def run_command(
             checked.
         default_choices: `group=choice` pairs that the arguments may override.
         outcome: returns a job's directory and loss, for the table after a sweep.
-        read_base: returns the config that the arguments override (None: the defaults),
-            and the arguments without those that name it.
+        read_schema: returns a schema that takes the place of `schema`, and the
+            arguments without those that choose it.
     """
     configure_logging()
     try:
-        base, arguments = read_base(sys.argv[1:])
+        arguments = sys.argv[1:]
+        if read_schema:
+            schema, arguments = read_schema(arguments)
         arguments = quote_text(arguments, schema)
         config = check_command_line(
-            arguments, config_name, schema, validate, default_choices, base=base
+            arguments, config_name, schema, validate, default_choices
         )
         flags = parse_flags(arguments)
         hydra_only_prints = flags.help or flags.hydra_help or flags.cfg or flags.info

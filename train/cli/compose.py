@@ -62,7 +62,6 @@ def check_command_line(
     schema: type = Config,
     validate: Validate = no_rules,
     default_choices: Sequence[str] = (),
-    base: Any = None,
 ) -> Any:
     """Check the arguments of a command and the jobs of a sweep; return the config.
 
@@ -74,7 +73,6 @@ def check_command_line(
         schema: the dataclass of all keys.
         validate: lists the broken rules between keys.
         default_choices: `group=choice` pairs that the arguments may override.
-        base: the config whose values the arguments override; None: the defaults.
 
     Returns:
         The config (in a sweep, of the first job); None if only help is shown.
@@ -89,8 +87,8 @@ def check_command_line(
     if flags.shell_completion or (shows_help and not flags.overrides and not mistakes):
         return None
     only_prints = shows_help or flags.cfg
-    with search_path(schema, flags.config_dir, base):
-        load = Presets if flags.config_dir or base else cached_presets
+    with search_path(schema, flags.config_dir):
+        load = Presets if flags.config_dir else cached_presets
         root = flags.config_name or config_name
         presets = load(root, schema, tuple(default_choices))
         rules = no_rules if only_prints else validate

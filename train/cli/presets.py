@@ -23,7 +23,6 @@ from train.cli.compat import (
     node_of,
     search_folder_first,
 )
-from train.cli.schema import config_yaml
 from train.errors import Mistake
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -36,23 +35,16 @@ _NO_FILES = {
 }
 
 
-def register(schema: type, base: Any = None) -> None:
-    """Store values as `schema`, on which all root configs are based.
-
-    `base` is a config of the dataclass `schema`; None means its defaults. Text such as
-    `${oc.env:NAME}` in `base` is never replaced by a value.
-    """
-    node = OmegaConf.create(asdict(schema()))
-    if base is not None:
-        node = OmegaConf.create(config_yaml(base).replace("${", r"\${"))
-    node.update({"hydra": _NO_FILES})
+def register(schema: type) -> None:
+    """Store the defaults of a dataclass as `schema`, the base of all root configs."""
+    node = OmegaConf.create({**asdict(schema()), "hydra": _NO_FILES})
     ConfigStore.instance().store(name="schema", node=node)
 
 
 @contextmanager
-def search_path(schema: type, folder: str | None, base: Any = None) -> Iterator[None]:
+def search_path(schema: type, folder: str | None) -> Iterator[None]:
     """Initialise Hydra to search the user's folder, if any, and then `configs/`."""
-    register(schema, base)
+    register(schema)
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
         if folder and Path(folder).is_dir():
             search_folder_first(Path(folder))
