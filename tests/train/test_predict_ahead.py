@@ -49,7 +49,8 @@ def total_loss(program, params, batch: Batch):
     for inputs, targets in documents(batch):
         T = len(inputs)
         positions = jnp.arange(T)[None]
-        call = CallContext(rotations=make_rotations(positions, model.config))
+        rotations = make_rotations(positions, model.config)
+        call = CallContext(positions_BT=positions, rotations=rotations)
         h, _, _ = model.features(jnp.asarray(inputs)[None], positions, None, execution)
         for k in range(1 + DEPTH):
             if k:

@@ -120,7 +120,7 @@ def test_ids_that_only_pad_the_vocabulary_have_no_probability(
     values -= np.log(np.exp(values).sum(-1, keepdims=True))
     rows, columns = np.nonzero(batch.targets >= 0)
     expected = -values[rows, columns, batch.targets[rows, columns]].sum()
-    assert nats == pytest.approx(expected, rel=1e-6)
+    assert nats == pytest.approx(expected, rel=2e-6)
     assert loss == pytest.approx(nats / targets, rel=1e-6)
     tied = program.config.model.tied_head
     table = grads["embedding"]["weight"] if tied else grads["head"]["weight"].T

@@ -108,12 +108,13 @@ def test_drafts_are_those_of_the_module_over_the_whole_text(model):
 
 
 def test_a_model_that_cannot_speculate_is_refused(composed):
+    unshifted = "model.token_shift=none"
     for overrides, reason in (
         ((), "trained with model.predict_ahead"),
         (("model.predict_ahead=1", "model.mixer=gated_delta"), "gated delta"),
         (("model.predict_ahead=1", "model.token_shift=mlp"), "token_shift"),
     ):
-        (mistake,) = speculation_mistakes(composed(*overrides).model)
+        (mistake,) = speculation_mistakes(composed(unshifted, *overrides).model)
         assert mistake.key == "speculate"
         assert reason in mistake.rule
-    assert not speculation_mistakes(composed("model.predict_ahead=1").model)
+    assert not speculation_mistakes(composed(unshifted, "model.predict_ahead=1").model)
