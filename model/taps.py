@@ -8,10 +8,11 @@ local to a device: the caller reduces them over devices and microbatches.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from model.eight_bits.quantization import Quantized, largest_value
@@ -76,7 +77,8 @@ class Taps:
         self.watched, self._num_heads = watched, num_heads
         self._largest: ValuesByName = {}
         self._counts = jnp.array([0.0, 0.0, 1.0]) if exact and watched else None
-        self._bounds: jax.Array | None = None
+        # A layer without attention notes no scores.
+        self._bounds: Any = num_heads and np.zeros(num_heads, np.float32)
         self._segments: list[LayerFigures] = []
 
     def empty(self, exact: bool = False) -> "Taps":
@@ -100,14 +102,11 @@ class Taps:
 
     def layer_figures(self) -> LayerFigures:
         """Return the statistics of the layer as scalars."""
-        bounds = self._bounds
-        if self._num_heads is not None and bounds is None:
-            bounds = jnp.zeros(self._num_heads)
         if self._counts is None:
-            return LayerFigures(self._largest, {}, bounds)
+            return LayerFigures(self._largest, {}, self._bounds)
         flushed, saturated, size = self._counts
         shares = {"flushed": flushed / size, "saturated": saturated / size}
-        return LayerFigures(self._largest, shares, bounds)
+        return LayerFigures(self._largest, shares, self._bounds)
 
     def add_segment(self, segment: LayerFigures) -> None:
         """Append the statistics [L] of the layers of a segment."""

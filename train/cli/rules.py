@@ -17,18 +17,16 @@ from data.config import DataConfig
 from model.choices import Mlp, Position
 from model.config import LOGICAL_AXES, ModelConfig
 from model.config_rules import broken_rules
-from train.cli.qk_clip_rules import qk_clip_mistakes
+from train.cli.optimizer_rules import qk_clip_mistakes, transfer_mistakes
 from train.config import (
     MESH_AXES,
     Config,
     EvalSet,
     MeshConfig,
-    OptimizerConfig,
     OptimizerName,
     Remat,
     Schedule,
     ScheduleConfig,
-    Transfer,
 )
 from train.errors import Mistake, nearest
 from train.mesh_sizes import listed
@@ -56,6 +54,7 @@ def config_mistakes(config: Config) -> list[Mistake]:
         *_pipeline_mistakes(config),
         *_offload_mistakes(config),
         *qk_clip_mistakes(config),
+        *transfer_mistakes(config),
         *eval_set_mistakes(config.eval.sets, config.data, "eval.sets"),
     ]
 
@@ -116,7 +115,6 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
             rule = "must have either a step, a number of tokens, or a fraction"
             yield Mistake(f"schedule.points[{i}]", asdict(point), rule)
     yield from _schedule_mistakes(config.schedule.in_steps(data), num_steps)
-    yield from _transfer_mistakes(config.optimizer, num_steps)
 
 
 def _schedule_mistakes(schedule: ScheduleConfig, num_steps: int) -> Iterator[Mistake]:
@@ -139,30 +137,6 @@ def _schedule_mistakes(schedule: ScheduleConfig, num_steps: int) -> Iterator[Mis
         rule = "must be one point or more, at ascending steps; say "
         rule += "[{step: 0, factor: 1}, {fraction: 1, factor: 0}]"
         yield Mistake("schedule.points", steps, rule, ("train.num_steps",))
-
-
-def _transfer_mistakes(optimizer: OptimizerConfig, num_steps: int) -> Iterator[Mistake]:
-    name, transfer = optimizer.name, optimizer.transfer
-    if transfer is not Transfer.none:
-        if name is OptimizerName.adafactor:
-            rule = "must be none with optimizer.name=adafactor, whose updates follow "
-            rule += "the size of the weights"
-            yield Mistake("optimizer.transfer", transfer, rule, ("optimizer.name",))
-        for key in ("base_width", "base_depth"):
-            if getattr(optimizer, key) is None:
-                part = {"base_width": "embed_dim", "base_depth": "num_layers"}[key]
-                rule = f"must be the model.{part} of the model whose rates are given"
-                yield Mistake(f"optimizer.{key}", None, rule, ("optimizer.transfer",))
-    if (base_steps := optimizer.base_steps) is None:
-        return
-    if name is not OptimizerName.adamw:
-        rule = f"must be null with optimizer.name={name}; its rule is for adamw"
-        yield Mistake("optimizer.base_steps", base_steps, rule, ("optimizer.name",))
-    elif (1 - min(optimizer.b1, optimizer.b2)) * base_steps > num_steps:
-        rule = f"would make a beta negative with train.num_steps={num_steps}; train "
-        rule += "for more steps, with smaller batches"
-        related = ("optimizer.b1", "optimizer.b2", "train.num_steps")
-        yield Mistake("optimizer.base_steps", base_steps, rule, related)
 
 
 def eval_set_mistakes(

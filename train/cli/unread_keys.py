@@ -77,6 +77,7 @@ def unread_key_warnings(config: Config) -> list[str]:
     changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
     source = config.data.source
     model, train, optimizer = config.model, config.train, config.optimizer.name
+    no_transfer = config.optimizer.transfer is Transfer.none
     is_one_weight = train.predict_ahead_later_weight is None
     unread = [
         *_unread_model_keys(model),
@@ -92,14 +93,8 @@ def unread_key_warnings(config: Config) -> list[str]:
             "schedule.base_batch_tokens",
             "schedule.batch_rule is none",
         ),
-        *(
-            (
-                config.optimizer.transfer is Transfer.none,
-                f"optimizer.{key}",
-                "optimizer.transfer is none",
-            )
-            for key in ("base_width", "base_depth")
-        ),
+        (no_transfer, "optimizer.base_width", "optimizer.transfer is none"),
+        (no_transfer, "optimizer.base_depth", "optimizer.transfer is none"),
         (config.mesh.pipeline == 1, "mesh.pipeline_repeats", "mesh.pipeline is 1"),
         (config.mesh.pipeline == 1, "train.pipeline_", "mesh.pipeline is 1"),
         (source is Source.python, "data.on_error", f"data.source is {source}"),

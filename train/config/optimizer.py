@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, assert_never
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
@@ -314,17 +314,9 @@ class ScheduleConfig:
     ] = 0.1
 
     def batch_factor(self, tokens: int) -> float:
-        """Return the factor that `batch_rule` gives batches of so many tokens."""
-        ratio = tokens / (self.base_batch_tokens or tokens)
-        match self.batch_rule:
-            case BatchRule.none:
-                return 1.0
-            case BatchRule.sqrt:
-                return ratio**0.5
-            case BatchRule.linear:
-                return ratio
-            case _:
-                assert_never(self.batch_rule)
+        """Return the factor on learning rates for batches of this number of tokens."""
+        powers = {BatchRule.none: 0.0, BatchRule.sqrt: 0.5, BatchRule.linear: 1.0}
+        return (tokens / (self.base_batch_tokens or tokens)) ** powers[self.batch_rule]
 
     def in_steps(self, data: DataConfig) -> "ScheduleConfig":
         """Return the same schedule with steps in place of numbers of tokens.

@@ -5,6 +5,7 @@ depths for a few steps, and compares how large activations are and how much they
 It exits with 0 if neither depends on the size, and with 5 otherwise.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -34,13 +35,14 @@ class CoordinatesConfig(Config):
 
 def coordinates_mistakes(config: CoordinatesConfig) -> list[Mistake]:
     """Return the mistakes of a config, including sizes that cannot be compared."""
-    mistakes, head = config_mistakes(config), config.model.head_size
+    mistakes, model = config_mistakes(config), config.model
     for key, sizes in (("widths", config.widths), ("depths", config.depths)):
         if sorted({*sizes}) != sizes or len(sizes) == 1:
             mistakes.append(Mistake(key, sizes, "must be [] or two or more, ascending"))
-    if wrong := [width for width in config.widths if width % head]:
-        rule = f"must be multiples of the {head} dims of a head, which stay the same; "
-        rule += "change model.num_heads or model.head_dim, or these widths"
+    unit = model.embed_dim // math.gcd(model.embed_dim, model.num_heads)
+    if wrong := [width for width in config.widths if width % unit]:
+        rule = f"must be multiples of {unit}, because the number of heads grows with "
+        rule += "the width and their dims stay; change model.num_heads, or these widths"
         mistakes.append(Mistake("widths", wrong, rule, ("model.num_heads",)))
     return mistakes
 
@@ -51,13 +53,9 @@ def main(config: CoordinatesConfig) -> int:
     from train.runtime import set_up
 
     set_up(config.runtime)
-    return compare_sizes(
-        training_config(config),
-        widths=config.widths,
-        depths=config.depths,
-        steps=config.steps,
-        output=config.output,
-    )
+    sizes = {"width": config.widths, "depth": config.depths}
+    training = training_config(config)
+    return compare_sizes(training, sizes, steps=config.steps, output=config.output)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Compare activations between sizes of a model, and name what grows or shrinks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from data.encoding import padded_vocab_size
 from data.sources import encoding_of, open_sources
-from train.config import MESH_AXES, Config, DcnConfig
+from train.config import Config
 from train.console import print_table
-from train.coordinates.measure import Activations, measure, resize
+from train.coordinates.measure import measure, resize
 from train.errors import FINISHED, NOT_PROVED, ConfigError, Mistake
 from train.program import settle
 from train.run.folder import run_folder
@@ -20,21 +20,21 @@ from train.run.report import TEMPLATE, chart
 MAX_EXPONENT = 0.25
 _SMALLEST = 1e-6  # Below this root mean square, an activation counts as zero.
 _BASE_DEPTH = 4  # of the models of several widths, if optimizer.base_depth is not set
-_POSITIONS = "first layer", "middle layer", "last layer", "output"
 _TEXTS = {"residual": "input", "attention": "attention", "mlp": "MLP"}
+
+# The root mean squares of an activation and of its change, by place in the model.
+Places = Mapping[str, Float[np.ndarray, "2"]]
 
 
 class Growth(NamedTuple):
     """An activation at several sizes, which it follows to the power of `exponent`.
 
-    axis: "width" or "depth".
     name: such as "layer 2, MLP: change".
-    values: root mean squares, by size.
+    values: root mean squares, one for each size.
     """
 
-    axis: str
     name: str
-    values: dict[int, float]
+    values: list[float]
     exponent: float
 
     @property
@@ -44,19 +44,14 @@ class Growth(NamedTuple):
 
 
 def compare_sizes(
-    config: Config,
-    *,
-    widths: Sequence[int],
-    depths: Sequence[int],
-    steps: int,
-    output: str,
+    config: Config, sizes_by_axis: Mapping[str, Sequence[int]], steps: int, output: str
 ) -> int:
     """Train models, print tables, draw curves, and return the exit code.
 
     Args:
         config: the run's config.
-        widths: ascending widths of models of optimizer.base_depth layers.
-        depths: ascending depths of models that are optimizer.base_width wide.
+        sizes_by_axis: "width" has ascending widths of models of optimizer.base_depth
+            layers, and "depth" ascending depths of models of optimizer.base_width.
         steps: the number of updates of each model.
         output: the path of the page with the curves.
 
@@ -64,27 +59,32 @@ def compare_sizes(
         ConfigError: a model of one of the sizes breaks a rule, or the page cannot be
             written.
     """
-    one_device = dict.fromkeys(MESH_AXES, 1)
-    mesh = replace(config.mesh, **one_device, dcn=DcnConfig())
-    config = replace(config, mesh=mesh)
     config = settle(config, padded_vocab_size(encoding_of(config.data)))
-    optimizer, growths, charts = config.optimizer, list[Growth](), dict[str, Any]()
+    sources, optimizer = open_sources(config.data), config.optimizer
     fixed_width = optimizer.base_width or config.model.embed_dim
     fixed_depth = optimizer.base_depth or _BASE_DEPTH
-    for axis, sizes in (("width", widths), ("depth", depths)):
-        is_depth, found = axis == "depth", {}
+    steep, charts = list[str](), dict[str, Any]()
+    for axis, sizes in sizes_by_axis.items():
+        if not sizes:
+            continue
+        models = list[Places]()
         for size in sizes:
-            width, depth = (fixed_width, size) if is_depth else (size, fixed_depth)
-            small = resize(config, width, depth)
-            activations = measure(small, open_sources(small.data), steps)
-            found[size] = _by_position(activations, depth) if is_depth else activations
+            is_width = axis == "width"
+            width, depth = (size, fixed_depth) if is_width else (fixed_width, size)
+            activations = measure(resize(config, width, depth), sources, steps)
+            models.append(_by_place(axis, activations, depth))
             print(f"trained     {width} wide, {depth} deep", flush=True)
-        growths += (of_axis := growths_of(axis, found))
+        growths = growths_of(sizes, models)
         headers = ["root mean square of", *(f"{axis} {n}" for n in sizes), "exponent"]
-        print_table([_row(growth) for growth in of_axis], headers, axis)
-        series = {g.name: [*g.values.items()] for g in of_axis}
-        lines = {g.name: g.name for g in of_axis}
+        print_table([_row(growth) for growth in growths], headers, axis)
+        series = {g.name: [*zip(sizes, g.values, strict=True)] for g in growths}
+        lines = {name: name for name in series}
         charts[axis] = [chart(series, f"Root mean squares by {axis}", lines, True)]
+        steep += [
+            f"{growth.name} follows the {axis} to the power of {growth.exponent:.2f}."
+            for growth in growths
+            if not growth.is_flat
+        ]
     path = run_folder(output, "output")
     page = {"name": "coordinates", "tables": [], "axes": charts, "restarts": []}
     try:
@@ -93,54 +93,50 @@ def compare_sizes(
         rule = f"cannot be written: {error.strerror or error}; name another file"
         raise ConfigError([Mistake("output", str(path), rule)]) from None
     print(f"page        {path}")
-    if not (steep := [growth for growth in growths if not growth.is_flat]):
-        print("flat        Activations and their changes do not depend on the size.")
-        return FINISHED
-    power = f"follows the {steep[0].axis} to the power of {steep[0].exponent:.2f}"
-    print(f"not flat    {steep[0].name} {power}.")
-    return NOT_PROVED
+    if steep:
+        print(f"not flat    {steep[0]}")
+        return NOT_PROVED
+    print("flat        Activations and their changes do not depend on the size.")
+    return FINISHED
 
 
-def growths_of(
-    axis: str, by_size: Mapping[int, Mapping[tuple[int, str], Activations]]
-) -> list[Growth]:
+def growths_of(sizes: Sequence[int], models: Sequence[Places]) -> list[Growth]:
     """Return how each activation and its change follow the size, in forward order."""
     growths = list[Growth]()
-    sizes = np.log2([*by_size])
-    order = {name: i for i, name in enumerate((*_TEXTS, "features", "logits"))}
-    keys = {key for found in by_size.values() for key in found}
-    for layer, name in sorted(keys, key=lambda key: (key[0], order[key[1]])):
-        owner = f"layer {layer}" if axis == "width" else _POSITIONS[layer]
-        place = f"{owner}, {_TEXTS[name]}" if name in _TEXTS else name
-        for field in Activations._fields:
-            values = {n: getattr(f[layer, name], field) for n, f in by_size.items()}
-            logs = np.log2([max(_SMALLEST, value) for value in values.values()])
-            exponent = float(np.polyfit(sizes, logs, 1)[0])
-            growths.append(Growth(axis, f"{place}: {field}", values, exponent))
+    for place in models[0]:
+        values = np.stack([model[place] for model in models])
+        logs = np.log2(np.maximum(_SMALLEST, values))
+        exponents = np.polyfit(np.log2(sizes), logs, 1)[0]
+        for i, figure in enumerate(("size", "change")):
+            name, exponent = f"{place}: {figure}", float(exponents[i])
+            growths.append(Growth(name, values[:, i].tolist(), exponent))
     return growths
 
 
-def _by_position(
-    activations: Mapping[tuple[int, str], Activations], depth: int
-) -> dict[tuple[int, str], Activations]:
-    """Return the activations of the layers at _POSITIONS, by index of the position.
+def _by_place(
+    axis: str, activations: Mapping[str, Float[np.ndarray, "2 L"]], depth: int
+) -> Places:
+    """Return the activations that models of several widths or depths have in common.
 
-    What a layer adds to the residual stream is multiplied by the depth, because all
-    layers together should add as much. The last layer's input is left out, because the
-    fraction of layers before it depends on the depth.
+    What a layer adds to the residual stream is multiplied by the depth if that differs,
+    because all layers together should add as much. The last layer's input is left out
+    then, because the fraction of layers before it depends on the depth.
     """
-    layers = dict(enumerate((0, depth // 2, depth - 1, depth)))
-    return {
-        (position, name): Activations(
-            *(depth * x if name in ("attention", "mlp") else x for x in values)
-        )
-        for position, layer in layers.items()
-        for (number, name), values in activations.items()
-        if number == layer and (position, name) != (2, "residual")
+    layers, factor = {f"layer {n}": n for n in range(depth)}, 1
+    if axis == "depth":
+        layers = {"first layer": 0, "middle layer": depth // 2, "last layer": depth - 1}
+        factor = depth
+    places = {
+        f"{layer}, {text}": activations[name][:, n]
+        * (1 if name == "residual" else factor)
+        for layer, n in layers.items()
+        for name, text in _TEXTS.items()
+        if (layer, name) != ("last layer", "residual")
     }
+    return places | {name: activations[name][:, 0] for name in ("features", "logits")}
 
 
 def _row(growth: Growth) -> Sequence[str]:
-    cells = (f"{value:.3g}" for value in growth.values.values())
+    cells = (f"{value:.3g}" for value in growth.values)
     mark = "" if growth.is_flat else " *"
     return [growth.name, *cells, f"{growth.exponent:+.2f}{mark}"]

@@ -1,7 +1,7 @@
 """Train a small model for a few steps, and measure its activations."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +14,20 @@ from model.choices import ComputeDtype, Dtype
 from model.execution import CallContext
 from model.gpt import bind
 from model.taps import Taps
-from train.config import Config, Schedule, ScheduleConfig
+from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.feed import place
+from train.identity import with_values
 from train.program import Program, make_program
 from train.state import initial_state
 
-ROWS, LENGTH = 4, 64
-SEEDS = 3
+ROWS, LENGTH, SEEDS = 4, 64, 3
 # A tenth of the run's learning rates: so small updates add up, whatever their sign.
 _RATE_FACTOR = 0.1
-# Inner widths, which grow with the width of the residual stream.
+# The sizes of a model that grow with its width.
 _INNER = (
-    *("mlp_dim", "expert_dim", "query_rank", "kv_rank"),
+    *("num_heads", "num_kv_heads", "mlp_dim", "expert_dim", "query_rank", "kv_rank"),
     *("delta_key_heads", "delta_value_heads"),
 )
-
-
-class Activations(NamedTuple):
-    """Root mean squares of an activation after training.
-
-    size: of its values.
-    change: of their difference from those of the initial model.
-    """
-
-    size: float
-    change: float
 
 
 class _Recorder(Taps):
@@ -55,78 +44,57 @@ def resize(config: Config, width: int, depth: int) -> Config:
     model. Learning rates are constant and small, and products are in float32.
     """
     model, data, optimizer = config.model, config.data, config.optimizer
-
-    def scale(size: int) -> int:
-        return max(1, round(size * width / model.embed_dim))
-
-    inner = {key: getattr(model, key) for key in _INNER}
-    inner = {key: scale(size) for key, size in inner.items() if size is not None}
-    num_heads, ratio = model.num_heads, model.num_heads // model.kv_heads
-    if not model.has_latent_attention:
-        num_heads = width // model.head_size
-        inner["head_dim"] = model.head_size
-        inner["num_kv_heads"] = max(1, num_heads // ratio)
-    else:
-        num_heads = scale(num_heads)
-    length = min(LENGTH, data.sequence_length)
-    return replace(
-        config,
-        model=replace(
-            model,
-            embed_dim=width,
-            num_layers=depth,
-            num_heads=num_heads,
-            dense_layers=min(model.dense_layers, depth - 1),
-            high_precision_layers=(),
-            compute_dtype=ComputeDtype.float32,
-            param_dtype=Dtype.float32,
-            **inner,
-        ),
-        data=replace(
-            data,
-            batch_size=ROWS,
-            sequence_length=length,
-            batch_schedule=[],
-            sequence_schedule=[],
-        ),
-        optimizer=replace(
-            optimizer,
-            learning_rate=_RATE_FACTOR * optimizer.learning_rate,
-            muon_learning_rate=_RATE_FACTOR * optimizer.muon_learning_rate,
-        ),
-        schedule=ScheduleConfig(name=Schedule.constant, warmup_steps=0),
-        train=replace(config.train, accumulation_steps=1),
-    )
+    inner = {f"model.{key}": getattr(model, key) for key in _INNER}
+    changes = {
+        **{k: n and max(1, n * width // model.embed_dim) for k, n in inner.items()},
+        **{f"mesh.{axis}": 1 for axis in MESH_AXES},
+        "mesh.dcn": DcnConfig(),
+        "model.embed_dim": width,
+        "model.num_layers": depth,
+        "model.dense_layers": min(model.dense_layers, depth - 1),
+        "model.high_precision_layers": (),
+        "model.compute_dtype": ComputeDtype.float32,
+        "model.param_dtype": Dtype.float32,
+        "data.batch_size": ROWS,
+        "data.sequence_length": min(LENGTH, data.sequence_length),
+        "data.batch_schedule": [],
+        "data.sequence_schedule": [],
+        "train.accumulation_steps": 1,
+        "optimizer.learning_rate": _RATE_FACTOR * optimizer.learning_rate,
+        "optimizer.muon_learning_rate": _RATE_FACTOR * optimizer.muon_learning_rate,
+    }
+    schedule = ScheduleConfig(name=Schedule.constant, warmup_steps=0)
+    return with_values(replace(config, schedule=schedule), changes)
 
 
 def measure(
     config: Config, sources: Sources, steps: int
-) -> dict[tuple[int, str], Activations]:
-    """Return the activations of a batch after some updates, by layer and name.
+) -> dict[str, Float[np.ndarray, "2 L"]]:
+    """Return root mean squares of a batch's activations after some updates, by name.
 
-    They are root mean squares over several seeds. The layer of features and logits is
-    the number of layers.
+    The first row has those of the activations, and the second row those of their
+    difference from the initial model's. They are over several seeds. Results of layers
+    have a column for each layer; "features" and "logits" have one column.
     """
     program = make_program(config, jax.devices()[:1])
-    order, depth = Order(sources, config.data, config.seed), config.model.num_layers
+    order, optimizer = Order(sources, config.data, config.seed), program.optimizer
     *batches, probe = (place(order.read(s), program.batch) for s in range(steps + 1))
     run = jax.jit(lambda params: _run_model(program, params, probe))
-    squares = dict[tuple[int, str], list[list[float]]]()
-    for seed in range(SEEDS):
-        optimizer, train = program.optimizer, config.train
-        state = initial_state(config.model, optimizer, train, config.seed + seed)
+    squares = []
+    for seed in range(config.seed, config.seed + SEEDS):
+        state = initial_state(config.model, optimizer, config.train, seed)
         before = run(state.params)
         for batch in batches:
             state, _ = program.train_step(state, batch)
-        for name, after in run(state.params).items():
-            first = 0 if len(after) == depth else depth
-            for i, pair in enumerate(zip(after, after - before[name], strict=True)):
-                means = [float(jnp.mean(jnp.square(x))) for x in pair]
-                squares.setdefault((first + i, name), []).append(means)
-    return {
-        key: Activations(*np.sqrt(np.mean(values, axis=0)).tolist())
-        for key, values in squares.items()
-    }
+        squares.append(jax.tree.map(_mean_squares, run(state.params), before))
+    return jax.tree.map(lambda *xs: np.sqrt(np.mean(xs, axis=0)), *squares)
+
+
+def _mean_squares(
+    after: Float[Array, "L B T _"], before: Float[Array, "L B T _"]
+) -> Float[Array, "2 L"]:
+    x = jnp.stack([after, after - before])
+    return jnp.mean(jnp.square(x), axis=(2, 3, 4))
 
 
 def _run_model(program: Program, params: Any, batch: Batch) -> dict[str, jax.Array]:

@@ -47,8 +47,8 @@ class Factors(NamedTuple):
 def transfer_ratios(config: OptimizerConfig, model: ModelConfig) -> tuple[float, float]:
     """Return the model's width and depth, divided by those of the base."""
     width, depth = config.base_width, config.base_depth
-    assert width is not None, "train/cli/rules.py requires it"
-    assert depth is not None, "train/cli/rules.py requires it"
+    assert width is not None, "train/cli/optimizer_rules.py requires it"
+    assert depth is not None, "train/cli/optimizer_rules.py requires it"
     return model.embed_dim / width, model.num_layers / depth
 
 

@@ -7,7 +7,7 @@ config breaks no rule. A key without candidates stays as it is.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from train.cli.rules import config_mistakes
 from train.config import MESH_AXES, Config, DcnConfig
 from train.errors import ConfigError, Mistake
 from train.execution import batch_shards, choose_execution
-from train.identity import flatten
+from train.identity import flatten, with_values
 from train.mesh import Device
 from train.mesh_sizes import least_sizes, mesh_mistakes
 from train.sharding import axis_rules
@@ -77,15 +77,6 @@ def shrink(config: Config, device: Device) -> Shrunk:
     old, new = flatten(config), flatten(small)
     changes = {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key]}
     return Shrunk(small, changes, _left_out(config, small))
-
-
-def with_values(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return a config with other values of some keys such as `model.embed_dim`."""
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        part = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: part})
-    return config
 
 
 def without(config: Config, parts: Iterable[str]) -> Config:
@@ -221,16 +212,11 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
 
 def _base_sizes(config: Config, small: Config) -> Changes:
     """Return the base of `optimizer.transfer`, whose ratios to the model stay."""
-
-    def shrink_base(base: int | None, size: int, full_size: int) -> int | None:
-        return base and max(1, base * size // full_size)
-
-    optimizer, full, model = config.optimizer, config.model, small.model
-    width, depth = optimizer.base_width, optimizer.base_depth
-    return {
-        "optimizer.base_width": shrink_base(width, model.embed_dim, full.embed_dim),
-        "optimizer.base_depth": shrink_base(depth, model.num_layers, full.num_layers),
-    }
+    full, model = config.model, small.model
+    width, depth = config.optimizer.base_width, config.optimizer.base_depth
+    width = width and max(1, width * model.embed_dim // full.embed_dim)
+    depth = depth and max(1, depth * model.num_layers // full.num_layers)
+    return {"optimizer.base_width": width, "optimizer.base_depth": depth}
 
 
 def _mistakes(config: Config, device: Device) -> list[Mistake]:

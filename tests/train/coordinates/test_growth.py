@@ -27,10 +27,8 @@ def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
     config = configure(*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}")
 
     def compare(widths: list[int], depths: list[int]) -> int:
-        output = f"{tmp_path}/page.html"
-        return compare_sizes(
-            config, widths=widths, depths=depths, steps=4, output=output
-        )
+        sizes, output = {"width": widths, "depth": depths}, f"{tmp_path}/page.html"
+        return compare_sizes(config, sizes, steps=4, output=output)
 
     return compare
 
