@@ -1,7 +1,8 @@
 """Compare activations between sizes of a model, and name what grows or shrinks."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -22,25 +23,9 @@ _SMALLEST = 1e-6  # Below this root mean square, an activation counts as zero.
 _BASE_DEPTH = 4  # of the models of several widths, if optimizer.base_depth is not set
 _TEXTS = {"residual": "input", "attention": "attention", "mlp": "MLP"}
 
-# The root mean squares of an activation and of its change, by place in the model.
-Places = Mapping[str, Float[np.ndarray, "2"]]
-
-
-class Growth(NamedTuple):
-    """An activation at several sizes, which it follows to the power of `exponent`.
-
-    name: such as "layer 2, MLP: change".
-    values: root mean squares, one for each size.
-    """
-
-    name: str
-    values: list[float]
-    exponent: float
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether the activation does not depend on the size."""
-        return abs(self.exponent) <= MAX_EXPONENT
+# The (size, root mean square) points of each activation, in forward order. The names
+# are like "layer 2, MLP: change".
+Curves = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def compare_sizes(
@@ -60,31 +45,23 @@ def compare_sizes(
             written.
     """
     config = settle(config, padded_vocab_size(encoding_of(config.data)))
-    sources, optimizer = open_sources(config.data), config.optimizer
-    fixed_width = optimizer.base_width or config.model.embed_dim
-    fixed_depth = optimizer.base_depth or _BASE_DEPTH
     steep, charts = list[str](), dict[str, Any]()
     for axis, sizes in sizes_by_axis.items():
         if not sizes:
             continue
-        models = list[Places]()
-        for size in sizes:
-            is_width = axis == "width"
-            width, depth = (size, fixed_depth) if is_width else (fixed_width, size)
-            activations = measure(resize(config, width, depth), sources, steps)
-            models.append(_by_place(axis, activations, depth))
-            print(f"trained     {width} wide, {depth} deep", flush=True)
-        growths = growths_of(sizes, models)
+        curves, rows = _measure_curves(config, axis, sizes, steps), list[list[str]]()
+        for name, curve in curves.items():
+            exponent = exponent_of(curve)
+            is_steep = abs(exponent) > MAX_EXPONENT
+            cell = f"{exponent:+.2f}{' *' if is_steep else ''}"
+            rows.append([name, *(f"{value:.3g}" for _, value in curve), cell])
+            if is_steep:
+                power = f"to the power of {exponent:.2f}."
+                steep.append(f"{name} follows the {axis} {power}")
         headers = ["root mean square of", *(f"{axis} {n}" for n in sizes), "exponent"]
-        print_table([_row(growth) for growth in growths], headers, axis)
-        series = {g.name: [*zip(sizes, g.values, strict=True)] for g in growths}
-        lines = {name: name for name in series}
-        charts[axis] = [chart(series, f"Root mean squares by {axis}", lines, True)]
-        steep += [
-            f"{growth.name} follows the {axis} to the power of {growth.exponent:.2f}."
-            for growth in growths
-            if not growth.is_flat
-        ]
+        print_table(rows, headers, axis)
+        lines, title = {name: name for name in curves}, f"Root mean squares by {axis}"
+        charts[axis] = [chart(curves, title, lines, from_zero=True)]
     path = run_folder(output, "output")
     page = {"name": "coordinates", "tables": [], "axes": charts, "restarts": []}
     try:
@@ -100,22 +77,32 @@ def compare_sizes(
     return FINISHED
 
 
-def growths_of(sizes: Sequence[int], models: Sequence[Places]) -> list[Growth]:
-    """Return how each activation and its change follow the size, in forward order."""
-    growths = list[Growth]()
-    for place in models[0]:
-        values = np.stack([model[place] for model in models])
-        logs = np.log2(np.maximum(_SMALLEST, values))
-        exponents = np.polyfit(np.log2(sizes), logs, 1)[0]
-        for i, figure in enumerate(("size", "change")):
-            name, exponent = f"{place}: {figure}", float(exponents[i])
-            growths.append(Growth(name, values[:, i].tolist(), exponent))
-    return growths
+def exponent_of(curve: Sequence[tuple[int, float]]) -> float:
+    """Return the power of the size that the values of a curve follow."""
+    sizes, values = np.log2(np.maximum(_SMALLEST, curve)).T
+    return float(np.polyfit(sizes, values, 1)[0])
+
+
+def _measure_curves(
+    config: Config, axis: str, sizes: Sequence[int], steps: int
+) -> Curves:
+    optimizer, sources = config.optimizer, open_sources(config.data)
+    curves = defaultdict[str, list[tuple[int, float]]](list)
+    for size in sizes:
+        width = optimizer.base_width or config.model.embed_dim
+        depth = optimizer.base_depth or _BASE_DEPTH
+        width, depth = (size, depth) if axis == "width" else (width, size)
+        activations = measure(resize(config, width, depth), sources, steps)
+        print(f"trained     {width} wide, {depth} deep", flush=True)
+        for place, pair in _by_place(axis, activations, depth).items():
+            for figure, value in zip(("size", "change"), pair.tolist(), strict=True):
+                curves[f"{place}: {figure}"].append((size, value))
+    return curves
 
 
 def _by_place(
     axis: str, activations: Mapping[str, Float[np.ndarray, "2 L"]], depth: int
-) -> Places:
+) -> dict[str, Float[np.ndarray, "2"]]:
     """Return the activations that models of several widths or depths have in common.
 
     What a layer adds to the residual stream is multiplied by the depth if that differs,
@@ -134,9 +121,3 @@ def _by_place(
         if (layer, name) != ("last layer", "residual")
     }
     return places | {name: activations[name][:, 0] for name in ("features", "logits")}
-
-
-def _row(growth: Growth) -> Sequence[str]:
-    cells = (f"{value:.3g}" for value in growth.values)
-    mark = "" if growth.is_flat else " *"
-    return [growth.name, *cells, f"{growth.exponent:+.2f}{mark}"]
