@@ -86,6 +86,7 @@ def exponent_of(curve: Sequence[tuple[int, float]]) -> float:
 def _measure_curves(
     config: Config, axis: str, sizes: Sequence[int], steps: int
 ) -> Curves:
+    """Train a model of each size, and return the curves of activations."""
     optimizer, sources = config.optimizer, open_sources(config.data)
     curves = defaultdict[str, list[tuple[int, float]]](list)
     for size in sizes:
