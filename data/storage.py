@@ -223,8 +223,7 @@ def upload_folder(folder: Path, target: epath.Path) -> None:
     """Copy all files of a local folder to a path."""
     for path in folder.rglob("*"):
         if path.is_file():
-            uploaded = target / path.relative_to(folder).as_posix()
-            uploaded.write_bytes(path.read_bytes())
+            copy_file(epath.Path(path), target / path.relative_to(folder).as_posix())
 
 
 def modified_at(folder: epath.Path) -> float:

@@ -8,29 +8,32 @@ import shlex
 import sys
 from dataclasses import fields, make_dataclass, replace
 
-from data.storage import storage_path
+from etils import epath
+
 from train.cli.command import run_command
 from train.cli.leaving import run_and_leave
 from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
 from train.errors import ConfigError, Mistake
-from train.identity import training_config
+from train.identity import run_name, training_config
 
 _KEY = "from="
 
 
-def trunk_of(arguments: list[str]) -> tuple[str, int]:
-    """Return the directory and the step that the argument `from=` names.
+def trunk_of(arguments: list[str]) -> epath.Path:
+    """Return the folder of the checkpoint that the argument `from=` names.
 
     Raises:
-        ConfigError: there is no such argument, or it has another form.
+        ConfigError: there is no such argument or run, or the argument has another form.
     """
+    from train.run.starts import existing_run
+
     texts = [text.removeprefix(_KEY) for text in arguments if text.startswith(_KEY)]
     directory, _, step = ", ".join(texts).rpartition("@")
     if len(texts) != 1 or not directory or not step.isdecimal():
         rule = "must be given once, as from=<directory of a run>@<step>"
         raise ConfigError([Mistake("from", ", ".join(texts) or None, rule)])
-    return directory, int(step)
+    return existing_run(directory, "from") / "checkpoints" / str(int(step))
 
 
 def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
@@ -45,14 +48,15 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
     others = [text for text in arguments if not text.startswith(_KEY)]
     if {"-h", "--help"}.intersection(arguments):
         return Config, others
-    from train.run.starts import existing_run, read_run
+    from train.run.starts import read_run
 
-    directory, step = trunk_of(arguments)
-    existing_run(directory, "from")
-    run = RunConfig(name=f"{storage_path(directory).name}-{step}")
-    base = replace(read_run(directory, step), run=run, distributed=DistributedConfig())
+    step = trunk_of(arguments)
+    trunk = step.parents[1]
+    run = RunConfig(name=f"{trunk.name}-{step.name}")
+    base = read_run(str(trunk), int(step.name))
+    base = replace(base, run=run, distributed=DistributedConfig())
     # Text such as ${oc.env:NAME} must stay as it is.
-    base = read_yaml(directory, text=config_yaml(base).replace("${", r"\${"))
+    base = read_yaml(trunk, text=config_yaml(base).replace("${", r"\${"))
     defaults = [(key.name, key.type, getattr(base, key.name)) for key in fields(Config)]
     schema = make_dataclass("BranchConfig", defaults, bases=(Config,), frozen=True)
     return schema, others
@@ -60,14 +64,13 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
 
 def main(config: Config) -> int:
     """Start or continue the branch, and return the exit code."""
-    from train.run.branch import Trunk
     from train.start import start_run
 
-    directory, step = trunk_of(sys.argv[1:])
-    run_dir = config.run.dir or f"{storage_path(directory).parent}/{config.run.name}"
+    step = trunk_of(sys.argv[1:])
+    run_dir = config.run.dir or str(step.parents[2] / run_name(config))
     config = replace(training_config(config), run=replace(config.run, dir=run_dir))
     command = shlex.join(["python", "-m", "train.branch", *sys.argv[1:]])
-    return start_run(config, command, Trunk(directory, step))
+    return start_run(config, command, step)
 
 
 if __name__ == "__main__":

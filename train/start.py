@@ -15,6 +15,8 @@ import logging
 from contextlib import closing
 from functools import partial
 
+from etils import epath
+
 from data.batches import Order, batch_number
 from data.errors import DataError
 from train.config import Config
@@ -31,7 +33,6 @@ from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
 from train.program import make_program
 from train.prove.kernels import check_kernels
-from train.run.branch import Trunk
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
@@ -42,11 +43,11 @@ from train.state import TrainState, best_params
 log = logging.getLogger(__name__)
 
 
-def start_run(config: Config, command: str, trunk: Trunk | None = None) -> int:
+def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> int:
     """Start a run, or continue the run of the same name.
 
     `command` is the command line. The printed results show it with the overrides that
-    continue training. `trunk` is the checkpoint from which a branch continues.
+    continue training. `trunk` is the folder of the checkpoint that a branch continues.
 
     Returns:
         The exit code: 0 finished, 42 preempted, 130 stopped by a person, 3 diverged.

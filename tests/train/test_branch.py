@@ -18,7 +18,7 @@ from train.cli.compose import check_command_line
 from train.cli.quoting import quote_text
 from train.errors import ConfigError
 from train.identity import training_config
-from train.run.branch import Trunk, begin_branch
+from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
 from train.run.starts import first_config, newest_start
 
@@ -103,7 +103,8 @@ def begin(trunk: Path, tmp_path: Path):
         config = training_config(check_command_line(words, "branch", schema))
         path = epath.Path(tmp_path / "run")
         sources = open_sources(config.data)
-        begin_branch(path, config, sources, Trunk(str(trunk), step), lambda: None)
+        checkpoint = epath.Path(trunk) / "checkpoints" / str(step)
+        begin_branch(path, config, sources, checkpoint, lambda: None)
         return path
 
     return begin

@@ -8,7 +8,7 @@ trunk is only read.
 import json
 import uuid
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
@@ -30,7 +30,7 @@ from train.run.digests import (
 )
 from train.run.jsonl_reader import part_paths
 from train.run.records import read_record
-from train.run.starts import checkpoint_metadata, existing_run, recorded_run_id
+from train.run.starts import checkpoint_metadata, recorded_run_id
 
 RECORD = "branch.json"
 _ALLOWED = {
@@ -41,36 +41,27 @@ _ALLOWED = {
 _BATCH_KEYS = {"data.batch_schedule", "data.sequence_schedule", "data.skip_batches"}
 
 
-class Trunk(NamedTuple):
-    """A checkpoint of another run: the directory of the run, and the step."""
-
-    directory: str
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.directory}@{self.step}"
-
-
 def begin_branch(
     path: epath.Path,
     config: Config,
     sources: Sources,
-    trunk: Trunk,
+    step: epath.Path,
     beat: Callable[[], object],
 ) -> None:
     """Copy the trunk's checkpoint and metrics, unless the branch has begun already.
 
-    `path` is the branch's directory, which this process owns, and `sources` is its
-    data. `beat` is called after each copied file.
+    `path` is the branch's directory, which this process owns, `sources` is its data,
+    and `step` is the folder of the checkpoint. `beat` is called after each copied file.
 
     Raises:
         ConfigError: there is no such checkpoint, the branch changes a key that it may
             not change, or `path` is another run.
         DataError: the data is not that of the trunk.
     """
-    run = existing_run(trunk.directory, "from")
+    checkpoints, run = step.parents[:2]
+    trunk = f"{run}@{step.name}"
     has_begun = (path / "config.yaml").exists() or _sealed_steps(path / "checkpoints")
-    origin = {"run": str(run), "run_id": recorded_run_id(run), "step": trunk.step}
+    origin = {"run": str(run), "run_id": recorded_run_id(run), "step": int(step.name)}
     record = read_record(path / RECORD, "Choose another run.name.") or {}
     is_same = all(record.get(key) == origin[key] for key in ("run_id", "step"))
     if (record or has_begun) and not is_same:
@@ -81,10 +72,8 @@ def begin_branch(
     if is_remote(path) and not is_remote(run):
         rule = f"must be a local folder, because the trunk {run} is one"
         raise ConfigError([Mistake("run.dir", str(path), rule)])
-    checkpoints = run / "checkpoints"
-    step = checkpoints / str(trunk.step)
     try:
-        metadata = _metadata(run, config, sources, step)
+        metadata = _metadata(step, config, sources)
         write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
         for part in part_paths(run, "metrics").values():
             copy_file(part, path / part.relative_to(run))
@@ -92,20 +81,18 @@ def begin_branch(
     except FileNotFoundError:  # the trunk may have deleted it in the meantime
         rule = "names no checkpoint, or one that is damaged or of another run; "
         rule += f"{run} has those of {_sealed_steps(checkpoints)}"
-        raise ConfigError([Mistake("from", str(trunk), rule)]) from None
+        raise ConfigError([Mistake("from", trunk, rule)]) from None
     print(mask(f"branch      of {trunk}"), flush=True)
 
 
-def _metadata(
-    run: epath.Path, config: Config, sources: Sources, step: epath.Path
-) -> dict[str, Any]:
+def _metadata(step: epath.Path, config: Config, sources: Sources) -> dict[str, Any]:
     """Return what the description of a branch's first checkpoint says of the branch.
 
     Raises:
         ConfigError, DataError: as `begin_branch`.
         FileNotFoundError: there is no such checkpoint, or it cannot be used.
     """
-    saved = read_description(step) or {}
+    run, saved = step.parents[1], read_description(step) or {}
     is_misplaced = misplacement(step, recorded_run_id(run)) is not None
     if not is_sealed(step) or "config" not in saved or is_misplaced:
         raise FileNotFoundError(step)

@@ -122,10 +122,10 @@ def check_changes(
     last_start: Mapping[str, Any],
     changes: list[Difference],
 ) -> None:
-    """Check that the changes from a run's config to another one are allowed.
+    """Check the changes from a run's config to another one, and the data.
 
     `sources` is the data of the other config, and `last_start` the record of the run's
-    last start.
+    last start. The data may differ from that of the run if this start changes it.
 
     Raises:
         ConfigError: changed keys would make this a different run; all are named.
@@ -138,7 +138,18 @@ def check_changes(
         ]
     if refused_changes := refused(changes, config.run.allow_change):
         raise ConfigError(_refusals(refused_changes, path, original, config))
-    _check_changed_data(path, sources, changes, last_start.get("changes", {}))
+    earlier_changes = last_start.get("changes", {})
+    new_choices = [
+        change
+        for change in changes
+        if change.key.startswith("data.")
+        and change.kind is ChangeKind.refused  # but run.allow_change permits it
+        and earlier_changes.get(change.key) != yaml_value(change.new)
+    ]
+    if new_choices:
+        log.warning("other data from here on: %s", "; ".join(map(str, new_choices)))
+    else:
+        check_data(path, sources)
 
 
 def _refusals(
@@ -231,30 +242,6 @@ def _passed_end(
         f"start another run.name"
     )
     return ConfigError([Mistake("train.num_steps", num_steps, rule)])
-
-
-def _check_changed_data(
-    path: epath.Path,
-    sources: Sources,
-    changes: list[Difference],
-    earlier_changes: Mapping[str, Any],
-) -> None:
-    """Check the data's fingerprints, unless this start is the one that changes them.
-
-    Raises:
-        DataError: the fingerprints differ.
-    """
-    new_choices = [
-        change
-        for change in changes
-        if change.key.startswith("data.")
-        and change.kind is ChangeKind.refused  # but run.allow_change permits it
-        and earlier_changes.get(change.key) != yaml_value(change.new)
-    ]
-    if new_choices:
-        log.warning("other data from here on: %s", "; ".join(map(str, new_choices)))
-    else:
-        check_data(path, sources)
 
 
 def _merge_ranges(earlier: list[int], added: list[int]) -> list[int]:

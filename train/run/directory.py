@@ -23,7 +23,7 @@ from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.masking import mask_values
-from train.run.branch import Trunk, begin_branch
+from train.run.branch import begin_branch
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
 from train.run.jsonl import Appender
@@ -203,13 +203,13 @@ def open_run(
     sources: Sources,
     cluster: Cluster,
     preemption: Preemption,
-    trunk: Trunk | None = None,
+    trunk: epath.Path | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> Iterator[RunDir]:
     """Open the run's directory, new or existing, on all processes.
 
     `preemption` closes the directory before it ends the process. A branch begins with a
-    copy of the checkpoint `trunk`; `beat` is called after each copied file.
+    copy of the folder `trunk`, a checkpoint; `beat` is called after each copied file.
 
     Raises:
         Exit: OWNED, if another process owns the run; CRASHED, if the directory cannot
