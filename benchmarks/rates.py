@@ -332,6 +332,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 )
                 best = vertex(result) * result["learning_rate"]
                 axes.axvline(best, color=line.get_color(), linewidth=0.7, linestyle=":")
+            if len(axes.lines) < 4:  # a line and its vertex for each model
+                axes.set_visible(False)
+                continue
             axes.set(title=f"{name}: {title}", xscale="log", xlabel="learning rate")
             low = min(line.get_ydata().min() for line in axes.lines[::2])
             axes.set_ylim(low - 0.02, low + 0.5)

@@ -11,6 +11,7 @@ from dataclasses import fields, make_dataclass, replace
 from etils import epath
 
 from train.cli.command import run_command
+from train.cli.flags import is_sweep, parse_flags
 from train.cli.leaving import run_and_leave
 from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
@@ -50,6 +51,9 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
         return Config, others
     from train.run.starts import read_run
 
+    if is_sweep(parse_flags(others)):
+        rule = "is not available: a branch has one base; start the branches one by one"
+        raise ConfigError([Mistake("--multirun", True, rule)])
     step = trunk_of(arguments)
     trunk = step.parents[1]
     run = RunConfig(name=f"{trunk.name}-{step.name}")

@@ -91,6 +91,8 @@ def test_a_step_without_a_checkpoint_is_refused_with_those_that_exist(trunk, bra
 def test_a_branch_needs_one_trunk(words):
     with pytest.raises(ConfigError, match="from=<directory of a run>@<step>"):
         read_schema([*words])
+    with pytest.raises(ConfigError, match="one by one"):
+        read_schema(["--multirun", *words])
 
 
 @pytest.fixture
@@ -119,6 +121,8 @@ def test_a_change_of_model_data_or_earlier_batches_is_refused(begin, tmp_path):
         with pytest.raises(ConfigError, match="differs from the run in") as error:
             begin(change)
         assert error.value.mistakes[0].key == change.partition("=")[0]
+    with pytest.raises(ConfigError, match="must be above 10"):
+        begin("train.num_steps=10", "schedule.warmup_steps=1")
     assert not (tmp_path / "run").exists()
 
 

@@ -50,6 +50,11 @@ def transfer_mistakes(config: Config) -> Iterator[Mistake]:
                 yield Mistake(f"optimizer.{key}", None, rule, ("optimizer.transfer",))
     if (base_steps := optimizer.base_steps) is None:
         return
+    if config.schedule.base_batch_tokens is not None:
+        rule = "must be null with schedule.base_batch_tokens: both change rates if a "
+        rule += "batch grows"
+        related = ("schedule.base_batch_tokens",)
+        yield Mistake("optimizer.base_steps", base_steps, rule, related)
     if name is not OptimizerName.adamw:
         rule = f"must be null with optimizer.name={name}; its rule is for adamw"
         yield Mistake("optimizer.base_steps", base_steps, rule, ("optimizer.name",))

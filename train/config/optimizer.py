@@ -337,6 +337,12 @@ class ScheduleConfig:
         )
 
     @property
+    def ends_at_zero(self) -> bool:
+        """Whether `final_fraction` makes the last learning rate zero."""
+        has_end = self.has_decay or self.name is Schedule.cosine
+        return has_end and self.final_fraction == 0
+
+    @property
     def has_decay(self) -> bool:
         """Whether the run ends with a decay whose start depends on its length."""
         return self.name in (Schedule.wsd, Schedule.power)

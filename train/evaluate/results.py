@@ -10,7 +10,7 @@ from data.errors import DataError
 from data.sources import Sources
 from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
-from train.config import Config, Schedule
+from train.config import Config
 from train.console import printable
 from train.evaluate.validation import Score, as_metrics
 from train.masking import mask
@@ -85,7 +85,7 @@ def print_results(
     step, schedule = values["step"], config.schedule
     overrides = [f"train.num_steps={2 * step}"]
     # The learning rate of further steps must not be 0.
-    if schedule.final_fraction == 0 and schedule.name is not Schedule.constant:
+    if schedule.ends_at_zero:
         key = "schedule.final_fraction"
         # The override changes the default run name, so the command must name the run.
         name = config.run.name or config.run.dir

@@ -16,9 +16,9 @@ Decays have the inverse of the rate's factor, so a step shrinks weights by as mu
 branch is what a layer adds to the residual stream. The source multiplies branches by
 1/l and logits by 1/m. Factors on what ends a branch, and on the head, compute the same
 function after every update. So the forward pass and exported weights need no factors.
-Muon's update with `muon_scale=spectral` already fits all widths: its matrices have a
-rate without 1/m. The width of heads must not change, and all inner widths must grow
-with `embed_dim`.
+Muon's update with `muon_scale=spectral` already fits all widths, so its matrices have
+rates without 1/m. With `rms` it grows by m^1/2, so their rates have m^-1/2 instead. The
+width of heads must not change, and all inner widths must grow with `embed_dim`.
 
 Source: Dey et al., arXiv:2505.01618 (CompleteP with alpha = 1), table 1;
 arXiv:2512.22382, which also has the rule for the number of steps.
@@ -59,15 +59,16 @@ def transfer_factors(
     if config.transfer is Transfer.none:
         return {}
     width, depth = transfer_ratios(config, model)
-    is_muon = config.name is OptimizerName.muon
-    fits_all_widths = is_muon and config.muon_scale is MuonScale.spectral
+    exponent = 1.0
+    if config.name is OptimizerName.muon:
+        exponent = 0.0 if config.muon_scale is MuonScale.spectral else 0.5
     logits = "norm." if model.tied_head else "head."
     factors = dict[str, Factors]()
     for name, info in named(infos, is_info):
         initial, rate, epsilon = 1.0, 1.0, 1 / width
         if info.kind is Kind.matrix:
             initial = width**-0.5 if model.init is Init.gpt2 else 1.0
-            rate = 1.0 if fits_all_widths else 1 / width
+            rate = width**-exponent
         if name.startswith(logits):
             # The std of `scaled` already has m^-1/2.
             has_width = info.kind is Kind.table and model.init is not Init.gpt2

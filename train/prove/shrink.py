@@ -247,6 +247,11 @@ def _left_out(config: Config, small: Config) -> list[str]:
             "model.router_aux_weight is 0 because that loss depends on how a batch is "
             "divided into microbatches."
         )
+    if config.data.batch_schedule or config.data.sequence_schedule:
+        sentences.append(
+            "Batches have one shape, without data.batch_schedule and "
+            "data.sequence_schedule."
+        )
     if config.init_from is not None:
         sentences.append("The weights are random, and not those of init_from.")
     return sentences

@@ -92,6 +92,9 @@ def _metadata(step: epath.Path, config: Config, sources: Sources) -> dict[str, A
         ConfigError, DataError: as `begin_branch`.
         FileNotFoundError: there is no such checkpoint, or it cannot be used.
     """
+    if config.train.num_steps <= int(step.name):
+        rule = f"must be above {step.name}, the step at which the branch begins"
+        raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
     run, saved = step.parents[1], read_description(step) or {}
     is_misplaced = misplacement(step, recorded_run_id(run)) is not None
     if not is_sealed(step) or "config" not in saved or is_misplaced:

@@ -208,7 +208,7 @@ def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> in
             "after them",
             previous_steps,
         )
-        if schedule.final_fraction == 0:
+        if schedule.ends_at_zero:
             log.warning(
                 "the last value is 0, so nothing is learned after that; add schedule."
                 "final_fraction=0.1 run.allow_change=[schedule.final_fraction]"

@@ -117,8 +117,8 @@ def test_a_model_of_the_base_size_does_not_change(programs: Programs):
     assert {*changed.optimizer.factors.values()} == {(1.0, 1.0, 1.0)}
 
 
-@pytest.mark.parametrize(("scale", "rate"), [("spectral", 1.0), ("rms", 1 / WIDTH)])
-def test_muons_rate_depends_on_the_width_only_with_the_scale_of_adamw(
+@pytest.mark.parametrize(("scale", "rate"), [("spectral", 1.0), ("rms", WIDTH**-0.5)])
+def test_muons_rate_follows_the_norm_of_its_update(
     programs: Programs, scale: str, rate: float
 ):
     keys = ("optimizer=muon", f"optimizer.muon_scale={scale}")
