@@ -1,7 +1,6 @@
 """Train one model at several learning rates and seeds, all at once on one device.
 
     python -m benchmarks.rates --json rates.json --part transfer
-    python -m benchmarks.rates --json rates.json --part transfer --draw rates.png
     python -m benchmarks.rates --json rates.json --part defaults --text shakespeare.txt
 
 transfer  AdamW and Muon over widths and depths, with and without
@@ -12,7 +11,7 @@ A sweep is one program: the product's training step, vectorized over rates and s
 a scan over steps. The data, its order and the validation loss are those of
 `python -m train`. On a GPU, programs compile side by side. The JSON file keeps
 each sweep as soon as it is known; a sweep that is in the file already is skipped.
-`--draw` only draws the file's transfer sweeps, and needs matplotlib.
+benchmarks/rates_chart.py draws the file's transfer sweeps.
 """
 
 import argparse
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -31,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from benchmarks.rates_chart import vertex
 from data.batches import Batch, Order, validation_batches
 from data.encoding import padded_vocab_size
 from data.sources import encoding_of, open_sources
@@ -238,17 +237,6 @@ def _rate(config: Config) -> float:
     return optimizer.muon_learning_rate if is_muon else optimizer.learning_rate
 
 
-def vertex(result: dict[str, Any]) -> float:
-    """Return the best factor: the vertex of a parabola through the three best means."""
-    losses = np.nan_to_num(np.mean(result["losses"], axis=1), nan=np.inf)
-    exponents, best = np.log2(result["factors"]), int(np.argmin(losses))
-    around = slice(max(0, best - 1), best + 2)
-    if not 0 < best < len(losses) - 1 or not np.all(np.isfinite(losses[around])):
-        return float(2 ** exponents[best])
-    a, b, _ = np.polyfit(exponents[around], losses[around], 2)
-    return float(2 ** (-b / (2 * a)))
-
-
 def main() -> None:
     """Run the sweeps that the JSON file lacks, print each, or draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -258,12 +246,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200, help="of a transfer run")
     parser.add_argument("--only", default="", help="sweeps whose name contains this")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"))
-    parser.add_argument("--draw", type=Path)
     options = parser.parse_args()
     known = json.loads(options.json.read_text()) if options.json.exists() else {}
-    if options.draw:
-        draw(known, options.draw)
-        return
     begin = time.monotonic()
     set_up(compose([]).runtime)
     transfer = options.part == "transfer"
@@ -294,55 +278,6 @@ def main() -> None:
                 f"{result['compile_s']} + {result['seconds']} s",
                 flush=True,
             )
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the loss against the rate: a row for each optimizer, with and without."""
-    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
-
-    names = sorted({name.split()[0] for name in results})
-    columns = {
-        "width, no transfer": lambda n: n.endswith("x4"),
-        "width, completep": lambda n: n.endswith(("x4 completep", " 64x4")),
-        "depth, no transfer": lambda n: " 64x" in n and "completep" not in n,
-        "depth, completep": lambda n: " 64x" in n and ("comp" in n or "64x4" in n),
-    }
-    figure, all_axes = plt.subplots(
-        len(names),
-        len(columns),
-        figsize=(4 * len(columns), 3 * len(names)),
-        squeeze=False,
-    )
-    for row, name in zip(all_axes, names, strict=True):
-        for axes, (title, belongs) in zip(row, columns.items(), strict=True):
-            for key, result in results.items():
-                if key.split()[0] != name or not belongs(key):
-                    continue
-                rates = np.array(result["factors"]) * result["learning_rate"]
-                losses = np.array(result["losses"])
-                mean = losses.mean(1)
-                label = key.split()[1]
-                (line,) = axes.plot(rates, mean, marker="o", markersize=3, label=label)
-                axes.fill_between(
-                    rates,
-                    losses.min(1),
-                    losses.max(1),
-                    alpha=0.2,
-                    color=line.get_color(),
-                )
-                best = vertex(result) * result["learning_rate"]
-                axes.axvline(best, color=line.get_color(), linewidth=0.7, linestyle=":")
-            if len(axes.lines) < 4:  # a line and its vertex for each model
-                axes.set_visible(False)
-                continue
-            axes.set(title=f"{name}: {title}", xscale="log", xlabel="learning rate")
-            low = min(line.get_ydata().min() for line in axes.lines[::2])
-            axes.set_ylim(low - 0.02, low + 0.5)
-            axes.set_xlim(6e-4, 0.06)
-            axes.xaxis.set_minor_formatter(plt.NullFormatter())
-            axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=70)
 
 
 if __name__ == "__main__":

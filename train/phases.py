@@ -98,7 +98,11 @@ def phase_programs(
         try:
             programs[phase] = make(_phase_config(program, phase))
         except ConfigError as error:
-            mistakes = [m._replace(key=_KEYS.get(m.key, m.key)) for m in error.mistakes]
+            where = f" (from batch {phase.first_batch:,} on)"
+            mistakes = [
+                m._replace(key=_KEYS.get(m.key, m.key), rule=m.rule + where)
+                for m in error.mistakes
+            ]
             raise ConfigError(mistakes) from error
     return programs
 

@@ -97,9 +97,10 @@ def make_train_step(
     and its metrics include figures of layers (train/numerics.py).
     """
     qk_clip = optimizer.config.qk_clip
-    compute_gradients = make_gradients(
-        model, execution, config, watched, num_tokens, with_bounds=qk_clip is not None
-    )
+    taps = None
+    if watched or qk_clip is not None:
+        taps = Taps(watched, None if qk_clip is None else model.config.num_heads)
+    compute_gradients = make_gradients(model, execution, config, num_tokens, taps)
     has_dropout = model.config.dropout != Dropout()
     is_random = has_dropout or execution.numerics.rounds_stochastically
 
@@ -109,7 +110,7 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         results = compute_gradients(state.params, batch, seeds_BT, state.step)
-        (loss, *ahead_losses), grads, load_LE, num_targets, figures = results
+        loss, grads, figures = results.losses[0], results.grads, results.figures
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
@@ -131,30 +132,34 @@ def make_train_step(
                 remember_accepted(recent, current),
                 recent,
             )
-        layer_metrics = {}
-        if watched and figures is not None:
-            layer_metrics = compute_layer_metrics(figures, grads, state.params, params)
-        params = balance_experts(params, load_LE, updated, model.config)
-        metrics = {
-            "loss": loss,
+        metrics = _batch_metrics(results) | {
             "grad_norm": norm,
             "learning_rate": optimizer.learning_rate(state.step),
             "skipped": jnp.where(updated, 0.0, 1.0),
             "overflow": jnp.where(accepted & ~updated, 1.0, 0.0),
-            "targets": num_targets.astype(jnp.float32),
         }
-        if ahead_losses:
-            metrics["ahead_loss"] = jnp.mean(jnp.stack(ahead_losses))
-        if load_LE is not None:
-            metrics["expert_load"] = relative_load(load_LE)
-        if bounds_LN is not None:
-            metrics["max_score"] = jnp.max(bounds_LN, axis=1)
-        new_state = TrainState(state.step + 1, params, optimizer_state, recent)
-        return new_state, metrics | layer_metrics
+        if watched and figures is not None:
+            metrics |= compute_layer_metrics(figures, grads, state.params, params)
+        params = balance_experts(params, results.load_LE, updated, model.config)
+        return TrainState(state.step + 1, params, optimizer_state, recent), metrics
 
     if watched:  # Profiles recognise the compiled program by this name.
         train_step.__name__ = train_step.__qualname__ = "watched_step"
     return train_step
+
+
+def _batch_metrics(gradients: Gradients) -> Metrics:
+    """Return the metrics of `make_train_step` that do not depend on the update."""
+    loss, *ahead_losses = gradients.losses
+    targets = gradients.num_targets.astype(jnp.float32)
+    metrics = {"loss": loss, "targets": targets}
+    if ahead_losses:
+        metrics["ahead_loss"] = jnp.mean(jnp.stack(ahead_losses))
+    if gradients.load_LE is not None:
+        metrics["expert_load"] = relative_load(gradients.load_LE)
+    if gradients.figures is not None and gradients.figures.bounds is not None:
+        metrics["max_score"] = jnp.max(gradients.figures.bounds, axis=1)
+    return metrics
 
 
 def _make_loss(
@@ -209,22 +214,18 @@ def make_gradients(
     model: GPT,
     execution: Execution,
     config: TrainConfig,
-    watched: bool = False,
     num_tokens: int | None = None,
-    with_bounds: bool = False,
+    taps: Taps | None = None,
 ) -> Callable[..., Gradients]:
     """Return `compute_gradients(params, batch, seeds_BT=None, step=0) -> Gradients`.
 
     Each device uses its local rows; layers reduce-scatter gradients (model/gather.py).
     Replicas sum them once a step: in the backward pass, or after all microbatches.
-    With `with_bounds`, the figures have bounds of the scores of heads.
+    The figures are those that `taps` record.
     """
     placement, infos = execution.placement, param_infos(model)
     depth, has_experts = model.config.predict_ahead, model.config.expert_layers > 0
     load_shape = model.config.expert_layers + depth, model.config.num_experts
-    taps = None
-    if watched or with_bounds:
-        taps = Taps(watched, model.config.num_heads if with_bounds else None)
     compute_loss = _make_loss(model, execution, config, taps, num_tokens)
 
     def on_device(

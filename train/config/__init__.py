@@ -32,19 +32,21 @@ from train.config.monitoring import (
     WandbConfig,
 )
 from train.config.optimizer import (
-    BatchRule,
-    DecayShape,
     MomentDtype,
     MuonScale,
     OptimizerConfig,
     OptimizerName,
     ParameterGroup,
-    Schedule,
-    ScheduleConfig,
-    SchedulePoint,
     Transfer,
 )
 from train.config.run import CheckpointConfig, RunConfig
+from train.config.schedule import (
+    BatchRule,
+    DecayShape,
+    Schedule,
+    ScheduleConfig,
+    SchedulePoint,
+)
 from train.config.training import Remat, TrainConfig
 
 __all__ = [

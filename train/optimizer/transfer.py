@@ -24,6 +24,7 @@ Source: Dey et al., arXiv:2505.01618 (CompleteP with alpha = 1), table 1;
 arXiv:2512.22382, which also has the rule for the number of steps.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -62,14 +63,15 @@ def transfer_factors(
     exponent = 1.0
     if config.name is OptimizerName.muon:
         exponent = 0.0 if config.muon_scale is MuonScale.spectral else 0.5
-    logits = "norm." if model.tied_head else "head."
+    # Prediction modules have a last norm of their own before the same head.
+    last = r"(predict_ahead\.\d+\.)?norm\." if model.tied_head else r"head\."
     factors = dict[str, Factors]()
     for name, info in named(infos, is_info):
         initial, rate, epsilon = 1.0, 1.0, 1 / width
         if info.kind is Kind.matrix:
             initial = width**-0.5 if model.init is Init.gpt2 else 1.0
             rate = width**-exponent
-        if name.startswith(logits):
+        if re.match(last, name):
             # The std of `scaled` already has m^-1/2.
             has_width = info.kind is Kind.table and model.init is not Init.gpt2
             initial = width**-0.5 if has_width else 1 / width

@@ -21,6 +21,7 @@ from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleCo
 from train.optimizer.adafactor import scale_by_adafactor
 from train.optimizer.by_layer import update_layer_by_layer
 from train.optimizer.groups import (
+    ParamRates,
     add_decay,
     parameter_rates,
     scale_by_rate,
@@ -229,21 +230,7 @@ def make_optimizer(
     """
     config, factors = fit_to_length(config, num_steps), factors or {}
     rates = parameter_rates(config, infos, factors)
-    match config.name:
-        case OptimizerName.adafactor:
-            direction = scale_by_adafactor(infos)
-        case OptimizerName.lion:
-            direction = optax.scale_by_lion(config.b1, config.b2)
-        case OptimizerName.adamw | OptimizerName.muon:
-            direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
-            direction = with_epsilons(direction, rates)
-        case _:
-            assert_never(config.name)
-    transform = optax.chain(
-        direction,
-        add_decay(rates, optax.MaskedState(optax.EmptyState())),
-        scale_by_rate(rates),
-    )
+    transform = _make_transform(config, infos, rates)
     if config.name is OptimizerName.muon:  # Adam updates all but matrices
         labels = jax.tree.map(
             lambda info: "muon" if info.kind is Kind.matrix else "adamw",
@@ -267,6 +254,27 @@ def make_optimizer(
         # Compiling ahead of time, XLA:GPU does not learn which arguments are in host
         # memory, and refuses to update moments there in place.
         in_place=not (config.offload and platform == "gpu"),
+    )
+
+
+def _make_transform(
+    config: OptimizerConfig, infos: Any, rates: Mapping[str, ParamRates]
+) -> optax.GradientTransformation:
+    """Return the update of parameters that are not Muon's, without the schedule."""
+    match config.name:
+        case OptimizerName.adafactor:
+            direction = scale_by_adafactor(infos)
+        case OptimizerName.lion:
+            direction = optax.scale_by_lion(config.b1, config.b2)
+        case OptimizerName.adamw | OptimizerName.muon:
+            direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+            direction = with_epsilons(direction, rates)
+        case _:
+            assert_never(config.name)
+    return optax.chain(
+        direction,
+        add_decay(rates, optax.MaskedState(optax.EmptyState())),
+        scale_by_rate(rates),
     )
 
 

@@ -104,9 +104,12 @@ def test_a_branch_that_ends_with_a_norm_is_scaled_by_it(programs: Programs):
 
 
 def test_a_tied_head_is_scaled_by_the_last_norm(programs: Programs):
-    program = programs(*TRANSFER, "model.tied_head=true", *ADAMW)
+    keys = ("model.tied_head=true", "model.predict_ahead=1", *ADAMW)
+    program = programs(*TRANSFER, *keys)
     factors = program.optimizer.factors
-    assert factors["norm.scale"] == (1 / WIDTH, 1 / WIDTH, 1)
+    for name in ("norm.scale", "predict_ahead.0.norm.scale"):
+        assert factors[name] == (1 / WIDTH, 1 / WIDTH, 1)
+    assert factors["predict_ahead.0.hidden_norm.scale"].learning_rate == 1
     assert factors["embedding.weight"].learning_rate == 1
     np.testing.assert_allclose(program.init().params["norm"]["scale"], 1 / WIDTH)
 
