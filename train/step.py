@@ -20,7 +20,7 @@ from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.loss.loss import loss_sum
 from train.numerics import compute_layer_metrics
-from train.optimizer.qk_clip import scale_scores
+from train.optimizer.qk_clip import clip_scores
 from train.optimizer.update import Optimizer
 from train.router_balance import Load, balance_experts, relative_load
 from train.rows import (
@@ -117,11 +117,9 @@ def make_train_step(
         current = jnp.stack([loss, norm])
         if recent is not None and config.skip_sigma is not None:
             accepted &= ~is_spike(recent, current, config.skip_sigma)
-        bounds_LN = None if figures is None else figures.bounds
         clip = None
-        if bounds_LN is not None and qk_clip is not None:
-            gamma_LN = qk_clip / jnp.maximum(bounds_LN, qk_clip)
-            clip = partial(scale_scores, model.config, gamma_LN)
+        if qk_clip is not None and figures and figures.bounds is not None:
+            clip = partial(clip_scores, model.config, qk_clip, figures.bounds)
         with jax.named_scope("optimizer"):
             params, optimizer_state, updated = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step, accepted, clip

@@ -49,7 +49,8 @@ def compare_sizes(
     for axis, sizes in sizes_by_axis.items():
         if not sizes:
             continue
-        curves, rows = _measure_curves(config, axis, sizes, steps), list[list[str]]()
+        curves = _measure_curves(config, axis, sizes, steps)
+        rows = list[list[str]]()
         for name, curve in curves.items():
             exponent = exponent_of(curve)
             is_steep = abs(exponent) > MAX_EXPONENT
@@ -60,7 +61,8 @@ def compare_sizes(
                 steep.append(f"{name} follows the {axis} {power}")
         headers = ["root mean square of", *(f"{axis} {n}" for n in sizes), "exponent"]
         print_table(rows, headers, axis)
-        lines, title = {name: name for name in curves}, f"Root mean squares by {axis}"
+        lines = {name: name for name in curves}
+        title = f"Root mean squares by {axis}"
         charts[axis] = [chart(curves, title, lines, from_zero=True)]
     path = run_folder(output, "output")
     page = {"name": "coordinates", "tables": [], "axes": charts, "restarts": []}
@@ -110,7 +112,8 @@ def _by_place(
     because all layers together should add as much. The last layer's input is left out
     then, because the fraction of layers before it depends on the depth.
     """
-    layers, factor = {f"layer {n}": n for n in range(depth)}, 1
+    layers = {f"layer {n}": n for n in range(depth)}
+    factor = 1
     if axis == "depth":
         layers = {"first layer": 0, "middle layer": depth // 2, "last layer": depth - 1}
         factor = depth

@@ -31,10 +31,14 @@ from model.params import LAYERS
 from model.pattern import segments_of
 
 
-def scale_scores(
-    config: ModelConfig, gamma_LN: Float[Array, "L N"], params: Any
+def clip_scores(
+    config: ModelConfig, threshold: float, bounds_LN: Float[Array, "L N"], params: Any
 ) -> Any:
-    """Return float32 weights that multiply the scores of each head by its gamma."""
+    """Return float32 weights whose scores are smaller in heads above the threshold.
+
+    `bounds_LN` are the largest log-sum-exps of the scores of each head.
+    """
+    gamma_LN = threshold / jnp.maximum(bounds_LN, threshold)
     params = jax.tree.map(lambda x: x, params)  # copies the dicts only
     for number, segment in enumerate(segments_of(config)):
         for slot, kind in enumerate(segment.pattern):
