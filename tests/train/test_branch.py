@@ -137,6 +137,19 @@ def test_later_batches_and_permitted_keys_may_change(begin):
     assert find_damage(path / "checkpoints" / "10") is None
 
 
+def test_a_jump_of_the_learning_rate_is_a_warning(begin, caplog):
+    """At step 10 of 12, two of five steps of a decay are left."""
+    begin("schedule.name=wsd", "schedule.decay_steps=5", "train.num_steps=12")
+    (record,) = caplog.records
+    assert record.message.startswith("step 10 has 46% of the peak learning rate, but")
+    assert "100% in the trunk" in record.message
+
+
+def test_a_branch_without_a_jump_is_silent(begin, caplog):
+    begin("schedule.name=wsd", "schedule.decay_steps=5", "train.num_steps=15")
+    assert not caplog.records
+
+
 def test_a_branch_whose_copying_was_interrupted_begins_again(begin):
     path = begin()
     step, identity = path / "checkpoints" / "10", newest_start(path)["run_id"]

@@ -6,10 +6,12 @@ trunk is only read.
 """
 
 import json
+import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from etils import epath
 
 from data.phases import Phase, batch_number, phases_of
@@ -20,6 +22,7 @@ from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
+from train.optimizer.schedule import make_schedule
 from train.run.continuation import check_changes
 from train.run.digests import (
     copy_step,
@@ -31,6 +34,8 @@ from train.run.digests import (
 from train.run.jsonl_reader import part_paths
 from train.run.records import read_record
 from train.run.starts import checkpoint_metadata, recorded_run_id
+
+log = logging.getLogger(__name__)
 
 RECORD = "branch.json"
 _ALLOWED = {
@@ -49,6 +54,8 @@ def begin_branch(
     beat: Callable[[], object],
 ) -> None:
     """Copy the trunk's checkpoint and metrics, unless the branch has begun already.
+
+    Logs a warning if the learning rate jumps where the branch begins.
 
     `path` is the branch's directory, which this process owns, `sources` is its data,
     and `step` is the folder of the checkpoint. `beat` is called after each copied file.
@@ -73,7 +80,8 @@ def begin_branch(
         rule = f"must be a local folder, because the trunk {run} is one"
         raise ConfigError([Mistake("run.dir", str(path), rule)])
     try:
-        metadata = _metadata(step, config, sources)
+        old, saved = _trunk(step)
+        metadata = _metadata(step, old, saved, config, sources)
         write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
         for part in part_paths(run, "metrics").values():
             copy_file(part, path / part.relative_to(run))
@@ -83,23 +91,47 @@ def begin_branch(
         rule += f"{run} has those of {_sealed_steps(checkpoints)}"
         raise ConfigError([Mistake("from", trunk, rule)]) from None
     print(mask(f"branch      of {trunk}"), flush=True)
+    factor = _factor(config, config.train.num_steps, int(step.name))
+    old_steps = saved.get("schedule_steps") or old.train.num_steps
+    trunk_factor = _factor(old, old_steps, int(step.name))
+    if abs(factor - trunk_factor) > 0.01:
+        log.warning(
+            "step %s has %.0f%% of the peak learning rate, but %.0f%% in the trunk",
+            *(step.name, 100 * factor, 100 * trunk_factor),
+        )
 
 
-def _metadata(step: epath.Path, config: Config, sources: Sources) -> dict[str, Any]:
-    """Return what the description of a branch's first checkpoint says of the branch.
+def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
+    """Return the config of a checkpoint, and its whole description.
 
     Raises:
-        ConfigError, DataError: as `begin_branch`.
         FileNotFoundError: there is no such checkpoint, or it cannot be used.
     """
-    if config.train.num_steps <= int(step.name):
-        rule = f"must be above {step.name}, the step at which the branch begins"
-        raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
     run, saved = step.parents[1], read_description(step) or {}
     is_misplaced = misplacement(step, recorded_run_id(run)) is not None
     if not is_sealed(step) or "config" not in saved or is_misplaced:
         raise FileNotFoundError(step)
-    old, number = read_yaml(step, text=saved["config"]), int(step.name)
+    return read_yaml(step, text=saved["config"]), saved
+
+
+def _metadata(
+    step: epath.Path,
+    old: Config,
+    saved: Mapping[str, Any],
+    config: Config,
+    sources: Sources,
+) -> dict[str, Any]:
+    """Return what the description of a branch's first checkpoint says of the branch.
+
+    `old` and `saved` are the trunk's config and description at this checkpoint.
+
+    Raises:
+        ConfigError, DataError: as `begin_branch`.
+    """
+    if config.train.num_steps <= int(step.name):
+        rule = f"must be above {step.name}, the step at which the branch begins"
+        raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
+    run, number = step.parents[1], int(step.name)
     is_same = _batches_before(number, old) == _batches_before(number, config)
     allowed = _ALLOWED | _BATCH_KEYS if is_same else _ALLOWED - _BATCH_KEYS
     changes = config_differences(old, config, allowed)
@@ -107,6 +139,12 @@ def _metadata(step: epath.Path, config: Config, sources: Sources) -> dict[str, A
     mesh, num_steps = saved.get("mesh", {}), config.train.num_steps
     metadata = checkpoint_metadata(config, sources, mesh, num_steps)
     return metadata | {"run_id": uuid.uuid4().hex}
+
+
+def _factor(config: Config, schedule_steps: int, step: int) -> float:
+    """Return the factor on learning rates at a step."""
+    schedule = config.schedule.in_steps(config.data)
+    return float(make_schedule(schedule, schedule_steps)(jnp.int32(step)))
 
 
 def _sealed_steps(checkpoints: epath.Path) -> list[int]:
