@@ -1,6 +1,8 @@
 """Draw the sweeps of `benchmarks.rates`; needs matplotlib.
 
-python -m benchmarks.rates_chart rates.json rates.png
+python -m benchmarks.rates_chart rates.png rates.json [more.json ...]
+
+Each optimizer has a row of panels for each device that trained with it.
 """
 
 import json
@@ -22,11 +24,14 @@ def vertex(result: dict[str, Any]) -> float:
     return float(2 ** (-b / (2 * a)))
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the loss against the rate: a row for each optimizer, with and without."""
+def draw(path: Path, sweeps: list[tuple[str, dict[str, Any]]]) -> None:
+    """Draw the loss against the rate, with and without transfer.
+
+    `sweeps` are names and results of sweeps, as `benchmarks.rates` writes them.
+    """
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
 
-    names = sorted({name.split()[0] for name in results})
+    names = sorted({_row(name, result) for name, result in sweeps})
     columns = {
         "width, no transfer": lambda n: n.endswith("x4"),
         "width, completep": lambda n: n.endswith(("x4 completep", " 64x4")),
@@ -41,8 +46,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     )
     for row, name in zip(all_axes, names, strict=True):
         for axes, (title, belongs) in zip(row, columns.items(), strict=True):
-            for key, result in results.items():
-                if key.split()[0] != name or not belongs(key):
+            for key, result in sweeps:
+                if _row(key, result) != name or not belongs(key):
                     continue
                 rates = np.array(result["factors"]) * result["learning_rate"]
                 losses = np.array(result["losses"])
@@ -61,15 +66,23 @@ def draw(results: dict[str, Any], path: Path) -> None:
             if len(axes.lines) < 4:  # a line and its vertex for each model
                 axes.set_visible(False)
                 continue
-            axes.set(title=f"{name}: {title}", xscale="log", xlabel="learning rate")
+            axes.set_title(f"{name}: {title}", fontsize=9)
+            axes.set(xscale="log", xlabel="learning rate")
             low = min(line.get_ydata().min() for line in axes.lines[::2])
             axes.set_ylim(low - 0.02, low + 0.5)
-            axes.set_xlim(6e-4, 0.06)
+            axes.set_xlim(6e-4, 0.2)
             axes.xaxis.set_minor_formatter(plt.NullFormatter())
             axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=70)
 
 
+def _row(name: str, result: dict[str, Any]) -> str:
+    return f"{name.split()[0]} ({result['device']})"
+
+
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    files = [json.loads(Path(name).read_text()) for name in sys.argv[2:]]
+    # A file of benchmarks/results has these sweeps in a part of its own.
+    parts = [file.get("transfer", file) for file in files]
+    draw(Path(sys.argv[1]), [sweep for part in parts for sweep in part.items()])
