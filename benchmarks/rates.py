@@ -238,7 +238,7 @@ def _rate(config: Config) -> float:
 
 
 def main() -> None:
-    """Run the sweeps that the JSON file lacks, print each, or draw them."""
+    """Run the sweeps that the JSON file lacks, and print the best rate of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=epath.Path, required=True)
     parser.add_argument("--part", choices=("transfer", "defaults"), default="transfer")

@@ -141,8 +141,7 @@ def test_a_jump_of_the_learning_rate_is_a_warning(begin, caplog):
     """At step 10 of 12, two of five steps of a decay are left."""
     begin("schedule.name=wsd", "schedule.decay_steps=5", "train.num_steps=12")
     (record,) = caplog.records
-    assert record.message.startswith("step 10 has 46% of the peak learning rate, but")
-    assert "100% in the trunk" in record.message
+    assert "step 10: it has 46% of the peak, and 100% in the trunk" in record.message
 
 
 def test_a_branch_without_a_jump_is_silent(begin, caplog):

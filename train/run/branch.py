@@ -91,14 +91,7 @@ def begin_branch(
         rule += f"{run} has those of {_sealed_steps(checkpoints)}"
         raise ConfigError([Mistake("from", trunk, rule)]) from None
     print(mask(f"branch      of {trunk}"), flush=True)
-    factor = _factor(config, config.train.num_steps, int(step.name))
-    old_steps = saved.get("schedule_steps") or old.train.num_steps
-    trunk_factor = _factor(old, old_steps, int(step.name))
-    if abs(factor - trunk_factor) > 0.01:
-        log.warning(
-            "step %s has %.0f%% of the peak learning rate, but %.0f%% in the trunk",
-            *(step.name, 100 * factor, 100 * trunk_factor),
-        )
+    _warn_of_jump(step, config, old, saved.get("schedule_steps"))
 
 
 def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
@@ -141,10 +134,27 @@ def _metadata(
     return metadata | {"run_id": uuid.uuid4().hex}
 
 
-def _factor(config: Config, schedule_steps: int, step: int) -> float:
-    """Return the factor on learning rates at a step."""
-    schedule = config.schedule.in_steps(config.data)
-    return float(make_schedule(schedule, schedule_steps)(jnp.int32(step)))
+def _warn_of_jump(
+    step: epath.Path, config: Config, old: Config, old_steps: int | None
+) -> None:
+    """Log a warning if the trunk's schedule has another factor at this step.
+
+    `old_steps` is the length of the trunk's schedule. None means its train.num_steps.
+    """
+
+    def factor_at(config: Config, num_steps: int) -> float:
+        factor = make_schedule(config.schedule.in_steps(config.data), num_steps)
+        return float(factor(jnp.int32(int(step.name))))
+
+    factor = factor_at(config, config.train.num_steps)
+    old_factor = factor_at(old, old_steps or old.train.num_steps)
+    if abs(factor - old_factor) > 0.01:
+        log.warning(
+            "the learning rate jumps at step %s: it has %.0f%% of the peak, and %.0f%% "
+            "in the trunk; if you did not mean that, change schedule.* or begin at "
+            "another step, with another run.name",
+            *(step.name, 100 * factor, 100 * old_factor),
+        )
 
 
 def _sealed_steps(checkpoints: epath.Path) -> list[int]:
