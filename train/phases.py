@@ -98,9 +98,9 @@ def phase_programs(
         try:
             programs[phase] = make(_phase_config(program, phase))
         except ConfigError as error:
-            where = f" (from batch {phase.first_batch:,} on)"
+            suffix = f" (from batch {phase.first_batch:,} on)"
             mistakes = [
-                m._replace(key=_KEYS.get(m.key, m.key), rule=m.rule + where)
+                m._replace(key=_KEYS.get(m.key, m.key), rule=m.rule + suffix)
                 for m in error.mistakes
             ]
             raise ConfigError(mistakes) from error

@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
 
 class _LossResults(NamedTuple):
-    """What a loss gives besides its gradients; the fields are those of `Gradients`."""
+    """The results of a loss besides its gradients. `Gradients` has the same fields."""
 
     losses: tuple[Float[Array, ""], ...]
     load_LE: Load

@@ -153,7 +153,9 @@ def _warn_of_jump(
             "the learning rate jumps at step %s: it has %.0f%% of the peak, and %.0f%% "
             "in the trunk; if you did not mean that, change schedule.* or begin at "
             "another step, with another run.name",
-            *(step.name, 100 * factor, 100 * old_factor),
+            step.name,
+            100 * factor,
+            100 * old_factor,
         )
 
 
