@@ -39,6 +39,7 @@ class FolderEncoding(tiktoken.Encoding):
 
     form: The Unicode form to which text is normalized; None leaves text unchanged.
     words: Added tokens outside of the BPE vocabulary that are recognized in text.
+    bos_token: The id of the token that the tokenizer adds before each text, or None.
     """
 
     def __init__(
@@ -47,22 +48,28 @@ class FolderEncoding(tiktoken.Encoding):
         *,
         form: Form | None = None,
         words: Sequence[str] = (),
+        bos_token: int | None = None,
         **arguments: Any,
     ):
         """Pass the other `arguments` to `tiktoken.Encoding`."""
         super().__init__(name, **arguments)
+        if bos_token is not None:
+            self.decode_single_token_bytes(bos_token)  # raises KeyError for no token
+        self.bos_token = bos_token
         self.form: Form | None = form
         self.words = sorted(words, key=len, reverse=True)  # the longest is tried first
         self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments with which unpickling calls `__init__`."""
+        bos = {} if self.bos_token is None else {"bos_token": self.bos_token}
         return {
             "name": self.name,
             "pat_str": self._pat_str,
             "mergeable_ranks": self._mergeable_ranks,
             "special_tokens": self._special_tokens,
             **self.rules,
+            **bos,
         }
 
     @property

@@ -74,14 +74,17 @@ def write_folder(
         DataError: if the exported tokenizer would encode text to other ids.
     """
     config, encoding = program.config, sources.encoding
+    beginning = sources.beginning(config.data)
     model, length = config.model, config.data.sequence_length
     family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:
-        content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
+        first = beginning.token if beginning.in_prompts else None
+        content = json.dumps(tokenizer_json(encoding, first), ensure_ascii=False)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
         check_same_ids(encoding, content, [SAMPLE, text])
         write_atomically(folder / "tokenizer.json", content)
-        write_json(folder / "tokenizer_config.json", tokenizer_config(length))
+        settings = tokenizer_config(length, encoding.decode([beginning.token]))
+        write_json(folder / "tokenizer_config.json", settings)
     tensors = FamilyTensors(family, model, program.infos, encoding.n_vocab)
     num_params = write_weights(folder, tensors, dict(named(params)), jnp.dtype(dtype))
     if is_writer:
@@ -89,6 +92,7 @@ def write_folder(
         text = model_card(config, encoding, num_params, step, results)
         write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
+        settings["bos_token_id"] = beginning.token
         special_tokens = {
             key: settings[key] for key in ("bos_token_id", "eos_token_id")
         }
