@@ -57,15 +57,17 @@ def config_differences(
     """List the keys whose values differ, in the order of the dataclasses.
 
     `allowed` are the keys and sections whose change is allowed. Secrets are masked
-    first, because a new password does not make another run. data.document_start is left
-    out if it has no effect in both configs.
+    first, because a new password does not make another run. data.document_start=null
+    equals true, and any value if neither config has a document mask.
     """
     old_values, new_values = (
         {key: mask_values(value) for key, value in flatten(config).items()}
         for config in (old, new)
     )
-    if not (old.data.document_mask or new.data.document_mask):
-        old_values["data.document_start"] = new_values["data.document_start"]
+    for values in (old_values, new_values):
+        values["data.document_start"] = values[
+            "data.document_start"
+        ] is not False or not (old.data.document_mask or new.data.document_mask)
     return [
         Difference(key, old_values.get(key), new_values.get(key), _kind(key, allowed))
         for key in dict.fromkeys((*old_values, *new_values))
@@ -102,8 +104,6 @@ def run_name(config: Config) -> str:
     if config.run.name:
         return config.run.name
     diffs = refused(config_differences(Config(), config))
-    # A start replaces the default, null, by true.
-    diffs = [d for d in diffs if (d.key, d.new) != ("data.document_start", True)]
     text = json.dumps({diff.key: diff.new for diff in diffs}, sort_keys=True)
     digits = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{config.model.name}-{config.data.name}-{digits}"

@@ -238,6 +238,8 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
         ({"weight_changes": [WeightChange(9, {"cod": 1})]}, "weight_changes"),
         ({"weight_changes": [WeightChange(9, {"code": nan})]}, "weight_changes"),
         ({"document_mask": False}, "packing"),
+        ({"document_mask": False, "document_start": True}, "document_start"),
+        ({"document_mask": False, "document_start": False}, "document_start"),
         ({"path": "x"}, "path"),
     ],
 )
