@@ -16,6 +16,32 @@ from train.program import make_program
 from train.runtime import set_up
 
 
+def step_overrides(
+    *,
+    num_layers: int,
+    num_heads: int,
+    embed_dim: int,
+    vocab_size: int,
+    context: int,
+    batch_size: int,
+) -> list[str]:
+    """Return the overrides of `python -m train` for nanoGPT's model in these sizes."""
+    return [
+        "experiment=shakespeare_cpu",
+        f"model.num_layers={num_layers}",
+        f"model.num_heads={num_heads}",
+        f"model.embed_dim={embed_dim}",
+        f"model.vocab_size={vocab_size}",
+        f"model.max_sequence_length={context}",
+        f"data.sequence_length={context}",
+        f"data.batch_size={batch_size}",
+        "data.document_mask=false",
+        "mesh=ddp",
+        "schedule=constant",
+        "schedule.warmup_steps=0",
+    ]
+
+
 class LonghaulWorker:
     """A GPT-2 model that trains with AdamW at a constant learning rate.
 
@@ -39,25 +65,15 @@ class LonghaulWorker:
         platform = Platform.cuda if device == "gpu" else Platform.cpu
         set_up(RuntimeConfig(platform=platform))
         _, B, length = batches.shape
-        config = compose(
-            [
-                "experiment=shakespeare_cpu",
-                f"model.num_layers={num_layers}",
-                f"model.num_heads={num_heads}",
-                f"model.embed_dim={embed_dim}",
-                f"model.vocab_size={vocab_size}",
-                f"model.compute_dtype={compute_dtype}",
-                f"model.max_sequence_length={length - 1}",
-                "model.layer_unroll=-1",
-                f"data.sequence_length={length - 1}",
-                f"data.batch_size={B}",
-                "data.document_mask=false",
-                "mesh=ddp",
-                "schedule=constant",
-                "schedule.warmup_steps=0",
-                *overrides,
-            ]
+        keys = step_overrides(
+            num_layers=num_layers,
+            num_heads=num_heads,
+            embed_dim=embed_dim,
+            vocab_size=vocab_size,
+            context=length - 1,
+            batch_size=B,
         )
+        config = compose([*keys, f"model.compute_dtype={compute_dtype}", *overrides])
         self._program = program = make_program(config)
         self._await = platform is Platform.cpu
         positions = np.broadcast_to(

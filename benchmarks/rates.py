@@ -72,7 +72,7 @@ def halves(first: int, last: int) -> tuple[float, ...]:
 
 def transfer_sweeps(steps: int) -> Iterator[Sweep]:
     """Yield AdamW and Muon at all sizes, with and without transfer."""
-    run = (f"train.num_steps={steps}", "schedule=linear")
+    run = (f"train.num_steps={steps}", "schedule=linear", "model.token_shift=none")
     adamw = ("optimizer=adamw", "optimizer.learning_rate=0.0078")
     optimizers = {
         "adamw": (*adamw, "optimizer.weight_decay=0.1"),

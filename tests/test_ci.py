@@ -1,7 +1,9 @@
-"""`.ci/run` leaves no process running when it ends."""
+"""`.ci/run` leaves no process running when it ends, and `.ci/full` has every extra."""
 
 import os
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 from tests.fleet import REPOSITORY
@@ -42,3 +44,16 @@ def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
     except ProcessLookupError:
         return
     raise AssertionError("the default run was still alive")
+
+
+def test_all_extras_are_installed_but_those_of_gpus():
+    text = (REPOSITORY / ".ci/run").read_text()
+    installed = {
+        name
+        for names in re.findall(r"\bextras\+?=([\w,]+)", text)
+        for name in names.split(",")
+    }
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    every = project["optional-dependencies"].keys()
+    # `plan` has the compiler of `tpu`.
+    assert every - installed == {"cuda", "plan-gpu", "tpu"}

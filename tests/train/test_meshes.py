@@ -1,6 +1,11 @@
 """On any mesh a run is that of one device: gradients, losses, loads, weights.
 
 In float32, with packed documents, and weights none of whose gradients are zero.
+
+Each processor rounds in its own way, and rounding errors grow from step to step. A
+token with almost equal scores of two experts may then go to either, which moves a loss
+by more than rounding does. So models with experts take few steps, on batches without
+such a token.
 """
 
 import functools
@@ -26,6 +31,7 @@ MOE = (
     *("model=moe_nano", "model.num_layers=4", "model.dense_layers=0"),
     *("model.num_heads=4", "model.num_kv_heads=2", "model.embed_dim=32"),
     *("model.expert_dim=24", "model.init=scaled", "model.layer_unroll=1"),
+    "optimizer.learning_rate=0.01",
 )
 BALANCED = ("model.router_aux_weight=0.1", "model.router_z_weight=0.01")
 MODELS = {
@@ -108,16 +114,18 @@ SLOW = [
 
 @pytest.fixture(scope="module")
 def alone(configure):
-    """The twenty steps of one device, by the model."""
+    """The steps of one device, by the model."""
 
     @functools.cache
     def alone(model):
         config = configure(*MODELS[model])
-        reference = Reference(config, jax.devices(), num_steps=20)
+        steps = num_steps(config)
+        reference = Reference(config, jax.devices(), num_steps=steps)
+        assert reference.is_stable
         assert (reference.batches[0].segment_ids.max(axis=1) > 1).any()
         assert all(name.endswith("router.balance") for name in reference.no_gradient)
-        _, steps = reference.values
-        losses = [x for key, x in steps.items() if key.quantity == "loss"]
+        _, values = reference.values
+        losses = [x for key, x in values.items() if key.quantity == "loss"]
         assert losses[-1] < losses[0] - 0.1  # it learns
         return reference
 
@@ -132,7 +140,7 @@ def test_a_run_is_that_of_one_device(configure, alone, model, mesh):
     config = configure(*MODELS[model], *sizes(mesh))
     comparison = alone(model).compare(config)
     losses = [d for d in comparison.differences if d.key.quantity == "loss"]
-    assert len(losses) == 1 + config.model.predict_ahead + 20
+    assert len(losses) == 1 + config.model.predict_ahead + num_steps(config)
     assert not comparison.failures
 
 
@@ -166,6 +174,10 @@ def test_a_run_goes_on_to_the_bit_and_on_other_meshes(
         for one, right in zip(found, metrics, strict=True):
             np.testing.assert_allclose(one["loss"], right["loss"], rtol=1e-5)
     checkpoints.close()
+
+
+def num_steps(config) -> int:
+    return 6 if config.model.expert_layers else 20
 
 
 def sizes(mesh: str) -> list[str]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from train.config import Remat
@@ -39,7 +40,13 @@ def test_estimates_are_near_compiled_steps(laid_out, figures):
     Temporaries are a lower bound; those of a copy with two repeats of the layers are
     extrapolated within 5 %. No constant stands for what XLA fuses or keeps in a
     core's memory, so main-memory traffic is within a factor of 2.6.
+
+    The compiled figures are those of jax 0.10.2 and libtpu 0.0.42.1. The derivative of
+    tanh in jax 0.12 saves one array less, so that steps with GELU that save the hidden
+    values of MLPs have figures of jax 0.12.0.1 and libtpu 0.0.50.1 too.
     """
+    if jax.__version_info__ >= (0, 12):
+        figures = figures | figures.get("jax 0.12", {})
     target, *overrides = figures["case"].split()
     vocabulary = f"model.vocab_size={figures['vocab_size']}"
     program = laid_out(target, vocabulary, *overrides)
