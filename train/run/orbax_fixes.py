@@ -23,7 +23,7 @@ from etils import epath
 from data.key_value_store import KeyValueStore
 from data.storage import is_remote
 from train.config import CheckpointConfig
-from train.run.digests import check_descriptions
+from train.run.folder import check_checkpoints
 
 SCORE = "eval/loss"  # the metric that is saved with an evaluated step
 
@@ -34,13 +34,12 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     `retention` says which steps survive later saves; with None the folder is only read.
 
     Raises:
-        DataError: the file `_CHECKPOINT_METADATA`, which describes a step, cannot be
-            opened.
+        DataError: something in the folder is not what it must be.
     """
     from orbax.checkpoint import v1 as ocp  # the import takes a second
 
     quiet_failed_saves()
-    check_descriptions(directory)
+    check_checkpoints(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
     # contents.py decides which arrays may be padded or left unread.
