@@ -96,8 +96,7 @@ def check_checkpoints(checkpoints: epath.Path) -> None:
             raise _wrong_kind(mark, "file, and not a link")
     for step in saved_steps(checkpoints):
         folder = checkpoints / str(step)
-        if not folder.is_dir():
-            raise _wrong_kind(folder, "folder")
+        _check_real_folder(folder)  # old steps are deleted
         try:
             check_regular(folder / DESCRIPTION)
         except FileNotFoundError:
