@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from data.errors import DataError
-from data.storage import ANSWER_S, StorageError, is_remote
+from data.storage import ANSWER_S, StorageError, check_regular, is_remote
 
 _SCHEMES = ("gs", "s3", "http", "https", "memory")
 
@@ -78,6 +78,13 @@ class KeyValueStore:
         self, name: str, timeout_s: float | None = None
     ) -> tuple[bytes | None, bytes]:
         """Return the value and version of a key; a missing key has the value None."""
+        if self.path is not None:
+            try:
+                check_regular(self.path / name)
+            except FileNotFoundError:
+                pass  # TensorStore says in which state the key is
+            except OSError as error:
+                raise StorageError(f"{self}/{name}", error, "read") from None
         entry = self._call("read", name, lambda store: store.read(name), timeout_s)
         value = bytes(entry.value) if entry.state == "value" else None
         return value, entry.stamp.generation

@@ -14,7 +14,7 @@ from data import packing
 from data.batch import Batch, Piece, expand_groups, padding_batch
 from data.config import Packing
 from data.errors import DataError
-from data.storage import created_atomically
+from data.storage import check_regular, created_atomically
 from data.token_store.reader import TokenArray
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ def open_plan(
     """
     if file.exists():
         try:
+            check_regular(file)
             with np.load(file) as arrays:
                 return Plan(**arrays)
         except Exception as error:  # zipfile may raise any exception

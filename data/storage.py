@@ -16,19 +16,29 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import fsspec.config
 from etils import epath
 
 from data.errors import DataError
+from data.names import checked_name
 
 _EXTRAS = {"s3": "s3", "gs": "gcs"}  # the pip extra for the client of each scheme
 ANSWER_S = 5.0  # the timeout of a single request to a store
+
+
+class NotAFileError(OSError):
+    """A path is that of a pipe, a socket, a device or a folder, not of a file."""
+
+
 # After these errors, another attempt would fail as well.
 _PERMANENT = (
+    NotAFileError,
     PermissionError,
     FileNotFoundError,
     FileExistsError,
@@ -88,6 +98,46 @@ def storage_path(location: str) -> epath.Path:
     return epath.Path(location.rstrip("/"))
 
 
+def is_taken(path: os.PathLike[str]) -> bool:
+    """Return whether there is anything at a path, even a link that leads nowhere."""
+    if is_remote(path):
+        return epath.Path(path).exists()
+    return Path(path).exists() or Path(path).is_symlink()
+
+
+def is_real_folder(path: os.PathLike[str]) -> bool:
+    """Return whether a path is a folder and not a link, so that its files are its own.
+
+    In an object store, which has neither, the result is always true.
+    """
+    return is_remote(path) or (Path(path).is_dir() and not Path(path).is_symlink())
+
+
+def check_regular(path: os.PathLike[str]) -> None:
+    """Check that a local path is a regular file, or a link to one.
+
+    Opening a pipe or a device may block forever.
+
+    Raises:
+        NotAFileError: there is something else at the path.
+        OSError: there is nothing at the path, or it cannot be searched.
+    """
+    if not is_remote(path) and not stat.S_ISREG(Path(path).stat().st_mode):
+        raise NotAFileError(f"{Path(path).name} is not a regular file")
+
+
+def file_below(folder: epath.Path, name: Any) -> epath.Path:
+    """Return the path of a regular file, given its name, which comes from a file.
+
+    Raises:
+        ValueError: the name is not that of a file below the folder.
+        OSError: as for `check_regular`.
+    """
+    path = folder / checked_name(name)
+    check_regular(path)
+    return path
+
+
 @contextlib.contextmanager
 def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary local path; the file or folder made there becomes `path`.
@@ -102,6 +152,7 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
     partial = temporary or path.with_name(
         f"{path.name}.building-{secrets.token_hex(4)}"
     )
+    remove_tree(partial)  # a leftover, or a link or a pipe that must not be opened
     try:
         yield partial
         if partial.is_file():
@@ -116,9 +167,14 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
             if not path.is_dir():
                 raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        remove_tree(partial)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a local file, folder or link, if possible; links are not followed."""
+    shutil.rmtree(path, ignore_errors=True)  # leaves links alone
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def write_atomically(
@@ -213,8 +269,15 @@ def move_folder(folder: epath.Path, target: epath.Path) -> None:
 
 
 def copy_file(file: epath.Path, target: epath.Path) -> None:
-    """Copy a file between paths of any kind; the target's folder is made if missing."""
+    """Copy a file between paths of any kind; the target's folder is made if missing.
+
+    Raises:
+        OSError: the file is not a regular file, or cannot be copied.
+    """
+    check_regular(file)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if not is_remote(target):
+        remove_tree(Path(target))  # a link must not be followed
     with file.open("rb") as source, target.open("wb") as copy:
         shutil.copyfileobj(source, copy, 2**22)
 

@@ -13,6 +13,7 @@ import tiktoken
 from data.config import PUBLISHED
 from data.encoding import BYTES, END_OF_TEXT, FolderEncoding
 from data.errors import DataError
+from data.storage import check_regular
 from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
 from data.tokenizer_folder import MALFORMED, load_folder
 
@@ -58,6 +59,7 @@ def load_tokenizer(name: str, sha256: str | None = None) -> tiktoken.Encoding:
 def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
     path = Path(name).expanduser()
     try:
+        check_regular(path)
         content = path.read_bytes()
     except OSError as error:
         raise DataError(

@@ -25,6 +25,7 @@ import tiktoken
 
 from data.encoding import END_OF_TEXT, FolderEncoding, Form
 from data.errors import DataError
+from data.storage import check_regular
 from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
 from data.tokenizer_json import POSSESSIVE_COUNT, byte_names, merges_of
 
@@ -47,9 +48,9 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     """
     folder = Path(name).expanduser()
     try:
-        content = (folder / FILE).read_bytes()
+        content = _read(folder / FILE)
         settings = folder / "tokenizer_config.json"
-        config = json.loads(settings.read_bytes()) if settings.exists() else {}
+        config = json.loads(_read(settings)) if settings.exists() else {}
         digest = hashlib.sha256(content).hexdigest()
         if sha256 is not None and digest != sha256.lower():
             raise ValueError(f"SHA-256 is {digest}, but the config gives {sha256}")
@@ -71,7 +72,12 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
 def digest_of(name: str) -> str | None:
     """Return the SHA-256 of a folder's tokenizer.json, or None if it does not exist."""
     file = Path(name).expanduser() / FILE
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
+    return hashlib.sha256(_read(file)).hexdigest() if file.is_file() else None
+
+
+def _read(file: Path) -> bytes:
+    check_regular(file)
+    return file.read_bytes()
 
 
 @functools.cache

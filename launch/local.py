@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from data.storage import check_regular
 from launch.config import LocalCluster
 from launch.job import Job, Rendered, export_lines, shell
 from launch.plan_check import Machine
@@ -81,9 +83,20 @@ def stop(submission: Submission) -> int:
 def _remaining_processes(submission: Submission) -> list[Process]:
     """Return the processes of each submission's last attempt that are still alive."""
     files = submission.local_folder().parent.glob(f"*/{_PROCESSES}")
-    records = [values for file in files for values in json.loads(file.read_text())]
+    records = [values for file in files for values in _read_processes(file)]
     processes = filter(None, map(Process.from_dict, records))
     return [process for process in processes if process.alive()]
+
+
+def _read_processes(file: Path) -> list[Any]:
+    """Return the processes in a file; none, with a warning, if it is damaged."""
+    try:
+        check_regular(file)
+        processes = json.loads(file.read_text())
+        return processes if isinstance(processes, list) else []
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s: does not say which processes it started: %s", file, error)
+        return []
 
 
 class _Attempt:

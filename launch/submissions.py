@@ -22,6 +22,7 @@ from typing import Any
 from etils import epath
 
 from data.errors import DataError
+from data.names import checked_name, numbers_in
 from data.storage import StorageError, is_remote
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Exit, Mistake
@@ -98,11 +99,26 @@ def newest_submission(run_dir: str) -> Submission | None:
             record_values = read_record(record, _REMEDY)
         if record_values is not None:
             try:
-                arguments = tuple(record_values.pop("arguments"))
-                return Submission(run_dir, arguments=arguments, **record_values)
-            except (KeyError, TypeError):
+                return _submission(record_values | {"number": number}, run_dir)
+            except (KeyError, TypeError, ValueError):
                 raise damaged(record, "is not a submission", _REMEDY) from None
     return None
+
+
+def _submission(record_values: dict[str, Any], run_dir: str) -> Submission:
+    """Return the submission that a record describes.
+
+    Raises:
+        KeyError, TypeError, ValueError: the values do not describe one.
+    """
+    arguments = tuple(map(str, record_values.pop("arguments")))
+    submission = Submission(run_dir, arguments=arguments, **record_values)
+    if "/" in checked_name(submission.name):  # it is part of a path
+        raise ValueError(submission.name)
+    for table in (submission.git, submission.handle):
+        if not isinstance(table, dict):
+            raise TypeError(table)
+    return submission
 
 
 def require_submission(run_dir: str) -> Submission:
@@ -122,7 +138,7 @@ def _submission_numbers(run_dir: str) -> list[int]:
     with _explain_access_errors(run_dir):
         check_answers(run_dir)
         names = [f.name for f in folder.iterdir()] if folder.exists() else []
-    return [int(name) for name in names if name.isdigit()]
+    return numbers_in(names)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
 from data.prepare_config import PrepareConfig
+from data.storage import check_regular
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import ReadSettings
@@ -200,7 +201,10 @@ def _locked(folder: Path) -> Iterator[Path]:
     The system releases the lock when the process ends, even if it is killed.
     """
     make_folder(folder, folder.parent, "work_dir")
-    with (folder / "lock").open("w") as file:
+    lock = folder / "lock"
+    if lock.exists():
+        check_regular(lock)
+    with lock.open("a") as file:  # a link's file is not emptied
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
+from data.storage import check_regular
 from data.token_store.writer import CHUNK_LENGTH, SHARD_LENGTH
 
 _MAX_OPEN = 256  # open shards of all arrays; many systems allow only 1,024 open files
@@ -110,6 +111,7 @@ class _Shard:
     """An open file of chunks, which is closed when its last reference is dropped."""
 
     def __init__(self, path: Path):
+        check_regular(path)
         self.path, self.file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
         size = 16 * (SHARD_LENGTH // CHUNK_LENGTH) + _CHECKSUM_BYTES

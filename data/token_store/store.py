@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from data.encoding import decode_bytes, fingerprint
+from data.config import PUBLISHED
+from data.encoding import BYTES, decode_bytes, fingerprint
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
+from data.names import checked_name
 from data.text.files import SPLITS, Split
 from data.token_store.reader import TokenArray
 from data.token_store.writer import (
@@ -143,7 +145,12 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             )
 
     check(MANIFEST, content, digest.decode(errors="replace").strip())
-    manifest = json.loads(content)
+    try:
+        manifest = dict(json.loads(content))
+        files = manifest.get("files", {}).items()
+        digests = {checked_name(name): digest for name, digest in files}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise DataError(f"{file}: is not a token store's manifest. {remedy}") from None
     if manifest.get("schema") != SCHEMA:
         raise DataError(
             f"{file}: its schema is {manifest.get('schema')}, but this version reads "
@@ -151,16 +158,18 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         )
     checksums = dict[str, np.ndarray]()
     try:
-        for name, digest in manifest["files"].items():
+        for name, digest in digests.items():
             check(name, content := storage.read(name), digest)
             if name.endswith(".crc32c"):
                 checksums[name] = np.frombuffer(content, "<u4")
     except FileNotFoundError as error:
         raise DataError(f"{error}: is not there. {remedy}") from error
-    if encoding is None and RANKS in manifest["files"]:
+    if encoding is None and RANKS in digests:
         encoding = parse_ranks(f"{storage}/{RANKS}", storage.read(RANKS))
     elif encoding is None:
-        encoding = load_tokenizer(manifest["tokenizer"])
+        if (name := manifest.get("tokenizer")) not in (BYTES, *PUBLISHED):
+            raise DataError(f"{file}: has the unknown tokenizer {name}. {remedy}")
+        encoding = load_tokenizer(name)
     if fingerprint(encoding) != manifest["tokenizer_fingerprint"]:
         raise DataError(
             f"{file}: its tokens were made with another tokenizer named "

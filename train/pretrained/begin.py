@@ -87,7 +87,7 @@ def record_or_check_files(path: str, run: epath.Path, cluster: Cluster) -> None:
             cluster.processes,
             names=files or weight_files(Path(path)),
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
     if cluster.processes > 1:
         texts = cluster.gather("init_from", json.dumps(hashed))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
+from data.names import checked_name
+from data.storage import check_regular
 from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
@@ -42,6 +44,7 @@ _REMEDY = "Fetch or export the folder again"
 # Older files also contain masks and rotary frequencies, which are ignored.
 _IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 # The encoder of images in a published model, whose text model has a prefix.
+_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _ENCODER = "model.visual."
 _TEXT_PREFIX = "model.language_model."
 
@@ -71,6 +74,7 @@ class Folder:
         prefix = family.embedding_tensor.split(".")[0] + "."
         for file in files:
             try:
+                check_regular(folder / file)
                 opened = stack.enter_context(safe_open(folder / file, "numpy"))
             except (OSError, SafetensorError) as error:
                 raise _unreadable(folder / file, error) from error
@@ -139,9 +143,10 @@ def _read_index(folder: Path) -> tuple[dict[str, str], list[str]]:
     if not index.exists():
         return {}, ["model.safetensors"]
     try:
+        check_regular(index)
         file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return file_of, sorted({*file_of.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return file_of, sorted({*map(checked_name, file_of.values())})
+    except _MALFORMED as error:
         raise _unreadable(index, error) from error
 
 
@@ -185,8 +190,13 @@ def modules_not_read(folder: Folder, model: ModelConfig) -> set[str]:
 def _settings_in(path: str) -> dict[str, Any]:
     """Return the content of a folder's config.json."""
     try:
-        return json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        file = Path(path) / "config.json"
+        check_regular(file)
+        settings = json.loads(file.read_text())
+        if not isinstance(settings, dict):
+            raise ValueError("config.json does not hold names and values")
+        return settings
+    except (OSError, ValueError, RecursionError) as error:
         rule = f"must be a folder with config.json and weights, or a run's ({error})"
         raise ConfigError([Mistake(_KEY, path, rule)]) from None
 

@@ -43,6 +43,7 @@ def main(config: ProfileConfig) -> int:
         ConfigError: if the run or profile does not exist, or the run is not training.
         Exit: if the trainer does not answer, or has ended.
     """
+    from data.names import numbers_in
     from train.run.starts import existing_run
 
     folder = existing_run(run_dir(Config(run=config.run)))
@@ -51,8 +52,7 @@ def main(config: ProfileConfig) -> int:
         profile = _request(folder, config)
     elif not (profile / "profile.json").exists():
         names = (file.parent.name for file in folder.glob("profiles/*/profile.json"))
-        steps = sorted(int(name) for name in names if name.isdigit())
-        existing = ", ".join(map(str, steps)) or "none"
+        existing = ", ".join(map(str, numbers_in(names))) or "none"
         rule = f"must be the first step of an existing profile: {existing}"
         raise ConfigError([Mistake("step", config.step, rule)])
     _print_profile(profile)
@@ -85,6 +85,7 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
 
 def _print_profile(folder: epath.Path) -> None:
     """Print how the time of the traced steps was spent, by scope and by kind."""
+    from data.storage import check_regular
     from train.console import print_table
     from train.profile.times import read_times
     from train.run.records import damaged, read_record
@@ -96,6 +97,7 @@ def _print_profile(folder: epath.Path) -> None:
     num_steps = record["last"] - record["first"] + 1
     hlo_file = folder / "step.hlo.gz"
     try:
+        check_regular(hlo_file)
         hlo = gzip.decompress(hlo_file.read_bytes()).decode()
         if not hlo:
             raise ValueError("it is empty")

@@ -11,7 +11,6 @@ run. Values that an older version of this program did not write are not compared
 
 import hashlib
 import json
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,12 +18,21 @@ from typing import Any
 
 from etils import epath
 
-from data.errors import DataError
-from data.storage import copy_file, is_remote, list_files, write_atomically
+from data.names import checked_name, numbers_in
+from data.storage import (
+    check_regular,
+    copy_file,
+    file_below,
+    is_real_folder,
+    is_remote,
+    list_files,
+    remove_tree,
+    write_atomically,
+)
 
 SEAL = "digests.json"
 _COMMITTED = "commit_success.txt"  # Orbax's last file of a step, under gs:// and s3://
-_DESCRIPTION = "_CHECKPOINT_METADATA"  # the file in which Orbax saves our metadata
+DESCRIPTION = "_CHECKPOINT_METADATA"  # the file in which Orbax saves our metadata
 _BLOCK = 2**22
 _THREADS = 4  # useful because hashing releases the GIL, and reads wait for a store
 
@@ -38,10 +46,14 @@ def digests(
     """Return the size and SHA-256 of each file of a step, by path relative to the step.
 
     Each of `processes` hashes only its share of `names`, which is all files if None.
+
+    Raises:
+        ValueError: a name is not that of a file below the folder.
+        OSError: a file cannot be read.
     """
     names = sorted(_files(step) if names is None else names)[process::processes]
     with ThreadPoolExecutor(_THREADS) as pool:
-        results = pool.map(lambda name: _digest(step / name), names)
+        results = pool.map(lambda name: _digest(file_below(step, name)), names)
         return dict(zip(names, results, strict=True))
 
 
@@ -71,27 +83,29 @@ def copy_step(
     """Copy a sealed step, with other values in its description.
 
     The copy keeps the recorded digests of all other files, and is sealed last. `beat`
-    is called after each file.
+    is called after each file. What an interrupted copy left is removed.
 
     Raises:
         OSError: a file cannot be copied, for example because the step was deleted.
+        ValueError: the seal or the description is damaged.
     """
     seal = _read_seal(step)
+    if not is_remote(target):
+        remove_tree(Path(target))
     for name in seal:
         copy_file(step / name, target / name)
         beat()
-    description = json.loads(_read_regular(target / _DESCRIPTION))
+    description = _read_json(target / DESCRIPTION)
     description["custom_metadata"] |= changes
-    write_atomically(target / _DESCRIPTION, json.dumps(description))
-    write_seal(target, seal | digests(target, names=[_DESCRIPTION]))
+    write_atomically(target / DESCRIPTION, json.dumps(description))
+    write_seal(target, seal | digests(target, names=[DESCRIPTION]))
 
 
 def saved_steps(checkpoints: epath.Path) -> list[int]:
     """List the steps in a run's folder of checkpoints, ascending."""
     if not checkpoints.exists():
         return []
-    names = [path.name for path in checkpoints.iterdir() if path.name.isdecimal()]
-    return sorted(int(name) for name in names if name == str(int(name)))
+    return numbers_in(path.name for path in checkpoints.iterdir())
 
 
 def unsealed_mark(directory: epath.Path, step: int) -> epath.Path:
@@ -118,7 +132,7 @@ def unsealed_steps(
         and unsealed_mark(directory, step).exists()
     ]
     marks = unsealed_mark(directory, 0).parent
-    if clean and marks.exists():
+    if clean and marks.exists() and is_real_folder(marks):
         for mark in marks.iterdir():
             if mark.name not in map(str, unsealed):
                 mark.unlink(missing_ok=True)
@@ -137,7 +151,7 @@ def remove_uncommitted(checkpoints: epath.Path) -> None:
     """
     if checkpoints.exists():
         for folder in checkpoints.iterdir():
-            if folder.name.isdigit() and not is_committed(folder):
+            if numbers_in([folder.name]) and not is_committed(folder):
                 folder.rmtree(missing_ok=True)
 
 
@@ -183,32 +197,15 @@ def read_description(step: epath.Path) -> dict[str, Any] | None:
     """
     try:
         if is_sealed(step):
-            digest = _digest(step / _DESCRIPTION)
-            if digest != _read_seal(step).get(_DESCRIPTION):
+            digest = _digest(file_below(step, DESCRIPTION))
+            if digest != _read_seal(step).get(DESCRIPTION):
                 return None
-        elif not (step / _DESCRIPTION).exists():
+        elif not (step / DESCRIPTION).exists():
             return {}
-        metadata = json.loads(_read_regular(step / _DESCRIPTION))
+        metadata = _read_json(step / DESCRIPTION)
         return dict(metadata.get("custom_metadata") or {})
     except _damage_errors(step):
         return None
-
-
-def check_descriptions(checkpoints: epath.Path) -> None:
-    """Check that Orbax, which reads all descriptions at once, can open every one.
-
-    Raises:
-        DataError: a description is a pipe or a device, which may block when opened.
-    """
-    for step in [] if is_remote(checkpoints) else saved_steps(checkpoints):
-        path = checkpoints / str(step) / _DESCRIPTION
-        try:
-            _check_regular(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            message = f"{path.parent}: {error}. Move this folder elsewhere"
-            raise DataError(message) from None
 
 
 def newest_description(
@@ -261,7 +258,7 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
         return
     for path in folder.iterdir():
         name = f"{prefix}{path.name}"
-        if path.is_dir():
+        if is_real_folder(path):
             yield from _files(path, f"{name}/")
         elif name != SEAL:
             yield name
@@ -270,7 +267,6 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
 def _digest(path: epath.Path) -> list[object]:
     """Return a file's size and SHA-256."""
     digest, size = hashlib.sha256(), 0
-    _check_regular(path)
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
@@ -279,15 +275,17 @@ def _digest(path: epath.Path) -> list[object]:
 
 
 def _read_seal(step: epath.Path) -> dict[str, Any]:
-    return json.loads(_read_regular(step / SEAL))
+    """Return the recorded digest of each file of a step, by checked names."""
+    seal = _read_json(step / SEAL)
+    return {checked_name(name): digest for name, digest in seal.items()}
 
 
-def _read_regular(path: epath.Path) -> str:
-    _check_regular(path)
-    return path.read_text()
-
-
-def _check_regular(path: epath.Path) -> None:
-    """Raise OSError for a pipe or a device: opening one may block forever."""
-    if not is_remote(path) and not stat.S_ISREG(Path(path).stat().st_mode):
-        raise OSError(f"{path.name} is not a regular file")
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    check_regular(path)
+    try:
+        table = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path.name} does not hold names and values")
+    return table

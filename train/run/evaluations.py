@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
+from data.names import numbers_in
 from data.storage import write_atomically
 from train.run.records import damaged, json_compatible, record_or_warn
 
@@ -82,9 +83,9 @@ def read_scores(
 
 def _read_evaluations(folder: epath.Path) -> Iterable[dict[str, Any]]:
     """Yield the evaluations, ascending by step."""
-    files = [*folder.glob("*-*.json")] if folder.exists() else []
-    files_by_step = [(file.name.partition("-")[0], file) for file in files]
-    for _, file in sorted((int(n), file) for n, file in files_by_step if n.isdigit()):
+    files = sorted(folder.glob("*-*.json")) if folder.exists() else []
+    steps = {file: numbers_in([file.name.partition("-")[0]]) for file in files}
+    for file in sorted(filter(steps.get, files), key=lambda file: steps[file]):
         evaluation = record_or_warn(file, _REMEDY)
         if evaluation is not None and not _is_evaluation(evaluation):
             log.warning("%s", damaged(file, "does not hold scores", _REMEDY))

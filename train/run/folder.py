@@ -4,18 +4,28 @@ from pathlib import Path
 
 from etils import epath
 
-from data.storage import StorageError, is_remote, storage_path
+from data.errors import DataError
+from data.storage import (
+    StorageError,
+    check_regular,
+    is_real_folder,
+    is_remote,
+    is_taken,
+    storage_path,
+)
 from train.errors import CRASHED, ConfigError, Exit, Mistake
+from train.run.digests import DESCRIPTION, saved_steps
 from train.run.records import damaged
 
 _FILES = (
     *("config.yaml", "lease.json", "metrics.jsonl", "events.jsonl", "results.json"),
     *("init_from.json", "branch.json", "profile_request.json"),
 )
-_SUBFOLDERS = (
-    *("starts", "checkpoints", "metrics", "events", "evaluations", "profiles"),
-    *("stacks", "launch"),
-)
+_SUBFOLDERS = ("starts", "checkpoints", "evaluations", "profiles", "stacks", "launch")
+# Starts delete files of these folders, so a link must not lead to other files.
+_REAL_FOLDERS = ("metrics", "events")
+_REAL_CHECKPOINT_FOLDERS = ("unsealed", "quarantine")
+_REMEDY = "Move it away, or put back what a copy of the run has there."
 
 
 def run_folder(directory: str, key: str = "run.dir") -> epath.Path:
@@ -52,13 +62,53 @@ def check_layout(run_dir: epath.Path) -> None:
     """
     if is_remote(run_dir):  # an object store has no folders
         return
-    for name in (*_FILES, *_SUBFOLDERS):
-        path, kind = Path(run_dir / name), "folder" if name in _SUBFOLDERS else "file"
+    try:
+        for name in _FILES:
+            if is_taken(run_dir / name) and not Path(run_dir / name).is_file():
+                raise _wrong_kind(run_dir / name, "file")
+        for name in _SUBFOLDERS:
+            if is_taken(run_dir / name) and not Path(run_dir / name).is_dir():
+                raise _wrong_kind(run_dir / name, "folder")
+        for name in _REAL_FOLDERS:
+            _check_real_folder(run_dir / name)
+        check_checkpoints(run_dir / "checkpoints")
+    except PermissionError as error:
+        raise access_error(str(run_dir), error) from None
+
+
+def check_checkpoints(checkpoints: epath.Path) -> None:
+    """Check what lies in a local folder of checkpoints, before it is opened.
+
+    Orbax opens the descriptions of all steps. A start deletes and empties marks.
+
+    Raises:
+        DataError: an entry is of the wrong kind; the message names it.
+    """
+    if is_remote(checkpoints):
+        return
+    if is_taken(checkpoints) and not checkpoints.is_dir():
+        raise _wrong_kind(checkpoints, "folder")
+    for name in _REAL_CHECKPOINT_FOLDERS:
+        _check_real_folder(checkpoints / name)
+    marks = checkpoints / "unsealed"
+    for mark in marks.iterdir() if marks.exists() else ():
+        if Path(mark).is_symlink() or not mark.is_file():
+            raise _wrong_kind(mark, "file, and not a link")
+    for step in saved_steps(checkpoints):
+        folder = checkpoints / str(step)
+        _check_real_folder(folder)  # old steps are deleted
         try:
-            is_kind = path.is_dir() if kind == "folder" else path.is_file()
-            is_wrong_kind = path.exists() and not is_kind
-        except PermissionError as error:
-            raise access_error(str(run_dir), error) from None
-        if is_wrong_kind:
-            remedy = "Move it away, or put back what a copy of the run has there."
-            raise damaged(epath.Path(path), f"must be a {kind}, and is not", remedy)
+            check_regular(folder / DESCRIPTION)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise damaged(folder, str(error), "Move this folder elsewhere.") from None
+
+
+def _check_real_folder(path: epath.Path) -> None:
+    if is_taken(path) and not is_real_folder(path):
+        raise _wrong_kind(path, "folder, and not a link")
+
+
+def _wrong_kind(path: epath.Path, kind: str) -> DataError:
+    return damaged(path, f"must be a {kind}", _REMEDY)

@@ -27,7 +27,7 @@ from typing import Any
 
 from etils import epath
 
-from data.storage import AppendedFile, is_remote, write_atomically
+from data.storage import AppendedFile, is_remote, is_taken, write_atomically
 from train.run.jsonl_reader import (
     IsRow,
     Row,
@@ -143,8 +143,10 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
     """Drop all lines but kept rows, atomically; return False if this empties the file.
 
     An empty file is deleted. If a file with damaged lines cannot be rewritten, these
-    lines stay; if it is local, everything after the last kept row is dropped.
+    lines stay; if it is local, everything after the last kept row is dropped. A link is
+    replaced by a file, because its target may belong to something else.
     """
+    can_cut = not (is_remote(path) or Path(path).is_symlink())
     offset = kept_end = kept_bytes = num_damaged = 0
     for line, row in complete_lines(path, is_row):
         offset += len(line)
@@ -152,13 +154,13 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
         if row is not None and keep(row):
             kept_bytes, kept_end = kept_bytes + len(line), offset
     copies = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
-    damaged_copy = next(file for file in copies if not file.exists())
+    damaged_copy = next(file for file in copies if not is_taken(file))
     try:
         if num_damaged:
             path.copy(damaged_copy)
         if not kept_bytes:
             path.unlink()
-        elif kept_bytes == kept_end and not is_remote(path):
+        elif kept_bytes == kept_end and can_cut:
             os.truncate(path, kept_end)  # works on a full disk
         elif kept_bytes < path.stat().length:
             rows = complete_lines(path, is_row)
@@ -171,7 +173,7 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
         message = "%s: %d lines are damaged. They stay where they are, because the file"
         message += " cannot be rewritten (%s); all readers skip them"
         log.warning(message, path, num_damaged, error)
-        if not is_remote(path):
+        if can_cut:
             os.truncate(path, kept_end)
         return True
     if num_damaged:

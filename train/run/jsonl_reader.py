@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from data.names import numbers_in
 from data.storage import is_remote
 
 Row = dict[str, Any]
@@ -38,8 +39,8 @@ def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
     first_part, folder = log_part(run_dir, name, 0), run_dir / name
     numbers = [0] if first_part.exists() else []
     if folder.exists():
-        stems = (path.name.removesuffix(".jsonl") for path in folder.iterdir())
-        numbers += sorted(int(stem) for stem in stems if stem.isdigit())
+        parts = (path for path in folder.iterdir() if is_remote(path) or path.is_file())
+        numbers += numbers_in(path.name.removesuffix(".jsonl") for path in parts)
     return {number: log_part(run_dir, name, number) for number in numbers}
 
 

@@ -51,12 +51,13 @@ class Process:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Process | None":
-        """Return the process that the values describe; None if a field is missing."""
+        """Return the process that the values describe; None if they do not."""
         try:
             fields = dataclasses.fields(Process)
-            return Process(**{field.name: values[field.name] for field in fields})
+            process = Process(**{field.name: values[field.name] for field in fields})
         except (KeyError, TypeError):
             return None
+        return process if _is_pid(process.pid) else None
 
     def alive(self) -> bool | None:
         """Return whether the process lives; None if this machine cannot tell.
@@ -102,7 +103,7 @@ class Owner(Process):
         """Return the owner that `to_json` wrote; an unknown owner if it is damaged."""
         try:
             owner = cls(**json.loads(content))
-            if not (isinstance(owner.pid, int) and isinstance(owner.beat, int)):
+            if not (_is_pid(owner.pid) and isinstance(owner.beat, int)):
                 raise ValueError(owner)
             return owner
         except (ValueError, TypeError, RecursionError):
@@ -116,6 +117,11 @@ class Owner(Process):
         if self.token == _UNKNOWN:
             return "an unknown process (its lease is damaged)"
         return f"process {self.pid} on host {self.host} since {self.since}"
+
+
+def _is_pid(value: Any) -> bool:
+    """Return whether a value can be the number of a process on any system."""
+    return isinstance(value, int) and 0 < value < 2**31
 
 
 def state_and_start(pid: int) -> tuple[str | None, int | str | None]:

@@ -20,10 +20,12 @@ from typing import Any, cast
 
 from etils import epath
 
+from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.storage import is_remote
 from train.config import CheckpointConfig
-from train.run.digests import check_descriptions
+from train.run.digests import DESCRIPTION, read_description, saved_steps
+from train.run.folder import check_checkpoints
 
 SCORE = "eval/loss"  # the metric that is saved with an evaluated step
 
@@ -34,13 +36,12 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     `retention` says which steps survive later saves; with None the folder is only read.
 
     Raises:
-        DataError: the file `_CHECKPOINT_METADATA`, which describes a step, cannot be
-            opened.
+        DataError: something in the folder is not what it must be.
     """
     from orbax.checkpoint import v1 as ocp  # the import takes a second
 
     quiet_failed_saves()
-    check_descriptions(directory)
+    check_checkpoints(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
     # contents.py decides which arrays may be padded or left unread.
@@ -49,11 +50,8 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     if os.fspath(directory).startswith("s3://"):
         _patch_orbax_for_s3()
         context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-    make_checkpointer = functools.partial(
-        ocp.training.Checkpointer, directory, context=context
-    )
     if retention is None:
-        return make_checkpointer(cleanup_tmp_directories=False)
+        return _open(directory, context=context, cleanup_tmp_directories=False)
     preserved: list[Any] = [policies.LatestN(retention.keep_latest)]
     if retention.keep_every_steps:
         preserved.append(policies.EveryNSteps(retention.keep_every_steps))
@@ -66,10 +64,31 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
                 keep_checkpoints_without_metrics=False,
             )
         )
-    return make_checkpointer(
+    return _open(
+        directory,
+        context=context,
         preservation_policy=cast(Any, policies.AnyPreservationPolicy(preserved)),
         cleanup_tmp_directories=not is_remote(directory),
     )
+
+
+def _open(directory: epath.Path, **options: Any) -> Any:
+    """Open a folder; Orbax skips descriptions that are no JSON, but not all others."""
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        return ocp.training.Checkpointer(directory, **options)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        damaged = [
+            step
+            for step in saved_steps(directory)
+            if read_description(directory / str(step)) is None
+        ]
+        raise DataError(
+            f"{directory}: the file {DESCRIPTION} of a step is damaged ({error}). Move "
+            f"the folder of that step elsewhere, or put back what a copy of the run "
+            f"has there. Its digest differs in the steps {damaged}"
+        ) from error
 
 
 @functools.cache

@@ -129,11 +129,9 @@ class Profiler:
     def _poll(self) -> None:
         while not self._ended.wait(_LOOK_S):
             try:
-                request = json.loads(_request_file(self._run.path).read_text())
-                if self._trace_dir is None:
+                request = read_record(_request_file(self._run.path), "")
+                if request is not None and self._trace_dir is None:
                     self._preemption.request(f"{TRACE}{int(request['num_steps'])}")
-            except FileNotFoundError:
-                continue
             except Exception as error:  # each store raises its own errors
                 log.warning("profile_request.json cannot be answered: %s", error)
                 self._ended.wait(60)
@@ -154,11 +152,9 @@ class Profiler:
     def _take_request(self) -> None:
         """Read the request's id and remove its file, unless it has been withdrawn."""
         try:
-            request = json.loads(_request_file(self._run.path).read_text())
-            self._request_id = request["id"]
-            withdraw_request(self._run.path)
-        except FileNotFoundError:
-            pass
+            if request := read_record(_request_file(self._run.path), ""):
+                self._request_id = request["id"]
+                withdraw_request(self._run.path)
         except Exception as error:  # a failing store must not end the training
             log.warning("profile_request.json cannot be answered: %s", error)
 

@@ -224,7 +224,7 @@ class SavedSteps:
         description = self._orbax.metadata(step)
         saved = dict(named(description.metadata))
         saved_format = (description.custom_metadata or {}).get("format", 1)
-        if saved_format > FORMAT:
+        if not isinstance(saved_format, int) or saved_format > FORMAT:
             raise DataError(
                 f"{self._directory}/{step} has format {saved_format}, and this version "
                 f"reads formats up to {FORMAT}. Use the version that wrote it"

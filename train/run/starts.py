@@ -24,6 +24,7 @@ import yaml
 from etils import epath
 
 from data.errors import DataError
+from data.names import numbers_in
 from data.sources import Sources
 from data.storage import StorageError, write_atomically
 from train.cli.schema import config_yaml, read_yaml, renamed
@@ -105,8 +106,7 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
 
 def start_numbers(path: epath.Path) -> list[int]:
     """Return the numbers of the starts that left a record, ascending."""
-    names = (file.stem for file in (path / "starts").glob("*.yaml"))
-    return sorted(int(name) for name in names if name.isdigit())
+    return numbers_in(file.stem for file in (path / "starts").glob("*.yaml"))
 
 
 def _start_of_newest_checkpoint(path: epath.Path) -> dict[str, Any]:
