@@ -31,7 +31,14 @@ from data.shuffle import seed_of, shuffled_rows
 from data.sources import Sources
 from data.text.files import Split
 
-__all__ = ["Batch", "Order", "batch_number", "validation_batches"]
+__all__ = [
+    "Batch",
+    "Order",
+    "batch_number",
+    "num_validation_batches",
+    "spread_rows",
+    "validation_batches",
+]
 
 RowSlices = slice | Sequence[slice] | None
 # One thread reads small batches of a local split faster than two that share the GIL.
@@ -39,6 +46,7 @@ RowSlices = slice | Sequence[slice] | None
 # Both release the GIL. The measurements are in docs/log/data.md.
 _THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
 _LARGE_BATCH_TOKENS = 2**20
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Excerpt(NamedTuple):
@@ -233,20 +241,22 @@ class Order:
 def validation_batches(
     sources: Sources, config: DataConfig, num_batches: int = -1, rows: RowSlices = None
 ) -> Iterator[Batch]:
-    """Return an iterator over the validation text in order.
+    """Return an iterator over the validation text, or over a part of it, in order.
 
-    Each pair of an input and a target occurs exactly once. Rows of several sources
-    alternate in proportion to the sources' row counts. The last batch ends with
-    padding, so that all batches have the same shape. The iterator ends after
-    `num_batches` batches (-1 means all). `rows` is as in `Order.read`.
+    With `num_batches=-1`, each pair of an input and a target occurs exactly once. The
+    last batch ends with padding, so that all batches have the same shape. Fewer batches
+    than there are hold rows that `spread_rows` chooses. Rows of several sources
+    alternate in proportion to the sources' row counts. `rows` is as in `Order.read`.
     """
     readers, is_local = _open_split(sources, config, sources.held_out, pad=True)
     num_rows = np.array([len(reader) for reader in readers.values()])
     source_of_row, numbers = expand_groups(num_rows)
+    if 0 <= num_batches * config.batch_size < len(numbers):
+        chosen = spread_rows(len(numbers), num_batches * config.batch_size)
+        source_of_row, numbers = source_of_row[chosen], numbers[chosen]
     order = np.argsort((numbers + 0.5) / num_rows[source_of_row], kind="stable")
-    num_available = -(-len(order) // config.batch_size)
-    stop = num_available if num_batches < 0 else min(num_batches, num_available)
-    pad_width = (0, num_available * config.batch_size - len(order))
+    stop = -(-len(order) // config.batch_size)
+    pad_width = (0, stop * config.batch_size - len(order))
     source_of_row = np.pad(source_of_row[order], pad_width, constant_values=-1)
     numbers = np.pad(numbers[order], pad_width)
     row_indices = _row_indices(config.batch_size, rows)
@@ -257,6 +267,24 @@ def validation_batches(
 
     num_tokens = len(row_indices) * config.sequence_length
     return _prefetch(read, range(stop), is_local, num_tokens, config)
+
+
+def num_validation_batches(sources: Sources, config: DataConfig) -> int:
+    """Return the number of batches of the whole validation text."""
+    readers, _ = _open_split(sources, config, sources.held_out, pad=True)
+    return -(-sum(map(len, readers.values())) // config.batch_size)
+
+
+def spread_rows(num_rows: int, num_chosen: int) -> np.ndarray:
+    """Choose rows that are spread evenly over all rows, always the same ones.
+
+    Each of `num_chosen` stretches of nearly equal length gives one row. Its place in
+    the stretch changes from one to the next by the golden ratio, so that documents of
+    several kinds in regular turns are all represented. The result is ascending.
+    """
+    bounds = np.arange(num_chosen + 1) * num_rows // num_chosen
+    places = np.arange(num_chosen) * _GOLDEN_RATIO % 1
+    return bounds[:-1] + np.floor(places * np.diff(bounds)).astype(np.int64)
 
 
 def _open_split(

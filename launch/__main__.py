@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from launch.config import Action, kind_in, kind_of, schema_of
+from launch.input_paths import input_path_mistakes
 from launch.job import environment_mistakes, secret_mistakes
 from launch.submissions import Submission, require_submission
 from launch.submit import BACKENDS, render_job, resolved_run_dir, resume, submit_job
@@ -75,6 +76,7 @@ def launch_mistakes(config: Any) -> list[Mistake]:
         except ConfigError as error:
             mistakes += error.mistakes
         mistakes += backend.mistakes(config.cluster, directory)
+        mistakes += input_path_mistakes(config)
     return mistakes
 
 

@@ -22,9 +22,11 @@ def outcome(config: Config) -> tuple[str, float | None]:
     from train.preflight import settled_run_dir
     from train.run.folder import run_folder
     from train.run.starts import read_results
+    from train.run.validations import headline
 
     directory = settled_run_dir(config)
-    return directory, read_results(run_folder(directory)).get("eval/loss")
+    results = read_results(run_folder(directory))
+    return directory, results.get(f"{headline(results)}/loss")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,7 @@ def due_after(
     check_interval = config.train.replica_check_interval_steps or 0
     return Due(
         log=run_ends or step % config.log.interval_steps == 0,
-        # keep_best needs the loss at the last save; the final evaluation comes later.
-        evaluate=config.checkpoint.keep_best
-        if run_ends
-        else step % config.eval.interval_steps == 0,
+        evaluate=run_ends or step % config.eval.interval_steps == 0,
         score_tasks=bool(config.eval.tasks)
         and not run_ends
         and step % config.eval.task_interval_steps == 0,

@@ -25,9 +25,10 @@ from train.distributed.replicas import compare_replicas, make_checksums
 from train.distributed.watchdog import Watchdog
 from train.due import Due, due_after
 from train.errors import ABORTED, DIVERGED, Exit
+from train.evaluate.evaluator import Evaluator
 from train.evaluate.results import validation_line
 from train.evaluate.tasks import Tasks
-from train.evaluate.validation import Score, as_metrics, evaluate_all
+from train.evaluate.validation import as_metrics
 from train.feed import Feed, local_rows
 from train.log_window import LogWindow
 from train.phases import CompiledSteps, PhaseSteps
@@ -36,6 +37,7 @@ from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir
 from train.run.profiles import Profiler
 from train.run.starts import checkpoint_metadata
+from train.run.validations import PART
 from train.state import TrainState, best_params, make_finite_check
 from train.units import few
 
@@ -65,6 +67,7 @@ class Trainer:
     cluster: Cluster
     preemption: Preemption
     watchdog: Watchdog
+    evaluator: Evaluator
     tasks: Tasks | None
 
     def train(self, state: TrainState) -> tuple[int, TrainState]:
@@ -202,11 +205,6 @@ class Trainer:
         yield
         self.run.events.lap(event or name)
 
-    def evaluate(self, state: TrainState, num_batches: int) -> dict[str, Score]:
-        """Score the state on all validation sets."""
-        params, beat = best_params(state), self.watchdog.beat
-        return evaluate_all(self.program, params, self.sources, num_batches, beat)
-
     def score_tasks(self, state: TrainState) -> dict[str, float]:
         """Score the state on `eval.tasks`; return {} if there are none."""
         params, beat = best_params(state), self.watchdog.beat
@@ -223,12 +221,14 @@ class Trainer:
         metrics = self.score_tasks(state) if due.score_tasks else {}
         scores = {}
         if due.evaluate:
-            scores = self.evaluate(state, config.eval.num_batches)
-            metrics |= as_metrics(scores)
+            scores = self.evaluator.score(best_params(state))
+            metrics |= as_metrics(scores, PART)
             progress.note(validation_line(step, scores, self.run.validations))
-        if step < config.train.num_steps:  # the final evaluation is logged at the end
-            self.run.log(step, metrics)
-        if not scores or not self.checkpoints.record_loss(step, scores[""].loss):
+        self.run.log(step, metrics)
+        if not scores:
+            return due
+        score = scores[""]
+        if not self.checkpoints.record_loss(step, score.loss, score.num_targets):
             return due
         check = config.train.replica_check_interval_steps is not None
         return due._replace(save=True, check=check)

@@ -26,6 +26,7 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
 from train.distributed.watchdog import Watchdog
 from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
+from train.evaluate.evaluator import Evaluator
 from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.loop import Trainer
@@ -38,6 +39,7 @@ from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
 from train.run.starts import document_start_of, read_results
+from train.run.validations import PART
 from train.runtime import set_up
 from train.state import TrainState, best_params
 
@@ -147,6 +149,7 @@ def _make_trainer(
         cluster=prepared.cluster,
         preemption=preemption,
         watchdog=watchdog,
+        evaluator=Evaluator(program, prepared.sources, watchdog.beat),
         tasks=prepared.tasks,
     )
 
@@ -156,6 +159,7 @@ def _train(trainer: Trainer) -> int:
     program, run = trainer.program, trainer.run
     state = _find_state(trainer)
     print(mask(f"run         {run.path}, from step {int(state.step):,}"), flush=True)
+    is_trained = int(state.step) < program.config.train.num_steps
     code, state = trainer.train(state)
     if code:
         return code
@@ -163,13 +167,18 @@ def _train(trainer: Trainer) -> int:
         trainer.checkpoints.wait()  # Finish the save before results mark the run done.
     trainer.preemption.training_done()
     with trainer.phase("eval"):
-        step, batches = int(state.step), program.config.eval.final_num_batches
-        scores = trainer.evaluate(state, batches)
+        step, params = int(state.step), best_params(state)
+        if not is_trained:  # The loop has not scored the rows that all steps score.
+            run.log(step, as_metrics(trainer.evaluator.score(params), PART))
+        evaluations = trainer.evaluator.score_at_end(params, announce=run.write)
         task_scores = trainer.score_tasks(state)
-        run.log(step, as_metrics(scores) | task_scores)
+        for prefix, scores in evaluations.items():
+            if prefix != PART:
+                run.log(step, as_metrics(scores, prefix))
+        if task_scores:
+            run.log(step, task_scores)
     with trainer.phase("eval", "close"):
-        params = best_params(state)
-        values = compute_results(program, params, trainer.sources, step, scores)
+        values = compute_results(program, params, trainer.sources, step, evaluations)
         run.write_results(values | task_scores)
     return 0
 

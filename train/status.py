@@ -26,8 +26,9 @@ from train.identity import run_dir
 from train.run.digests import is_sealed, saved_steps
 from train.run.goodput import BUCKETS, Goodput, finite_float, goodput_of
 from train.run.lease import read_owner
-from train.run.metrics import Validations, newest_metrics, read_events, read_validations
+from train.run.metrics import newest_metrics, read_events
 from train.run.starts import existing_run, newest_start, read_results
+from train.run.validations import Validations, read_validations
 from train.units import format_seconds
 
 _FOLLOW_S = 2.0
@@ -67,7 +68,7 @@ class Status:
     owner: the process that runs the run, if there is one.
     silent_s: the time since the run's last record.
     left_s: the estimated time to the last step, if the run is running.
-    validation: the last and the best evaluation, if there were any.
+    validation: the evaluations.
     """
 
     state: str
@@ -77,7 +78,7 @@ class Status:
     num_steps: int
     left_s: float | None
     loss: float | None
-    validation: Validations | None
+    validation: Validations
     save: Save | None
     goodput: Goodput
 
@@ -207,8 +208,13 @@ def _json_values(status: Status) -> dict[str, Any]:
     goodput, validation = status.goodput, status.validation
     return {
         **dataclasses.asdict(status),
-        "validation": validation
-        and {name: score._asdict() for name, score in validation._asdict().items()},
+        "validation": validation.last
+        and validation.best
+        and {
+            "last": validation.last._asdict(),
+            "best": validation.best._asdict(),
+        },
+        "validation_whole": validation.whole and validation.whole._asdict(),
         "goodput": {
             "fraction": goodput.fraction,
             "wall_s": goodput.wall_s,
@@ -233,11 +239,13 @@ def _print_status(status: Status) -> None:
     time_left = f", {format_seconds(status.left_s)} left" if status.left_s else ""
     print(f"step        {status.step:,} of {status.num_steps:,}{time_left}")
     print(f"loss        {'none yet' if status.loss is None else f'{status.loss:.4f}'}")
-    if validation := status.validation:
-        last, best = validation
+    last, best, _, whole = status.validation
+    if last and best:
         print(f"validation  {last} at step {last.step:,}")
         if best.step != last.step:
             print(f"best        {best} at step {best.step:,}")
+    if whole:
+        print(f"whole set   {whole} at step {whole.step:,}")
     if save:
         age = "" if save.age_s is None else f", {format_seconds(save.age_s)} ago"
         sealed = "sealed" if save.sealed else "not sealed"

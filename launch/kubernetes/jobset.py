@@ -45,7 +45,7 @@ def jobset_mistakes(cluster: KubernetesCluster, run_dir: str) -> list[Mistake]:
             rule = "must be secret/key, a Secret's name and a key in it: "
             rule += "cluster.secrets={WANDB_API_KEY: wandb/api-key}"
             errors.append(Mistake(f"cluster.secrets.{variable}", secret, rule))
-    mounts = [path.rstrip("/") + "/" for path in _mount_paths(cluster.merge)]
+    mounts = [path.rstrip("/") + "/" for path in mount_paths(cluster.merge)]
     if not any(f"{run_dir}/".startswith(mount) for mount in mounts):
         errors += object_store_mistakes(run_dir, kind_of(cluster))
     return errors
@@ -136,11 +136,11 @@ def _job_rules() -> list[dict[str, Any]]:
     ]
 
 
-def _mount_paths(node: Any) -> list[str]:
+def mount_paths(node: Any) -> list[str]:
     """List each `mountPath` in `cluster.merge` or, recursively, in a part of it."""
     if isinstance(node, Mapping):
         paths = [node["mountPath"]] if isinstance(node.get("mountPath"), str) else []
-        return paths + [path for child in node.values() for path in _mount_paths(child)]
+        return paths + [path for child in node.values() for path in mount_paths(child)]
     if isinstance(node, Sequence) and not isinstance(node, str):
-        return [path for child in node for path in _mount_paths(child)]
+        return [path for child in node for path in mount_paths(child)]
     return []

@@ -31,8 +31,8 @@ train.plan.memory train.plan.sections train.plan.branches
     train.plan.compiled | train.plan.estimated
     train.phases
     train.plan | train.profile | train.prove | train.coordinates | \
-train.pretrained | train.log_window train.due train.loop train.evaluate.results \
-train.load_run
+train.pretrained | train.log_window train.due train.loop train.evaluate.evaluator \
+train.evaluate.results train.load_run
     train.plan.search
     train.preflight
     train.start

@@ -12,6 +12,8 @@ from typing_extensions import Doc
 from data.config import Count, Number
 from train.config.bounds import Batches
 
+_DEFAULT_NUM_BATCHES = 16
+
 
 @dataclass(frozen=True)
 class EvalSet:
@@ -34,12 +36,20 @@ class EvalConfig:
         Count, Doc("The number of steps between evaluations.")
     ] = 500
     num_batches: Annotated[
-        Batches, Doc("The number of batches of each set. -1 takes the whole set.")
-    ] = 16
+        Batches | None,
+        Doc(
+            "The number of batches of each set, which are spread evenly over the set "
+            "and have the same rows at every step. -1 takes the whole set. null: 16, "
+            "and the whole set after the last step."
+        ),
+    ] = None
     final_num_batches: Annotated[
-        Batches,
-        Doc("The same for the evaluation at the end of the run."),
-    ] = -1
+        Batches | None,
+        Doc(
+            "The number after the last step. A number up to eval.num_batches adds "
+            "nothing to it. null: eval.num_batches, or the whole set if that is null."
+        ),
+    ] = None
     sets: Annotated[
         dict[str, EvalSet],
         Doc("Further sets by name, such as {code: {path: stores/code}}."),
@@ -74,6 +84,18 @@ class EvalConfig:
         Number | None,
         Doc("The number of examples in each prompt. null: what the task says."),
     ] = None
+
+    @property
+    def num_training_batches(self) -> int:
+        """Return the number of batches while training; -1 takes all."""
+        return _DEFAULT_NUM_BATCHES if self.num_batches is None else self.num_batches
+
+    @property
+    def num_final_batches(self) -> int:
+        """Return the number of batches after the last step; -1 takes all."""
+        if self.final_num_batches is not None:
+            return self.final_num_batches
+        return -1 if self.num_batches is None else self.num_batches
 
     @property
     def paths(self) -> dict[str, str]:

@@ -44,7 +44,11 @@ class EvaluateConfig:
         Step | None, Doc("The step of the checkpoint, or best. null: the newest.")
     ] = None
     num_batches: Annotated[
-        Batches, Doc("The number of batches of each set. -1 takes the whole set.")
+        Batches,
+        Doc(
+            "The number of batches of each set, which are spread evenly over the set. "
+            "-1 takes the whole set."
+        ),
     ] = -1
     batch_size: Annotated[
         Count | None, Doc("The number of rows in a batch. null: the run's.")
@@ -143,8 +147,9 @@ def _score_sets(config: EvaluateConfig) -> Evaluation:
     """Score the checkpoint on the validation split and named sets; print the scores."""
     from data.sources import open_sets
     from train.evaluate.results import score_lines
-    from train.evaluate.validation import as_metrics, evaluate_all
+    from train.evaluate.validation import are_whole, as_metrics, evaluate_all
     from train.load_run import load_run
+    from train.run.validations import PART, WHOLE
 
     program, sources, step, params = load_run(
         config.run, config.runtime, step=config.step, batch_size=config.batch_size
@@ -156,7 +161,7 @@ def _score_sets(config: EvaluateConfig) -> Evaluation:
     paths |= {name: eval_set.path for name, eval_set in config.sets.items()}
     sources = open_sets(sources, data, paths, table="sets")
     scores = evaluate_all(program, params, sources, config.num_batches)
-    metrics = as_metrics(scores)
+    metrics = as_metrics(scores, WHOLE if are_whole(scores) else PART)
     print(f"evaluated   step {step:,}, on {scores[''].num_targets:,} tokens")
     print("\n".join(score_lines(metrics)))
     json_values: dict[str, Any] = scores.pop("")._asdict()

@@ -1,7 +1,7 @@
 """The results of a finished run: scores, compression for comparison, and a sample."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -18,7 +18,8 @@ from train.masking import mask
 from train.program import Program
 from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
-from train.run.metrics import Validation, Validations, read_events, read_validations
+from train.run.metrics import read_events
+from train.run.validations import TITLES, Validation, Validations, read_validations
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.units import format_bytes
@@ -34,23 +35,27 @@ def compute_results(
     params: Any,
     sources: Sources,
     step: int,
-    scores: Mapping[str, Score],
+    evaluations: Mapping[str, Mapping[str, Score]],
 ) -> dict[str, Any]:
     """Return the results of a run as JSON values, with scores as in metrics.jsonl.
 
-    `validation_bytes` is the size of the scored text. `compressed_bytes` is the size,
-    before compression, of the part of this text that is compressed for comparison.
+    `evaluations` holds scores by their prefix, the most telling ones last; the counts
+    are those of the last. `validation_bytes` is the size of the scored text.
+    `compressed_bytes` is the size, before compression, of the text from the beginning
+    of the split that is compressed for comparison.
 
     `sample` begins as documents do. If the model was trained on a single document, it
     begins with the first tokens of the validation text, which are `sample_prompt`.
     """
-    model, score, encoding = program.config.model, scores[""], sources.encoding
+    model, encoding = program.config.model, sources.encoding
+    *_, scores = evaluations.values()
+    score = scores[""]
     max_positions = _SAMPLE_TOKENS + 1
     if model.position is Position.learned:
         max_positions = model.max_sequence_length or 0
     num_tokens = sources.num_tokens("validation")
     scored_bytes = num_bytes = sources.num_bytes("validation")
-    if program.config.eval.final_num_batches >= 0:
+    if not score.whole:
         share = min(1.0, (score.num_targets + 1) / num_tokens)
         scored_bytes = max(1, round(share * num_bytes))
     text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
@@ -69,7 +74,7 @@ def compute_results(
     )
     return {
         "step": step,
-        **as_metrics(scores),
+        **{k: v for p, s in evaluations.items() for k, v in as_metrics(s, p).items()},
         "scored_tokens": score.num_targets,
         "validation_tokens": num_tokens,
         "validation_bytes": scored_bytes,
@@ -116,8 +121,8 @@ def print_results(
     print(f"\nfinished    {step:,} steps")
     validation, *sets = score_lines(values)
     print("\n".join([validation, f"            {_compressor_line(values)}", *sets]))
-    validations = read_validations(run_dir)
-    if validations and (best := validations.best).step != step:
+    best = read_validations(run_dir).best
+    if best and best.step != step:
         print(f"best        {best} at step {best.step:,}, while training")
     task_scores = {key: v for key, v in values.items() if key.startswith("tasks/")}
     for task, metric, value, *_ in format_scores(task_scores):
@@ -134,31 +139,38 @@ def print_results(
 
 
 def validation_line(
-    step: int, scores: Mapping[str, Score], earlier: Validations | None
+    step: int, scores: Mapping[str, Score], earlier: Validations
 ) -> str:
     """Return one line with an evaluation's scores and the best earlier loss."""
-    loss, bits_per_byte, _ = scores[""]
-    phrases = [f"{Validation(step, loss, bits_per_byte)}"]
+    score, best = scores[""], earlier.best
+    phrases = [f"{Validation(step, score.loss, score.bits_per_byte)}"]
     phrases += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
-    if earlier:
-        is_best = loss < earlier.best.loss
-        best = f"best {earlier.best.loss:.4f} at step {earlier.best.step:,}"
-        phrases.append("the best so far" if is_best else best)
+    if best and earlier.targets == score.num_targets:
+        earlier_best = f"best {best.loss:.4f} at step {best.step:,}"
+        is_best = score.loss < best.loss
+        phrases.append("the best so far" if is_best else earlier_best)
     return f"step {step:,}  validation {'; '.join(phrases)}"
 
 
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """Return lines with the losses of the validation split and of each set."""
-    lines = []
+    """Return lines with the losses of the validation split and of each set.
+
+    Scores of the whole set come before those of the rows that all steps score.
+    """
+    return [
+        line for prefix in TITLES for line in _lines_of_prefix(metrics, f"{prefix}/")
+    ]
+
+
+def _lines_of_prefix(metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, loss in metrics.items():
-        prefix, _, metric = key.rpartition("/")
-        if prefix.startswith("eval") and metric == "loss":
-            name = prefix.removeprefix("eval").strip("/")
-            line = f"  {name:<10}" if name else "validation  "
+        if key.startswith(prefix) and key.endswith("/loss"):
+            name = key.removeprefix(prefix).removesuffix("loss").rstrip("/")
+            title = f"  {name}" if name else TITLES[prefix.rstrip("/")]
+            line = f"{title:<12}"
             line += "not finite" if loss is None else f"{loss:.4f} nats a token"
-            bits = metrics.get(f"{prefix}/bits_per_byte")
-            lines.append(line if bits is None else f"{line}, {bits:.3f} bits per byte")
-    return lines
+            bits = metrics.get(f"{key.removesuffix('loss')}bits_per_byte")
+            yield line if bits is None else f"{line}, {bits:.3f} bits per byte"
 
 
 def _compressor_line(values: dict[str, Any]) -> str:
@@ -168,7 +180,8 @@ def _compressor_line(values: dict[str, Any]) -> str:
     size = values["validation_bytes"]
     text = f"the same {format_bytes(size)}"
     if scored is not None and total is not None and scored < 0.99 * total:
-        text = f"of its first {scored:,} of {total:,} tokens; {text}"
+        text = f"of {scored:,} of {total:,} tokens, evenly spread; the first "
+        text += format_bytes(size)
     if values.get("compressed_bytes", size) < size:
         text = f"the first {format_bytes(values['compressed_bytes'])} of it"
     return f"{text} in bits per byte: {compressors}"

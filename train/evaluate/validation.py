@@ -7,18 +7,23 @@ from typing import Any, NamedTuple
 
 import jax
 
-from data.batches import validation_batches
+from data.batches import num_validation_batches, validation_batches
 from data.sources import Sources
 from train.feed import Feed, local_rows
 from train.program import Program
 
 
 class Score(NamedTuple):
-    """Mean cross-entropy: `loss` in nats per token, and in bits per byte of text."""
+    """Mean cross-entropy: `loss` in nats per token, and in bits per byte of text.
+
+    num_targets: the number of targets that were scored.
+    whole: whether these are all targets of the set.
+    """
 
     loss: float
     bits_per_byte: float
     num_targets: int
+    whole: bool = False
 
 
 def evaluate(
@@ -34,12 +39,15 @@ def evaluate(
         program: the model and its layout.
         params: sharded as `program.shardings.params`.
         sources: the tokens to predict.
-        num_batches: the maximum number of batches. -1 takes all batches, so that every
-            token but the first is a target once.
+        num_batches: the maximum number of batches, which are spread evenly over the
+            split. -1 takes all batches, so that every target is scored once.
         heartbeat: called after each batch, to tell a watchdog of progress.
     """
-    rows = local_rows(program.batch)
-    batches = validation_batches(sources, program.config.data, num_batches, rows)
+    data = program.config.data
+    whole = not 0 <= num_batches < num_validation_batches(sources, data)
+    batches = validation_batches(
+        sources, data, -1 if whole else num_batches, local_rows(program.batch)
+    )
     nats = num_targets = 0.0
     for batch in Feed(batches, repeat(program.batch)):
         # The host sums in float64. The wait keeps a CPU from running two steps at once.
@@ -50,7 +58,8 @@ def evaluate(
     loss = nats / num_targets if num_targets else math.nan
     split = sources.held_out
     tokens_per_byte = sources.num_tokens(split) / sources.num_bytes(split)
-    return Score(loss, loss * tokens_per_byte / math.log(2), int(num_targets))
+    bits_per_byte = loss * tokens_per_byte / math.log(2)
+    return Score(loss, bits_per_byte, int(num_targets), whole)
 
 
 def evaluate_all(
@@ -64,17 +73,30 @@ def evaluate_all(
 
     The arguments have the same meaning as in `evaluate`.
     """
-    sets = sources.validation_sets(program.config.eval.by_source)
     return {
         name: evaluate(program, params, set_sources, num_batches, heartbeat)
-        for name, set_sources in {"": sources, **sets}.items()
+        for name, set_sources in all_sets(program, sources).items()
     }
 
 
-def as_metrics(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return scores by their names in metrics.jsonl: `eval/loss`, `eval/<set>/loss`."""
-    return {
-        f"eval/{name}/{key}".replace("//", "/"): getattr(score, key)
+def all_sets(program: Program, sources: Sources) -> dict[str, Sources]:
+    """Return the sets that `evaluate_all` scores, by name."""
+    return {"": sources, **sources.validation_sets(program.config.eval.by_source)}
+
+
+def as_metrics(scores: Mapping[str, Score], prefix: str) -> dict[str, float]:
+    """Return scores by their names in metrics.jsonl: `eval/loss`, `eval/<set>/loss`.
+
+    `prefix` is one of those that train/run/validations.py describes.
+    """
+    values: dict[str, float] = {
+        f"{prefix}/{name}/{key}".replace("//", "/"): getattr(score, key)
         for name, score in scores.items()
         for key in ("loss", "bits_per_byte")
     }
+    return values | {f"{prefix}/targets": scores[""].num_targets}
+
+
+def are_whole(scores: Mapping[str, Score]) -> bool:
+    """Return whether each set was scored whole."""
+    return all(score.whole for score in scores.values())

@@ -13,9 +13,11 @@ divided by these. A parameter then has these factors:
     head, or last norm if tied       1/m            1/m        1
 
 Decays have the inverse of the rate's factor, so a step shrinks weights by as much. A
-branch is what a layer adds to the residual stream. The source multiplies branches by
-1/l and logits by 1/m. Factors on what ends a branch, and on the head, compute the same
-function after every update. So the forward pass and exported weights need no factors.
+branch is what a layer adds to the residual stream. The block of a prediction module
+counts as a layer; the projection before it is in no branch, so its epsilon has 1/m.
+The source multiplies branches by 1/l and logits by 1/m. Factors on what ends a branch,
+and on the head, compute the same function after every update. So the forward pass and
+exported weights need no factors.
 Muon's update with `muon_scale=spectral` already fits all widths, so its matrices have
 rates without 1/m. With `rms` it grows by m^1/2, so their rates have m^-1/2 instead. The
 width of heads must not change, and all inner widths must grow with `embed_dim`.
@@ -35,6 +37,8 @@ from model.choices import Init, NormPlacement
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
 from train.config import MuonScale, OptimizerConfig, OptimizerName, Transfer
+
+_MODULE_BLOCK = re.compile(r"predict_ahead\.\d+\.block\.")
 
 
 class Factors(NamedTuple):
@@ -67,6 +71,7 @@ def transfer_factors(
     last = r"(predict_ahead\.\d+\.)?norm\." if model.tied_head else r"head\."
     factors = dict[str, Factors]()
     for name, info in named(infos, is_info):
+        in_layer = info.stacked or _MODULE_BLOCK.match(name) is not None
         initial, rate, epsilon = 1.0, 1.0, 1 / width
         if info.kind is Kind.matrix:
             initial = width**-0.5 if model.init is Init.gpt2 else 1.0
@@ -76,11 +81,11 @@ def transfer_factors(
             has_width = info.kind is Kind.table and model.init is not Init.gpt2
             initial = width**-0.5 if has_width else 1 / width
             rate, epsilon = 1 / width, 1.0
-        elif info.stacked and _ends_branch(name, info, model):
+        elif in_layer and _ends_branch(name, info, model):
             # The std of a matrix already has l^-1/2.
             initial *= depth**-0.5 if info.kind is Kind.matrix else 1 / depth
             rate /= depth
-        elif info.stacked:
+        elif in_layer:
             epsilon /= depth
         factors[name] = Factors(initial, rate, epsilon)
     return factors

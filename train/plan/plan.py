@@ -115,7 +115,7 @@ class Plan:
         """
         program, advice = self.program, self.advice
         prediction = self.prediction if self.fits else None
-        devices, params = program.mesh.devices, jax.tree.leaves(program.state.params)
+        devices = program.mesh.devices
         return {
             "device_kind": devices.flat[0].device_kind,
             "platform": devices.flat[0].platform,
@@ -128,7 +128,7 @@ class Plan:
                 "bubble": program.pipeline.bubble,
             },
             "attention": program.execution.attention,
-            "num_parameters": sum(leaf.size for leaf in params),
+            "num_parameters": program.num_params,
             "tokens_per_step": program.tokens_per_step,
             "model_flops_per_step": program.flops_per_step,
             "memory": asdict(self.budget),

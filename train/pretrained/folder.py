@@ -34,6 +34,7 @@ from train.pretrained.weights import write_json, write_weights
 from train.program import Program
 from train.run.folder import run_folder
 from train.run.starts import read_results
+from train.run.validations import headline
 from train.units import format_count
 
 _CHECKED_BYTES = 10_000_000  # the size of the validation text that checks the tokenizer
@@ -151,8 +152,9 @@ def model_card(
         f"- Tokenizer: {encoding.name}, {encoding.n_vocab:,} tokens",
         f"- Optimizer: {config.optimizer.name}, seed {config.seed}",
     ]
-    if results.get("step") == step and results["eval/loss"] is not None:
-        loss, bits = results["eval/loss"], results["eval/bits_per_byte"]
+    prefix = headline(results)
+    loss, bits = (results.get(f"{prefix}/{key}") for key in ("loss", "bits_per_byte"))
+    if results.get("step") == step and loss is not None:
         lines.append(
             f"- Validation: {loss:.4f} nats a token, {bits:.3f} bits per byte, on "
             f"{results['scored_tokens']:,} tokens"

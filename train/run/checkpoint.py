@@ -31,7 +31,7 @@ from train.run.digests import (
     unsealed_mark,
     write_seal,
 )
-from train.run.orbax_fixes import SCORE, open_orbax
+from train.run.orbax_fixes import SCORE, TARGETS, open_orbax
 from train.run.restack import FORMAT
 from train.run.restore import ALONE, SavedSteps
 from train.state import TrainState, as_saved
@@ -75,25 +75,29 @@ class Checkpoints:
         self._pending_mark: tuple[int, Future[str | None]] | None = None
         self._num_saves = 0
         self._best_loss: float | None = None  # None until the scores are read
-        self._score: tuple[int, float] | None = None  # last evaluated step and its loss
+        self._score: tuple[int, dict[str, Any]] | None = None  # the last evaluated step
         self.failures = 0
 
     def due(self, step: int) -> bool:
         """Return whether a save is due after this step."""
         return step % self._config.save_interval_steps == 0
 
-    def record_loss(self, step: int, loss: float) -> bool:
+    def record_loss(self, step: int, loss: float, targets: int | None = None) -> bool:
         """Record the validation loss of a step; return whether it is the best so far.
 
-        All processes must call this together. The result is the same on all.
+        It is compared with the losses of earlier starts that scored the same number of
+        targets. All processes must call this together. The result is the same on all.
         """
         if not self._config.keep_best or not math.isfinite(loss):
             return False
         best = self._best_loss
         if best is None:
-            scores = self._cluster.broadcast(lambda: [*self.saved.scores().values()])
-            best = min(scores, default=math.inf)
-        self._score, self._best_loss = (step, loss), min(loss, best)
+            saved = self._cluster.broadcast(
+                lambda: [*self.saved.scores_by_targets()[targets].values()]
+            )
+            best = min(saved, default=math.inf)
+        self._score = step, {SCORE: loss, TARGETS: targets}
+        self._best_loss = min(loss, best)
         return loss < best
 
     def due_by_time(self) -> bool:
@@ -232,8 +236,8 @@ class Checkpoints:
 
     def _begin(self, step: int, state: TrainState, metadata: dict[str, Any]) -> None:
         self._num_saves += 1
-        scored_step, loss = self._score or (None, None)
-        metrics = {SCORE: loss} if scored_step == step else None
+        scored_step, score = self._score or (None, None)
+        metrics = score if scored_step == step else None
         try:
             response = self._orbax.save_async(
                 step,

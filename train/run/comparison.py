@@ -10,6 +10,7 @@ from train.run.evaluations import ScoreText, read_scores
 from train.run.report import Series, chart, finite_points, series_of
 from train.run.starts import read_run
 from train.run.thinned import Point, thinned_metrics
+from train.run.validations import Validations, read_validations
 from train.units import format_count
 
 _CHARTS = (  # title, metric, whether the axis starts at zero
@@ -24,7 +25,8 @@ _CHARTS = (  # title, metric, whether the axis starts at zero
 _AXES = {"step": None, "tokens": "tokens", "FLOPs": "flops"}
 _HEADERS = (
     *("", "Steps", "Tokens", "Last loss", "Last validation loss"),
-    *("Best validation loss", "At step", "Bits per byte there"),
+    *("Best validation loss", "At step", "Bits per byte there", "On tokens"),
+    *("Loss of whole set", "Bits per byte of whole set"),
 )
 _IGNORED = ("run.", "tracker.", "runtime.compilation_cache", "data.cache_dir")
 
@@ -40,12 +42,16 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
         names = [str(folder) for folder in folders]
     rows = [thinned_metrics(folder).rows for folder in folders]
     runs = dict(zip(names, map(series_of, rows), strict=True))
+    cells = [
+        [name, *_cells(runs[name], read_validations(folder))]
+        for name, folder in zip(names, folders, strict=True)
+    ]
     configs = [flatten(read_run(str(folder))) for folder in folders]
     scores = _score_rows(list(map(read_scores, folders, rows)))
     return {
         "name": ", ".join(names),
         "tables": [
-            ("Runs", [*_HEADERS], [[name, *_cells(runs[name])] for name in names]),
+            ("Runs", [*_HEADERS], cells),
             *([("Newest score of each run", ["", *names], scores)] if scores else []),
             ("Config", ["", *names], _differences(configs)),
         ],
@@ -54,19 +60,20 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
     }
 
 
-def _cells(series: Series) -> list[str]:
+def _cells(series: Series, validations: Validations) -> list[str]:
     """Return the cells of a run under the headers of _HEADERS."""
     last_values = {key: points[-1][1] for key, points in series.items()}
-    validations = finite_points(series, "eval/loss")
-    step, best_loss = min(validations, key=lambda point: point[1], default=(None, None))
-    bits = dict(finite_points(series, "eval/bits_per_byte"))
+    last, best, targets, whole = validations
     return [
         f"{last_values.get('step') or 0:,.0f}",
         format_count(last_values.get("tokens") or 0),
         _format(last_values.get("loss")),
-        _format(last_values.get("eval/loss")),
-        _format(best_loss),
-        *(("-", "-") if step is None else (f"{step:,.0f}", _format(bits.get(step)))),
+        _format(last and last.loss),
+        _format(best and best.loss),
+        *((f"{best.step:,}", _format(best.bits_per_byte)) if best else ("-", "-")),
+        "-" if targets is None else format_count(targets),
+        _format(whole and whole.loss),
+        _format(whole and whole.bits_per_byte),
     ]
 
 

@@ -31,17 +31,19 @@ from train.run.lease import Lease, take_lease
 from train.run.live_report import LiveReport
 from train.run.metrics import (
     EventLog,
-    Validations,
     newest_metrics,
     open_metrics,
     read_events,
-    read_validations,
-    updated_validations,
 )
 from train.run.records import json_compatible
 from train.run.starts import record_start, start_numbers
 from train.run.tracker import Tracker, open_tracker
 from train.run.trackers.writer import TrackedRun
+from train.run.validations import (
+    Validations,
+    read_validations,
+    updated_validations,
+)
 from train.run.versions import code_version
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class RunDir:
     config: the config; its data.skip_batches includes the batches of earlier starts.
     lease: the claim on the run; None except on process 0.
     write: whether this is process 0.
-    validations: the last and the best evaluation so far, on process 0.
+    validations: the evaluations so far, on process 0.
     """
 
     path: epath.Path
@@ -66,7 +68,7 @@ class RunDir:
     write: bool
     lease: Lease | None
     metrics: Appender | None = None
-    validations: Validations | None = None
+    validations: Validations = field(default_factory=Validations)
     tracker: Tracker = field(default_factory=Tracker)
 
     def __post_init__(self):

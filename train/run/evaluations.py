@@ -16,13 +16,14 @@ from etils import epath
 from data.names import numbers_in
 from data.storage import write_atomically
 from train.run.records import damaged, json_compatible, record_or_warn
+from train.run.validations import FINAL, WHOLE, with_prefix
 
 log = logging.getLogger(__name__)
 
 _REMEDY = "Its scores are left out. Run train.evaluate again to replace it."
 _STDERR = "_stderr"
 _SHOWN_AS_SUBJECT = ("tasks", "task_path", "sets")
-_DURING_TRAINING = "while training"
+_KINDS_WHILE_TRAINING = {"tasks/": "while training", f"{WHOLE}/": "", f"{FINAL}/": ""}
 
 
 class ScoreText(NamedTuple):
@@ -65,11 +66,12 @@ def read_scores(
     run_dir: epath.Path, rows: Sequence[Mapping[str, Any]]
 ) -> list[ScoreText]:
     """Return the newest task scores in the metrics, and the scores of evaluations."""
-    task_rows = [row for row in rows if any(key.startswith("tasks/") for key in row)]
     scores = list[ScoreText]()
-    for row in task_rows[-1:]:
-        task_metrics = {k: v for k, v in row.items() if k.startswith("tasks/")}
-        scores += format_scores(task_metrics, row["step"], _DURING_TRAINING)
+    for prefix, options in _KINDS_WHILE_TRAINING.items():
+        rows_of_kind = [row for row in rows if any(k.startswith(prefix) for k in row)]
+        for row in rows_of_kind[-1:]:
+            metrics = {k: v for k, v in row.items() if k.startswith(prefix)}
+            scores += format_scores(metrics, row["step"], options)
     for evaluation in _read_evaluations(run_dir / "evaluations"):
         step, requested = evaluation.pop("step"), evaluation.pop("asked")
         options = " ".join(
@@ -77,6 +79,8 @@ def read_scores(
             for key, value in requested.items()
             if key not in _SHOWN_AS_SUBJECT and isinstance(value, int | float)
         )
+        if requested.get("num_batches", step) is None:  # as earlier versions wrote it
+            evaluation = with_prefix(evaluation, WHOLE)
         scores += format_scores(evaluation, step, options)
     return scores
 
@@ -119,7 +123,10 @@ def format_scores(
         error = metrics.get("/".join([kind, *subject, metric + _STDERR, *filters]))
         text = "-" if value is None else f"{value:.4f}"
         text += "" if error is None else f" ± {error:.4f}"
+        if metric == "targets":
+            continue
         title = subject[0] if subject else "validation"
+        title += ", whole" if kind == WHOLE else ""
         label = " ".join([metric, *filters])
         scores.append(ScoreText(title, label, text, step, options))
     return scores

@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
-from train.run.goodput import finite_float
 from train.run.jsonl import Appender, open_lines
 from train.run.jsonl_reader import Row, iterate_rows, newest_rows
 from train.run.liveness import state_and_start
@@ -24,27 +23,8 @@ from train.run.liveness import state_and_start
 log = logging.getLogger(__name__)
 
 _IMPORTED = time.monotonic()
+_SCORES = ("eval/", "eval_final/", "eval_whole/", "tasks/")
 _EVENT_NUMBERS = ("time", "seconds", "step", "steps", "rewind_to")
-
-
-class Validation(NamedTuple):
-    """The score of an evaluation on the validation split."""
-
-    step: int
-    loss: float  # nats per token
-    bits_per_byte: float | None = None
-
-    def __str__(self) -> str:
-        bits = self.bits_per_byte
-        suffix = "" if bits is None else f", {bits:.4f} bits per byte"
-        return f"{self.loss:.4f} nats a token{suffix}"
-
-
-class Validations(NamedTuple):
-    """The last evaluation of a run, and the evaluation with the lowest loss."""
-
-    last: Validation
-    best: Validation
 
 
 def read_metrics(run_dir: epath.Path | Path) -> list[Row]:
@@ -82,32 +62,6 @@ def read_events(run_dir: epath.Path | Path) -> list[Row]:
     return list(iterate_rows(run_dir, "events", is_event_row))
 
 
-def read_validations(run_dir: epath.Path | Path) -> Validations | None:
-    """Return the last and the best evaluation in the metrics; None if there is none."""
-    validations: Validations | None = None
-    for row in iterate_rows(run_dir, "metrics", is_metrics_row, b'"eval/loss"'):
-        validations = updated_validations(validations, row["step"], row)
-    return validations
-
-
-def updated_validations(
-    earlier: Validations | None, step: int, values: Mapping[str, Any]
-) -> Validations | None:
-    """Return the last and the best evaluation, including the values of a new step."""
-    new = validation_in(step, values)
-    if new is None or earlier is None:
-        return Validations(new, new) if new else earlier
-    return Validations(new, min(earlier.best, new, key=lambda score: score.loss))
-
-
-def validation_in(step: int, values: Mapping[str, Any]) -> Validation | None:
-    """Return the validation score among the values of a step, if it is finite."""
-    loss = finite_float(values.get("eval/loss"))
-    if loss is None:
-        return None
-    return Validation(step, loss, finite_float(values.get("eval/bits_per_byte")))
-
-
 def is_metrics_row(row: Row) -> bool:
     """Return whether an object is a line of the metrics, which must have a step."""
     return isinstance(row.get("step"), int)
@@ -138,7 +92,7 @@ def open_metrics(
 
     def keep(row: Row) -> bool:
         if scored_again and row["step"] == last_step:
-            return not any(key.startswith(("eval/", "tasks/")) for key in row)
+            return not any(key.startswith(_SCORES) for key in row)
         return row["step"] <= last_step
 
     return open_lines(run_dir, "metrics", keep, is_metrics_row)

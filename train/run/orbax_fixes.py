@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from etils import epath
@@ -27,7 +27,9 @@ from train.config import CheckpointConfig
 from train.run.digests import DESCRIPTION, read_description, saved_steps
 from train.run.folder import check_checkpoints
 
-SCORE = "eval/loss"  # the metric that is saved with an evaluated step
+# The metrics that are saved with an evaluated step. Only losses of the same rows, which
+# have the same number of targets, are comparable. Earlier versions saved no number.
+SCORE, TARGETS = "eval/loss", "eval/targets"
 
 
 def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None) -> Any:
@@ -56,14 +58,7 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     if retention.keep_every_steps:
         preserved.append(policies.EveryNSteps(retention.keep_every_steps))
     if retention.keep_best:
-        preserved.append(
-            policies.BestN(
-                # BestN keeps the highest value, so the loss is negated.
-                get_metric_fn=lambda metrics: -metrics[SCORE],
-                n=1,
-                keep_checkpoints_without_metrics=False,
-            )
-        )
+        preserved.append(_KeepBest())
     return _open(
         directory,
         context=context,
@@ -89,6 +84,22 @@ def _open(directory: epath.Path, **options: Any) -> Any:
             f"the folder of that step elsewhere, or put back what a copy of the run "
             f"has there. Its digest differs in the steps {damaged}"
         ) from error
+
+
+class _KeepBest:
+    """Orbax's policy that keeps, for all scores of the same rows, the best step."""
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any):
+        """Return for each checkpoint whether it is kept."""
+        best = dict[float | None, int]()
+        for i, checkpoint in enumerate(checkpoints):
+            metrics = checkpoint.metrics or {}
+            if SCORE not in metrics:
+                continue
+            earlier = best.setdefault(metrics.get(TARGETS), i)
+            if metrics[SCORE] <= checkpoints[earlier].metrics[SCORE]:
+                best[metrics.get(TARGETS)] = i
+        return [i in best.values() for i in range(len(checkpoints))]
 
 
 @functools.cache

@@ -23,12 +23,18 @@ from train.run.jsonl_reader import Row
 from train.run.metrics import read_events
 from train.run.page import write_page
 from train.run.thinned import Point, thin, thinned_metrics
+from train.run.validations import Validation, Validations, read_validations
 from train.units import format_count, format_seconds
 
 Series = Mapping[str, Sequence[Point]]  # points by metric
 TEMPLATE = Path(__file__).with_name("report.html")
+_LOSSES = {
+    "loss": "training",
+    "eval/loss": "validation",
+    "eval_whole/loss": "whole validation set",
+}
 _CHARTS = (  # title, line names by metric, whether the axis starts at zero
-    ("Loss", {"loss": "training", "eval/loss": "validation"}, False),
+    ("Loss", _LOSSES, False),
     ("Gradient norm", {"grad_norm": "gradient norm"}, True),
     ("Learning rate", {"learning_rate": "learning rate"}, True),
     ("Tokens per second", {"tokens_per_second": "tokens/s"}, True),
@@ -37,12 +43,12 @@ _CHARTS = (  # title, line names by metric, whether the axis starts at zero
 # Metrics that a chart over steps would not help to understand.
 _NOT_CHARTED = {
     *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
-    *("overflow", "eval/bits_per_byte"),
+    "overflow",
 }
 _SET_LOSS = re.compile("eval/([^/]+)/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
 # Per-layer metrics, scores of validation sets except their loss, and metrics of tasks.
-_SHOWN_ELSEWHERE = re.compile(r"/\d+$|^eval/.+/|^tasks/")
+_SHOWN_ELSEWHERE = re.compile(r"/\d+$|^eval(_\w+)?/|^tasks/")
 
 
 def write_report(run_dir: epath.Path | Path, live: bool = False) -> epath.Path:
@@ -72,7 +78,9 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     ]
     return {
         "name": name or run_dir.name,
-        "figures": _figures(series, metrics.num_missing, goodput, num_steps),
+        "figures": _figures(
+            series, read_validations(run_dir), metrics.num_missing, goodput, num_steps
+        ),
         "tables": _score_tables(run_dir, metrics.rows),
         "charts": [content for content in charts if content],
         "heat_maps": heat_maps(metrics.rows),
@@ -139,6 +147,7 @@ def _restored_steps(events: Sequence[Row]) -> list[float]:
 
 def _figures(
     series: Series,
+    validations: Validations,
     num_missing: Mapping[str, int],
     goodput: Goodput,
     num_steps: int | None,
@@ -155,12 +164,10 @@ def _figures(
         num_nonfinite = num_missing.get("loss", 0)
         note = f"{num_nonfinite:,} not finite" if num_nonfinite else ""
         figures.append(("Final loss", f"{losses[-1][1]:.4f}", note))
-    if scores := finite_points(series, "eval/loss"):
-        step, best = min(scores, key=lambda point: point[1])
-        bits = dict(finite_points(series, "eval/bits_per_byte")).get(step)
-        note = "" if bits is None else f"{bits:.4f} bits per byte, "
-        note += f"at step {step:,.0f}"
-        figures.append(("Best validation loss", f"{best:.4f}", note))
+    if validations.best:
+        figures.append(("Best validation loss", *_value_and_note(validations.best)))
+    if validations.whole:
+        figures.append(("Loss of whole set", *_value_and_note(validations.whole)))
     if goodput.wall_s:
         starts, num_repeated = len(goodput.starts), goodput.num_wasted
         note = f"{starts} starts" if starts > 1 else ""
@@ -172,6 +179,12 @@ def _figures(
     if mfus := [y for _, y in finite_points(series, "mfu")]:
         figures.append(("MFU", f"{median(mfus):.1%}", "median"))
     return figures
+
+
+def _value_and_note(score: Validation) -> tuple[str, str]:
+    bits = score.bits_per_byte
+    note = "" if bits is None else f"{bits:.4f} bits per byte, "
+    return f"{score.loss:.4f}", f"{note}at step {score.step:,}"
 
 
 def chart(

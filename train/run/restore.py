@@ -10,6 +10,7 @@ never silently starts over.
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ from train.run.digests import (
     unsealed_steps,
     write_seal,
 )
-from train.run.orbax_fixes import SCORE, open_orbax
+from train.run.orbax_fixes import SCORE, TARGETS, open_orbax
 from train.run.restack import FORMAT, from_format_1, to_format_1
 from train.state import TrainState
 
@@ -67,12 +68,20 @@ class SavedSteps:
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
     def scores(self) -> dict[int, float]:
-        """Return the validation loss of each saved step that was evaluated."""
-        metrics = {saved.step: saved.metrics or {} for saved in self._orbax.checkpoints}
-        return {step: m[SCORE] for step, m in metrics.items() if SCORE in m}
+        """Return the validation losses of saved steps that scored the newest's rows."""
+        return max(self.scores_by_targets().values(), key=max, default={})
+
+    def scores_by_targets(self) -> dict[float | None, dict[int, float]]:
+        """Return the validation losses by step, for each number of scored targets."""
+        scores = defaultdict[float | None, dict[int, float]](dict)
+        for saved in self._orbax.checkpoints:
+            metrics = saved.metrics or {}
+            if SCORE in metrics:
+                scores[metrics.get(TARGETS)][saved.step] = metrics[SCORE]
+        return scores
 
     def best(self) -> int:
-        """Return the step of the lowest validation loss.
+        """Return the step of the lowest validation loss, on the rows of the newest.
 
         Raises:
             ConfigError: no saved step was evaluated.

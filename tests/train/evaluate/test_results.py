@@ -15,6 +15,8 @@ from train.evaluate.results import compute_results, print_results, score_lines
 from train.evaluate.validation import Score
 from train.identity import run_dir
 from train.run.metrics import open_metrics
+from train.run.validations import FINAL, PART, WHOLE
+from train.units import format_bytes
 
 FOUND = {
     **{"step": 30, "eval/loss": 1.0, "eval/bits_per_byte": 1.0, "sample": "x"},
@@ -77,7 +79,12 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
         num_bytes=lambda split: len(TEXT),
         text=lambda split, limit: TEXT[:limit],
     )
-    return compute_results(program, {}, sources, 30, {"": Score(1.0, 1.5, num_targets)})
+    whole = num_batches < 0
+    evaluations = {
+        PART: {"": Score(1.25, 2.0, 400)},
+        WHOLE if whole else FINAL: {"": Score(1.0, 1.5, num_targets, whole)},
+    }
+    return compute_results(program, {}, sources, 30, evaluations)
 
 
 def test_people_read_the_split_and_then_each_set():
@@ -96,8 +103,8 @@ def test_results_for_people(monkeypatch, shown):
     assert "            the same " in out
     assert r"  | \x1b[2Jx" in out  # a sample does not steer the terminal
     # JSON has no number for a loss that is not finite, so results.json holds null.
-    values["eval/loss"] = values["eval/bits_per_byte"] = None
-    assert "validation  not finite\n" in shown(values)
+    values["eval_whole/loss"] = values["eval_whole/bits_per_byte"] = None
+    assert "whole set   not finite\n" in shown(values)
     assert "the same 1 B in bits per byte" in shown(FOUND)  # of an earlier version
 
 
@@ -105,7 +112,10 @@ def test_compressors_get_no_more_text_than_was_scored(monkeypatch, shown):
     values = left_by(monkeypatch, 2, 499)
     assert values["validation_bytes"] == round(500 / 10_001 * len(TEXT))
     assert values["compressed_bytes"] == values["validation_bytes"]
-    assert "of its first 499 of 10,001 tokens; the same 1." in shown(values)
+    text = format_bytes(values["compressed_bytes"])
+    line = "final       1.0000 nats a token, 1.500 bits per byte\n            "
+    line += f"of 499 of 10,001 tokens, evenly spread; the first {text} in bits per byte"
+    assert line in shown(values)
     monkeypatch.setattr(train.evaluate.results, "_COMPRESSED_BYTES", 2048)
     out = shown(left_by(monkeypatch, -1, 10_000))
     assert "the first 2.00 KiB of it in bits per byte" in out

@@ -79,8 +79,8 @@ def test_scores_stand_there_with_their_errors(tmp_path):
         [
             ["a", "acc", "0.0900", "9", "while training"],
             ["a", "acc", "0.7500 ± 0.1250", "8", "limit=7 num_fewshot=5"],
-            ["validation", "loss", "2.0000", "10", ""],
-            ["web", "loss", "3.0000", "10", ""],
+            ["validation, whole", "loss", "2.0000", "10", ""],
+            ["web, whole", "loss", "3.0000", "10", ""],
         ],
     )
     assert "\na\nacc\n0.7500 ± 0.1250\n8\nlimit=7 num_fewshot=5\n" in drawn(html).text

@@ -1,0 +1,74 @@
+"""Score a run while it trains, always on the same rows, and after its last step."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from data.batches import num_validation_batches
+from data.sources import Sources
+from train.evaluate.validation import Score, all_sets, are_whole, evaluate_all
+from train.program import Program
+from train.run.validations import FINAL, PART, WHOLE
+from train.units import format_seconds
+
+
+class Evaluator:
+    """Scores the states of one start on the validation sets."""
+
+    def __init__(
+        self, program: Program, sources: Sources, heartbeat: Callable[[], None]
+    ):
+        """Remember what to score, and call `heartbeat` after each batch."""
+        self._program, self._sources = program, sources
+        self._heartbeat = heartbeat
+        self._newest: dict[str, Score] = {}
+        self._batch_ends: list[float] = []  # of the newest evaluation
+
+    def score(self, params: Any) -> dict[str, Score]:
+        """Score parameters on the rows that every step is scored on."""
+        num_batches = self._program.config.eval.num_training_batches
+        self._newest = self._evaluate(params, num_batches)
+        return self._newest
+
+    def score_at_end(self, params: Any, announce: bool) -> dict[str, dict[str, Score]]:
+        """Return the scores of the last step, by their prefix.
+
+        The first are those of the newest call of `score`, which must have been that of
+        the last step. With `announce`, stderr says how long the others take.
+        """
+        evaluations, settings = {PART: self._newest}, self._program.config.eval
+        num_batches = settings.num_final_batches
+        if 0 <= num_batches <= settings.num_training_batches:
+            return evaluations
+        scores = self._newest
+        if not are_whole(scores):
+            if announce:
+                print(self._announcement(num_batches), file=sys.stderr, flush=True)
+            scores = self._evaluate(params, num_batches)
+        return evaluations | {WHOLE if are_whole(scores) else FINAL: scores}
+
+    def _announcement(self, num_batches: int) -> str:
+        """Say how long an evaluation takes, and how to cut it."""
+        config, sets = self._program.config, all_sets(self._program, self._sources)
+        sizes = [num_validation_batches(s, config.data) for s in sets.values()]
+        if num_batches >= 0:
+            sizes = [min(size, num_batches) for size in sizes]
+        total, ends = sum(sizes), self._batch_ends
+        text = f"{total:,} batches of {config.data.batch_size} rows"
+        if num_batches < 0:
+            text = f"the whole validation set, {text}"
+        if len(ends) > 1:  # The first batch may have waited for compilation.
+            seconds = total * (ends[-1] - ends[0]) / (len(ends) - 1)
+            text += f", about {format_seconds(seconds)}"
+        cut = config.eval.num_training_batches
+        return f"last score  {text}. To score fewer: eval.num_batches={cut}"
+
+    def _evaluate(self, params: Any, num_batches: int) -> dict[str, Score]:
+        self._batch_ends = []
+
+        def beat() -> None:
+            self._batch_ends.append(time.monotonic())
+            self._heartbeat()
+
+        return evaluate_all(self._program, params, self._sources, num_batches, beat)
