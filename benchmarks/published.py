@@ -185,6 +185,7 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
     flops_per_token = prediction.model_flops * prediction.devices / tokens
     rate = row.tokens or (row.flops or 0.0) / flops_per_token
     published, step = prediction.speed_at(tokens / chips / rate), prediction.step_s
+    middle = prediction.middle
     cost, mfu = found.cost.as_json(), prediction.range("mfu")
     del cost["outside_layers"]
     return {
@@ -197,9 +198,9 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
         "overrides": row.overrides,
         "how": prediction.how,
         "published": dataclasses.asdict(published),
-        "step_s": dataclasses.asdict(step) | {"middle": step.middle},
-        "mfu": dataclasses.asdict(mfu) | {"middle": mfu.middle},
-        "error": step.middle / published.step_s - 1,
+        "step_s": dataclasses.asdict(step) | {"middle": middle.step_s},
+        "mfu": dataclasses.asdict(mfu) | {"middle": middle.mfu},
+        "error": middle.step_s / published.step_s - 1,
         "in_range": step.low <= published.step_s <= step.high,
         "kept": row.kept,
         "kept_predicted": [n.efficiency.middle for n in scaled],

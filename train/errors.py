@@ -38,7 +38,7 @@ _MEANINGS = {
     FINISHED: "finished",
     DIVERGED: "diverged",
     DOES_NOT_FIT: "does not fit in the devices' memory",
-    NOT_PROVED: "a mesh or a kernel computes something else",
+    NOT_PROVED: "a mesh, a kernel or a size computes something else",
     PREEMPTED: "preempted",
     WRONG_DATA: "data missing or damaged",
     CRASHES_AGAIN: "crashed at one step again and again",

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from data.errors import DataError
 from train.cli.compose import Validate, check_command_line, compose
 from train.cli.flags import flags_first, is_sweep, parse_flags
+from train.cli.help import help_text
 from train.cli.presets import CONFIG_DIR, VERSION_BASE, register
 from train.cli.quoting import quote_text
 from train.cli.rules import config_mistakes
@@ -72,7 +73,7 @@ def run_command(
             arguments, config_name, schema, validate, default_choices
         )
         flags = parse_flags(arguments)
-        hydra_only_prints = flags.help or flags.hydra_help or flags.cfg or flags.info
+        hydra_only_prints = flags.hydra_help or flags.cfg or flags.info
         code: int | None = 0
         if is_sweep(flags):
             from train.cli.sweep import run_sweep
@@ -82,6 +83,8 @@ def run_command(
             print(config_yaml(config), end="", flush=True)
             if mistakes := validate(config):
                 raise ConfigError(mistakes)
+        elif flags.help:
+            print(help_text(config_name, schema, default_choices, flags.config_dir))
         elif hydra_only_prints or flags.shell_completion:
             import hydra
 

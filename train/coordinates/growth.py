@@ -45,7 +45,7 @@ def compare_sizes(
             written.
     """
     config = settle(config, padded_vocab_size(encoding_of(config.data)))
-    steep, charts = list[str](), dict[str, Any]()
+    steep, charts, tables = list[str](), dict[str, Any](), list[Any]()
     for axis, sizes in sizes_by_axis.items():
         if not sizes:
             continue
@@ -54,18 +54,21 @@ def compare_sizes(
         for name, curve in curves.items():
             exponent = exponent_of(curve)
             is_steep = abs(exponent) > MAX_EXPONENT
-            cell = f"{exponent:+.2f}{' *' if is_steep else ''}"
-            rows.append([name, *(f"{value:.3g}" for _, value in curve), cell])
+            values = {size: f"{value:.3g}" for size, value in curve}
+            cells = [values.get(size, "-") for size in sizes]
+            mark = " *" if is_steep else ""
+            rows.append([name, *cells, f"{exponent:+.2f}{mark}"])
             if is_steep:
                 power = f"to the power of {exponent:.2f}."
                 steep.append(f"{name} follows the {axis} {power}")
         headers = ["root mean square of", *(f"{axis} {n}" for n in sizes), "exponent"]
         print_table(rows, headers, axis)
+        tables.append((f"By {axis}", headers, rows))
         lines = {name: name for name in curves}
         title = f"Root mean squares by {axis}"
         charts[axis] = [chart(curves, title, lines, from_zero=True)]
     path = run_folder(output, "output")
-    page = {"name": "coordinates", "tables": [], "axes": charts, "restarts": []}
+    page = {"name": "coordinates", "tables": tables, "axes": charts, "restarts": []}
     try:
         write_page(path, TEMPLATE, page)
     except OSError as error:
@@ -88,7 +91,10 @@ def exponent_of(curve: Sequence[tuple[int, float]]) -> float:
 def _measure_curves(
     config: Config, axis: str, sizes: Sequence[int], steps: int
 ) -> Curves:
-    """Train a model of each size, and return the curves of activations."""
+    """Train a model of each size, and return the curves of activations.
+
+    A place that only one of the models has is left out.
+    """
     optimizer, sources = config.optimizer, open_sources(config.data)
     curves = defaultdict[str, list[tuple[int, float]]](list)
     for size in sizes:
@@ -100,7 +106,7 @@ def _measure_curves(
         for place, pair in _by_place(axis, activations, depth).items():
             for figure, value in zip(("size", "change"), pair.tolist(), strict=True):
                 curves[f"{place}: {figure}"].append((size, value))
-    return curves
+    return {name: curve for name, curve in curves.items() if len(curve) > 1}
 
 
 def _by_place(
@@ -109,19 +115,22 @@ def _by_place(
     """Return the activations that models of several widths or depths have in common.
 
     What a layer adds to the residual stream is multiplied by the depth if that differs,
-    because all layers together should add as much. The last layer's input is left out
-    then, because the fraction of layers before it depends on the depth.
+    because all layers together should add as much. Inputs are compared then only where
+    the same fraction of the layers comes before, which is none or half of them. The
+    only layer of a model is its first: unlike later layers, it reads the embedding.
     """
     layers = {f"layer {n}": n for n in range(depth)}
     factor = 1
     if axis == "depth":
-        layers = {"first layer": 0, "middle layer": depth // 2, "last layer": depth - 1}
+        layers = {"first layer": 0}
+        if depth > 1:
+            layers |= {"middle layer": depth // 2, "last layer": depth - 1}
         factor = depth
     places = {
         f"{layer}, {text}": activations[name][:, n]
         * (1 if name == "residual" else factor)
         for layer, n in layers.items()
         for name, text in _TEXTS.items()
-        if (layer, name) != ("last layer", "residual")
+        if axis == "width" or name != "residual" or 2 * n in (0, depth)
     }
     return places | {name: activations[name][:, 0] for name in ("features", "logits")}

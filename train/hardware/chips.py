@@ -34,8 +34,9 @@ class Chip:
     max_ragged_devices: the largest slice, in JAX devices, for which XLA:TPU compiles a
         ragged all-to-all (libtpu 0.0.51); None if every slice is possible.
     achievable: the fractions of these rates that programs achieve.
-    worst_error: the largest error of a predicted step among the published runs that
-        judge the predictions for this chip (docs/results.md); None if there is none.
+    judged: the lowest and the highest published over predicted time of a step, among
+        the runs that judge the predictions for this chip (docs/results.md): of compiled
+        steps on TPUs, of estimated ones on GPUs. None if there is no such run.
     """
 
     kind: str
@@ -53,7 +54,7 @@ class Chip:
     scatters_in_one_step: bool = False
     max_ragged_devices: int | None = None
     achievable: Achievable = TPU
-    worst_error: float | None = None
+    judged: tuple[float, float] | None = None
 
     def is_faster_in(self, dtype: str) -> bool:
         """Return whether products of this dtype are faster than bfloat16's."""
@@ -96,7 +97,7 @@ _H100 = Chip(
     dcn_bandwidth=400 / 8 * GB,
     host_bandwidth=64 * GB,
     achievable=HOPPER,
-    worst_error=0.54,
+    judged=(0.65, 1.19),
 )
 CHIPS = {
     "v2": Chip("TPU v2", _flops(46), devices=2, matrix_unit=128),
@@ -111,7 +112,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(30.75 * GIB),
         matrix_unit=128,
-        worst_error=0.16,
+        judged=(1.0, 1.20),
     ),
     "v5e": Chip(
         "TPU v5 lite",
@@ -125,7 +126,7 @@ CHIPS = {
         program_bytes=int(15.75 * GIB),
         matrix_unit=128,
         max_ragged_devices=16,
-        worst_error=0.14,
+        judged=(0.87, 1.08),
     ),
     "v5p": Chip(
         "TPU v5",  # some versions of JAX say "TPU v5p"
@@ -138,7 +139,7 @@ CHIPS = {
         host_bandwidth=16 * GB,
         program_bytes=int(95.73 * GIB),  # more than the vendor states
         matrix_unit=128,
-        worst_error=0.07,
+        judged=(0.93, 1.08),
     ),
     "v6e": Chip(
         "TPU v6 lite",
@@ -153,7 +154,7 @@ CHIPS = {
         matrix_unit=256,
         sparse_cores=True,
         achievable=TPU_V6E,
-        worst_error=0.06,
+        judged=(0.94, 1.07),
     ),
     "tpu7x": Chip(
         "TPU7x",
@@ -167,7 +168,7 @@ CHIPS = {
         program_bytes=int(94.74 * GIB),
         matrix_unit=256,
         scatters_in_one_step=True,
-        worst_error=0.17,
+        judged=(0.99, 1.21),
     ),
     "a100": Chip(
         "A100",  # the model with 80 GB
@@ -179,7 +180,7 @@ CHIPS = {
         dcn_bandwidth=200 / 8 * GB,
         host_bandwidth=32 * GB,
         achievable=AMPERE,
-        worst_error=0.23,
+        judged=(0.94, 1.31),
     ),
     "h100": _H100,
     "h200": replace(
@@ -187,7 +188,7 @@ CHIPS = {
         kind="H200",
         hbm_bytes=151_397_597_184,
         hbm_bandwidth=4800 * GB,
-        worst_error=None,
+        judged=None,
     ),
     # Superchips. Without its entry, `chip_of` would take a GH200, which has 96 or
     # 144 GB, for an H200.
@@ -202,7 +203,7 @@ CHIPS = {
         link_bandwidth=50 * GB,
         dcn_bandwidth=400 / 8 * GB,
         achievable=BLACKWELL,
-        worst_error=0.50,
+        judged=(1.0, 2.02),
     ),
 }
 

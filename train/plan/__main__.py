@@ -23,6 +23,7 @@ from train.plan.config import PlanConfig
 if TYPE_CHECKING:
     from train.mesh import Device
     from train.plan.budget import MemoryBudget
+    from train.plan.memory import Verdict
     from train.plan.plan import Plan
     from train.program import Program
 
@@ -111,7 +112,7 @@ def _plan(
     from train.plan.array_layout import array_slices, print_slices
     from train.plan.compiled.inspection import inspect
     from train.plan.page import page_data
-    from train.plan.phases import plan_phases, print_phases
+    from train.plan.phases import plan_phases, print_phases, verdict_with_phases
     from train.plan.plan import compile_and_read, estimate
     from train.plan.show import print_inspection, sentences
 
@@ -137,6 +138,8 @@ def _plan(
         **plan.as_json(),
     }
     has_target = config.target is not None
+    verdict = verdict_with_phases(plan.verdict, phases) if has_target else None
+    values["verdict"] = verdict and verdict._asdict()
     has_page = has_target or config.show
     if has_page:
         values |= page_data(plan, sys.argv[1:])
@@ -147,19 +150,18 @@ def _plan(
     if config.json:
         print(json.dumps(values))
     else:
-        print_plan(plan, has_target)
+        print_plan(plan, verdict)
         if phases:
             print_phases(phases)
         if inspection:
             print_inspection(inspection)
     if has_page:
         _write(config, values, plan)
-    fits = plan.fits and all(phase["fits"] for phase in phases)
-    return DOES_NOT_FIT if has_target and not fits else FINISHED
+    return DOES_NOT_FIT if verdict and verdict.answer == "no" else FINISHED
 
 
-def print_plan(plan: "Plan", verdict: bool) -> None:
-    """Print the figures. If `verdict`, also print whether the step fits, and advice."""
+def print_plan(plan: "Plan", verdict: "Verdict | None") -> None:
+    """Print the figures. If there is a verdict, also print it, and advice."""
     from train.plan.advice import print_prediction, print_remedy
     from train.plan.cost import print_cost
     from train.plan.memory import print_memory
@@ -167,6 +169,8 @@ def print_plan(plan: "Plan", verdict: bool) -> None:
 
     print_cost(plan.cost)
     print_memory(plan.memory, plan.budget if verdict else None, plan.compilation)
+    if verdict:
+        print(f"fits        {verdict.answer}, {verdict.reason}")
     if plan.missing_prediction:
         print(f"no prediction: {plan.missing_prediction}")
     if not (verdict and plan.advice):

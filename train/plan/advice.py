@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from train.config import Config
 from train.console import print_table
-from train.plan.cost import ACTIVATION_AXES
+from train.plan.cost import ACTIVATION_AXES, COMPILED
 from train.plan.rates import FAR, PCIE, Link
 from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction
@@ -53,7 +53,7 @@ def advise(prediction: Prediction, config: Config) -> Advice:
     """Return the bottleneck of a config's step and a remedy."""
 
     def share(seconds: float) -> str:
-        fraction = seconds / prediction.step_s.middle
+        fraction = seconds / prediction.middle.step_s
         return f"{format_seconds(seconds)} ({fraction:.0%}) of the step"
 
     link = max(prediction.links, key=lambda link: link.seconds, default=None)
@@ -73,7 +73,7 @@ def advise(prediction: Prediction, config: Config) -> Advice:
         change = "recompute less, if the saved activations fit"
         return Advice(bottleneck, change, f"train.remat={format_policy(policies[0])}")
     exposed_s = sum(link.exposed for link in prediction.links)
-    if exposed_s > _MUCH_EXPOSED * prediction.step_s.middle:
+    if exposed_s > _MUCH_EXPOSED * prediction.middle.step_s:
         link = max(prediction.links, key=lambda link: link.exposed)
         bottleneck += "; collectives that no product overlaps take "
         bottleneck += f"{share(exposed_s)}, most of it {link.name}"
@@ -100,6 +100,15 @@ def _for_less_traffic(
     change = "give each chip more tokens, if they fit: the traffic of parameters and "
     change += "gradients does not grow with them"
     return Advice(bottleneck, change, f"data.batch_size={2 * config.data.batch_size}")
+
+
+def _judgement(prediction: Prediction) -> str:
+    """Return which published runs the range of a prediction includes."""
+    if prediction.judged is None:
+        return "no published run on this chip was compared"
+    if prediction.platform == "tpu" and prediction.how != COMPILED:
+        return "only compiled steps were compared with published runs on this chip"
+    return "the range includes every published run on this chip that was compared"
 
 
 def print_prediction(prediction: Prediction, advice: Advice) -> None:
@@ -151,9 +160,8 @@ def plan_sentences(
 
     middle, step_s = prediction.middle, prediction.step_s
     low, high = format_seconds(step_s.low), format_seconds(step_s.high)
-    step = f"{format_seconds(middle.step_s)} for a step ({low} to {high}), estimated"
-    if prediction.worst_error:
-        step += f"; runs on this chip were off by up to {prediction.worst_error:.0%}"
+    step = f"{format_seconds(middle.step_s)} for a step ({low} to {high}), estimated; "
+    step += _judgement(prediction)
     per_chip = f"{format_count(middle.tokens_per_second_per_chip)} a chip"
     sections = (f"{s.name}: {s.bound_by}" for s in prediction.sections)
     return [

@@ -7,7 +7,7 @@ activations. The item `gradients` assumes that all gradients exist at once.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.stages import Compiled
@@ -31,6 +31,27 @@ class Figure:
 
     bytes: int
     how: str
+
+
+class Verdict(NamedTuple):
+    """Whether a step fits into a device's memory, for people.
+
+    answer: "yes", "no" or "not known".
+    reason: what is to spare or too much, or how to know.
+    """
+
+    answer: str
+    reason: str
+
+
+def judge(needed: Figure, available: int) -> Verdict:
+    """Return whether a step fits; if only a lower bound does, this is not known."""
+    spare = available - needed.bytes
+    if spare < 0:
+        return Verdict("no", f"{format_bytes(-spare)} too much")
+    if needed.how == LOWER_BOUND:
+        return Verdict("not known", "compile the step to know")
+    return Verdict("yes", f"{format_bytes(spare)} to spare")
 
 
 @dataclass(frozen=True)
@@ -122,7 +143,7 @@ def device_memory(
 def print_memory(
     memory: DeviceMemory, budget: MemoryBudget | None, compilation: Compilation | None
 ) -> None:
-    """Print every figure and its source, and whether the step fits a given budget."""
+    """Print every figure and its source, and compare their sum with a given budget."""
     items = {**memory.parts, **memory.temporaries}
     print_table(
         [[name, format_bytes(x.bytes), x.how] for name, x in items.items() if x.bytes],
@@ -138,7 +159,7 @@ def print_memory(
     print(f"checkpoint  {format_bytes(memory.checkpoint.bytes)} before compression")
     if budget is None:
         return
-    needed, spare = memory.needed, budget.available - memory.needed.bytes
+    needed = memory.needed
     at_least = "at least " if needed.how == LOWER_BOUND else ""
     print(
         f"needed      {at_least}{format_bytes(needed.bytes)} a device ({needed.how}), "
@@ -146,12 +167,6 @@ def print_memory(
     )
     if budget.note:
         print(f"            {budget.note}")
-    if spare < 0:
-        print(f"fits        no, {format_bytes(-spare)} too much")
-    elif at_least:
-        print("fits        not known; compile the step to know")
-    else:
-        print(f"fits        yes, {format_bytes(spare)} to spare")
 
 
 def _compiled_parts(

@@ -6,6 +6,7 @@ from typing import Any
 
 from train.console import print_table
 from train.phases import phase_programs
+from train.plan.memory import Verdict
 from train.plan.plan import Plan
 from train.program import Program, make_program
 from train.units import format_bytes, format_seconds
@@ -37,10 +38,20 @@ def plan_phases(
                 "microbatches": phase_program.config.train.accumulation_steps,
                 "needed": phase_plan.memory.needed.bytes,
                 "fits": phase_plan.fits,
-                "step_s": phase_plan.prediction and phase_plan.prediction.step_s.middle,
+                "verdict": phase_plan.verdict._asdict(),
+                "step_s": phase_plan.prediction and phase_plan.prediction.middle.step_s,
             }
         )
     return rows
+
+
+def verdict_with_phases(verdict: Verdict, phases: list[dict[str, Any]]) -> Verdict:
+    """Return a plan's verdict, or that of the first phase whose steps do not fit."""
+    for phase in phases:
+        if verdict.answer != "no" and not phase["fits"]:
+            reason = f"from batch {phase['first_batch']:,} on "
+            return Verdict("no", reason + phase["verdict"]["reason"])
+    return verdict
 
 
 def print_phases(phases: list[dict[str, Any]]) -> None:
@@ -51,9 +62,11 @@ def print_phases(phases: list[dict[str, Any]]) -> None:
             f"{phase['rows']} x {phase['length']}",
             str(phase["microbatches"]),
             format_bytes(phase["needed"]),
+            phase["verdict"]["answer"],
             "-" if phase["step_s"] is None else format_seconds(phase["step_s"]),
         ]
         for phase in phases
     ]
-    headers = ["from batch", "rows x length", "microbatches", "needed", "a step"]
+    headers = ["from batch", "rows x length", "microbatches", "needed", "fits"]
+    headers += ["a step"]
     print_table(rows, headers, "phases")

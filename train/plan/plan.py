@@ -25,7 +25,7 @@ from train.plan.estimated.step import (
     temporaries_by_depth,
 )
 from train.plan.fit import make_fit
-from train.plan.memory import DeviceMemory, device_memory
+from train.plan.memory import DeviceMemory, Verdict, device_memory, judge
 from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
@@ -52,6 +52,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether the step fits into the available memory of a device."""
         return self.memory.fits(self.budget)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the step fits, with a reason."""
+        return judge(self.memory.needed, self.budget.available)
 
     @cached_property
     def prediction(self) -> Prediction | None:

@@ -10,10 +10,11 @@ optimistic: matrix units, memory and collectives all overlap. Only two kinds of
 pessimistic: only matrix products hide their own memory traffic. A collective is hidden
     only by the products that the schedule overlaps it with.
 
-Transfers to host memory overlap with all sections. The middle of a range is the mean of
-both times. On GPUs kernels run one after another, so the middle is the pessimistic
-time, and the range around it is GPU_SPREAD. All slices or nodes wait for the slowest
-one. Input, checkpoints and kernel launches are not included.
+Transfers to host memory overlap with all sections. The predicted time is the mean of
+both times. On GPUs kernels run one after another, so it is the pessimistic time, and
+the bounds around it are GPU_SPREAD. The printed range also includes every published run
+that judges the predictions for the chip. All slices or nodes wait for the slowest one.
+Input, checkpoints and kernel launches are not included.
 
 FLOPs, bytes and seconds refer to one JAX device and one step.
 """
@@ -33,7 +34,7 @@ from train.plan.cost import StepCost
 from train.plan.rates import BusyTimes, busy_times_of, host_link
 
 PRODUCTS, MEMORY = "matrix products", "main memory"
-GPU_SPREAD = 0.2  # from the middle to either end of a GPU's range (docs/results.md)
+GPU_SPREAD = 0.2  # from the predicted time to either bound (docs/results.md)
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,17 @@ class Prediction(BusyTimes):
 
     sections: the times of the sections, which run one after another.
     recomputed: executed FLOPs over model FLOPs.
+    bounds: the optimistic and the pessimistic time of a step.
     tokens: tokens of a step on all devices.
     peak: a device's model FLOPs per second at an MFU of 1.
     how: whether the cost is compiled or estimated.
     platform: tpu or gpu.
-    worst_error: the chip's (train/hardware/chips.py).
+    judged: the chip's (train/hardware/chips.py).
     """
 
     sections: tuple[SectionTime, ...]
     recomputed: float
-    step_s: Range
+    bounds: Range
     tokens: int
     devices: int
     chips: int
@@ -95,7 +97,15 @@ class Prediction(BusyTimes):
     peak: float
     how: str
     platform: str
-    worst_error: float | None
+    judged: tuple[float, float] | None
+
+    @property
+    def step_s(self) -> Range:
+        """The range of a step's time: the bounds, and what was judged."""
+        middle_s = self.bounds.middle
+        judged_s = [middle_s * ratio for ratio in self.judged or ()]
+        low_s = min([self.bounds.low, *judged_s])
+        return Range(low_s, max([self.bounds.high, *judged_s]))
 
     def speed_at(self, step_s: float) -> Speed:
         """Return the speed if a step takes `step_s` (MFU: train/model_flops.py)."""
@@ -105,8 +115,8 @@ class Prediction(BusyTimes):
 
     @property
     def middle(self) -> Speed:
-        """The speed at the middle of the range of `step_s`."""
-        return self.speed_at(self.step_s.middle)
+        """The predicted speed, at the middle of the bounds."""
+        return self.speed_at(self.bounds.middle)
 
     def range(self, field: str) -> Range:
         """Return the predicted range of a field of `Speed`."""
@@ -117,6 +127,7 @@ class Prediction(BusyTimes):
         """Return all figures as plain values, under the keys of plan.json."""
         values = dataclasses.asdict(self) | {"middle": dataclasses.asdict(self.middle)}
         values["lanes"] = values.pop("links")
+        values["step_s"] = dataclasses.asdict(self.step_s)
         for name in ("tokens_per_second", "tokens_per_second_per_chip", "mfu"):
             values[name] = dataclasses.asdict(self.range(name))
         return values
@@ -151,7 +162,7 @@ def predict(
         **vars(busy),
         sections=tuple(sections),
         recomputed=cost.flops.total / cost.model_flops,
-        step_s=Range(slowdown * low, slowdown * high),
+        bounds=Range(slowdown * low, slowdown * high),
         tokens=round(config.data.batch_size * config.data.sequence_length * growth),
         devices=round(mesh.size * growth),
         chips=round(mesh.size * growth / chip.devices),
@@ -159,7 +170,7 @@ def predict(
         peak=chip.flops["bfloat16"] / chip.devices,
         how=cost.how,
         platform="tpu" if on_tpu else "gpu",
-        worst_error=chip.worst_error,
+        judged=chip.judged,
     )
 
 

@@ -62,10 +62,10 @@ def weak_scaling(
         scaled = replace(cost, sections=tuple(sections))
         return predict(scaled, config, mesh, chip, slices)
 
-    single_s, points = predict_for(1).step_s, []
+    single_s, points = predict_for(1).bounds, []
     for slices in slice_counts:
         prediction = predict_for(slices)
-        step_s = prediction.step_s
+        step_s = prediction.bounds
         low, high = sorted((single_s.low / step_s.low, single_s.high / step_s.high))
         sent = sum(link.sent for link in prediction.links if link.network in FAR)
         points.append(

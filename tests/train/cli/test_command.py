@@ -64,17 +64,6 @@ def test_cfg_shows_every_key_and_runs_nothing(run):
     assert "no such key" in entry(result, "train.num_step = 7")
 
 
-def test_help_is_short_and_says_what_one_needs(run):
-    result = run("--help")
-    assert result.returncode == 0
-    assert len(result.stdout.splitlines()) <= 40
-    for text in ("python -m train ", "mesh: auto, ddp", "78 the config", "--multirun"):
-        assert text in result.stdout
-    commands = {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
-    for name in commands - {"train"}:
-        assert re.search(rf"\b{name}\b", result.stdout), name
-
-
 def test_a_sweep_runs_each_job_in_its_own_process_and_survives_failures(process):
     result = process("--multirun", "seed=0,9,6,2", "log.interval_steps=3")
     assert result.returncode == 9

@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_advised_if_no_speed_is_known(
     assert plan.advice.change.endswith(change)
     assert plan.advice.override.startswith(override)
     assert bool(plan.advice.override) is bool(override)
-    print_plan(plan, verdict=True)
+    print_plan(plan, plan.verdict)
     printed = capsys.readouterr().out
     assert "no prediction: not all rates of TPU v4" in printed
     assert plan.advice.change in printed
@@ -57,7 +57,7 @@ def test_what_does_not_fit_has_no_speed(laid_out, capsys):
     assert values["fits"] is False
     assert values["prediction"] is None
     assert values["advice"]["changes"], "what each change needs"
-    print_plan(plan, verdict=True)
+    print_plan(plan, plan.verdict)
     printed = capsys.readouterr().out
     assert "MFU" not in printed
     assert "bottleneck  memory: " in printed

@@ -28,7 +28,7 @@ def test_transfers_to_host_memory_overlap_with_all_sections(v5e):
     prediction = v5e.predict(cost)
     (link,) = prediction.links
     assert (link.name, link.seconds) == ("host memory over PCIe", 3)
-    assert prediction.step_s.low == prediction.step_s.high == pytest.approx(3)
+    assert prediction.bounds.low == prediction.bounds.high == pytest.approx(3)
 
 
 def test_a_step_of_products_takes_their_flops_over_the_rate(v5e):
@@ -37,8 +37,8 @@ def test_a_step_of_products_takes_their_flops_over_the_rate(v5e):
     sent = total("fsdp", "ICI", ICI_RATE, overlapped=1.0)
     prediction = v5e.predict(execution(flops, 1000, sent, needed=flops / 1.25))
     assert prediction.products == pytest.approx(2)
-    assert prediction.step_s.low == pytest.approx(2)
-    assert prediction.step_s.high == pytest.approx(2, rel=1e-6)
+    assert prediction.bounds.low == pytest.approx(2)
+    assert prediction.bounds.high == pytest.approx(2, rel=1e-6)
     assert prediction.recomputed == pytest.approx(1.25)
     assert prediction.middle.mfu == pytest.approx(0.865 / 1.25)
     tokens = v5e.config.data.batch_size * v5e.config.data.sequence_length
@@ -88,10 +88,10 @@ def test_only_products_hide_their_memory_traffic(v5e):
     second = round(MEMORY_RATE)
     prediction = v5e.predict(execution(PRODUCT_RATE, 3 * second, beside=2 * second))
     assert prediction.memory == pytest.approx(3)
-    assert prediction.step_s.low == pytest.approx(3)
-    assert prediction.step_s.high == pytest.approx(2 + 1)
+    assert prediction.bounds.low == pytest.approx(3)
+    assert prediction.bounds.high == pytest.approx(2 + 1)
     serial = v5e.predict(execution(PRODUCT_RATE, 3 * second))
-    assert serial.step_s.high == pytest.approx(1 + 3)
+    assert serial.bounds.high == pytest.approx(1 + 3)
 
 
 def test_collectives_without_overlap_may_add_to_products(v5e):
@@ -99,11 +99,11 @@ def test_collectives_without_overlap_may_add_to_products(v5e):
     sent = total("fsdp", "ICI", 3 * ICI_RATE)
     prediction = v5e.predict(execution(PRODUCT_RATE, 0, sent))
     assert prediction.links[0].seconds == pytest.approx(3)
-    assert prediction.step_s.low == pytest.approx(3)
-    assert prediction.step_s.high == pytest.approx(4)
+    assert prediction.bounds.low == pytest.approx(3)
+    assert prediction.bounds.high == pytest.approx(4)
     half = replace(sent, overlapped=0.5)
     prediction = v5e.predict(execution(PRODUCT_RATE, 0, half))
-    assert prediction.step_s.high == pytest.approx(1.5 + 1.5)
+    assert prediction.bounds.high == pytest.approx(1.5 + 1.5)
 
 
 def test_layers_wait_for_activations(composed):
@@ -112,8 +112,8 @@ def test_layers_wait_for_activations(composed):
     at = machine(composed, "v5e-256", *overrides)
     sent = total("tensor", "ICI", 0.5 * 0.74 * 100e9)
     prediction = at.predict(execution(PRODUCT_RATE, 0, sent))
-    assert prediction.step_s.low == pytest.approx(1.5)
-    assert prediction.step_s.high == pytest.approx(1.5)
+    assert prediction.bounds.low == pytest.approx(1.5)
+    assert prediction.bounds.high == pytest.approx(1.5)
 
 
 def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
@@ -128,8 +128,8 @@ def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
     assert link.seconds == pytest.approx(sending_s + start_s)
     assert link.hidden == pytest.approx(hidden_s)
     step_s = max(1, hidden_s) + link.exposed
-    assert prediction.step_s.low == pytest.approx(slowest_ratio(2, TPU.spread) * step_s)
-    assert prediction.step_s.high == pytest.approx(prediction.step_s.low)
+    assert prediction.bounds.low == pytest.approx(slowest_ratio(2, TPU.spread) * step_s)
+    assert prediction.bounds.high == pytest.approx(prediction.bounds.low)
 
 
 def test_kernels_of_a_gpu_run_one_after_another(composed):
@@ -142,7 +142,7 @@ def test_kernels_of_a_gpu_run_one_after_another(composed):
     assert prediction.links[0].seconds == pytest.approx(1 + HOPPER.start_s)
     middle_s = prediction.middle.step_s
     assert middle_s == pytest.approx(3 + HOPPER.start_s)
-    width_s = prediction.step_s.high - prediction.step_s.low
+    width_s = prediction.bounds.high - prediction.bounds.low
     assert width_s == pytest.approx(2 * GPU_SPREAD * middle_s)
 
 
@@ -153,8 +153,8 @@ def test_resources_of_two_sections_do_not_overlap(v5e):
     prediction = v5e.predict(replace(layers, sections=layers.sections + loss.sections))
     assert (prediction.products, prediction.memory) == pytest.approx((2.5, 1.5))
     assert [section.bound_by for section in prediction.sections] == [PRODUCTS, MEMORY]
-    assert prediction.step_s.low == pytest.approx(2 + 1)
-    assert prediction.step_s.high == pytest.approx(2.5 + 1.5)
+    assert prediction.bounds.low == pytest.approx(2 + 1)
+    assert prediction.bounds.high == pytest.approx(2.5 + 1.5)
 
 
 def test_the_update_of_a_compiled_step_is_bound_by_memory(stored_step):

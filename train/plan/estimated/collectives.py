@@ -130,6 +130,8 @@ class CollectiveRecorder:
             for i, dim in enumerate(array.dims):
                 size = dim.size * n if i == grown_dim else dim.size
                 dims.append(dim._replace(size=size // n if i == split_dim else size))
+            if kind == "all-gather" and not params["tiled"]:  # the parts are stacked
+                dims = [*array.dims[:grown_dim], Dim(n), *array.dims[grown_dim:]]
             results.append(tuple(dims))
         return results
 

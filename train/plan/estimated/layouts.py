@@ -55,7 +55,7 @@ def lay_out_results(
             return [(recorder.table_dims[operands[1]], operands[1].axes)]
         case "pad" | "slice":
             return [(tuple(map(_resize, first_dims, in_shapes[0], out_shapes[0])), ())]
-        case "squeeze":
+        case "squeeze" | "reduce":  # `reduce` combines elements with any function
             removed = params["dimensions"]
         case name if name.startswith("reduce_") and "axes" in params:
             removed = params["axes"]

@@ -105,7 +105,8 @@ class Walk:
         if name == "while":  # The number of trips is unknown, so count one.
             inner = params["body_jaxpr"]
             operands = operands[params["cond_nconsts"] :]
-        if inner is None or name == "pallas_call":
+        # The bodies of the last two compute blocks and elements, not whole operands.
+        if inner is None or name in ("pallas_call", "reduce"):
             return self._record(equation, operands)
         return self.run(inner, operands)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from train.config import Config
 from train.console import print_table
 from train.plan.cost import COMPILED
+from train.plan.memory import Figure, Verdict, judge
 from train.plan.search.candidates import Layout
 from train.units import format_bytes, format_count
 
@@ -32,6 +33,11 @@ class Candidate:
     def fits(self) -> bool:
         """Whether a device's memory suffices."""
         return self.needed <= self.available
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the layout fits, for people."""
+        return judge(Figure(self.needed, self.how), self.available)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def print_result(result: SearchResult, config: Config) -> None:
         shown.setdefault(c.layout, c)  # Compiled figures replace estimates.
     rows = list[list[str]]()
     for c in shown.values():
-        fits, mfu = "yes" if c.fits else "no", f"{c.mfu:.0%}"
+        fits, mfu = c.verdict.answer, f"{c.mfu:.0%}"
         speed, needed = format_count(c.tokens_per_second), format_bytes(c.needed)
         suffix = " (this config's)" if c.layout == result.given else ""
         overrides = c.layout.overrides(config) + suffix
