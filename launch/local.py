@@ -20,6 +20,7 @@ from typing import Any
 from data.storage import check_regular
 from launch.config import LocalCluster
 from launch.job import Job, Rendered, export_lines, shell
+from launch.job_secret import MAKE_SECRET_LINE, secret_variable
 from launch.plan_check import Machine
 from launch.remote.supervise import alive, logs, status, supervise  # noqa: F401
 from launch.remote.supervise import stop as stop_supervisor
@@ -49,6 +50,7 @@ def render(job: Job, cluster: LocalCluster) -> Rendered:
     command = shell(job.command(sys.executable))
     lines = ["#!/usr/bin/env bash", f"cd {shell([job.workdir])}"]
     lines += export_lines(job.variables())
+    lines += [MAKE_SECRET_LINE] * (cluster.processes > 1)
     for process in range(cluster.processes):
         variables = _torchrun_variables(process, cluster.processes, port=29500)
         words = [f"{name}={value}" for name, value in variables.items()]
@@ -104,13 +106,14 @@ class _Attempt:
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
         port, self._processes = _free_port(), ProcessGroup()
+        secret = secret_variable(cluster.processes)
         self._output = _log_path(folder, 0).open("ab+") if show else None
         for process in range(cluster.processes):
             variables = _torchrun_variables(process, cluster.processes, port)
             with _log_path(folder, process).open("ab") as file:
                 self._processes.add(
                     job.command(sys.executable),
-                    env={**os.environ, **job.variables(), **variables},
+                    env={**os.environ, **job.variables(), **variables, **secret},
                     cwd=job.workdir,
                     stdout=file,
                     stderr=file,

@@ -22,6 +22,7 @@ from launch import gpu_variables as gpu
 from launch.config import SkypilotCluster
 from launch.config.clusters import Code
 from launch.job import ARCHIVE, UNPACK, VARIABLE, Job, Rendered, shell
+from launch.job_secret import MAKE_SECRET_LINE, SECRET_VARIABLE, secret_variable
 from launch.manifest import merge_values, to_yaml
 from launch.node import STOP, node_command
 from launch.plan_check import Machine, object_store_mistakes
@@ -81,6 +82,7 @@ def render(job: Job, cluster: SkypilotCluster) -> Rendered:
     document = merge_values(_task(job, cluster), cluster.merge)
     pairs = cluster.secrets.items()
     lines = [f'export {name}="${source}"' for name, source in pairs if name != source]
+    lines += [MAKE_SECRET_LINE] * (cluster.nodes > 1)
     command = _launch_command(job.name, cluster, job.rendered_to or job.folder)
     return Rendered({FILE: to_yaml(document)}, command, lines)
 
@@ -88,7 +90,8 @@ def render(job: Job, cluster: SkypilotCluster) -> Rendered:
 def _launch_command(name: str, cluster: SkypilotCluster, folder: str) -> list[str]:
     """Return the command; `sky` reads the values of secrets from its environment."""
     workdir_flags = ["--workdir", folder] if cluster.code is Code.archive else []
-    secret_flags = [word for name in cluster.secrets for word in ("--secret", name)]
+    names = [*cluster.secrets, *[SECRET_VARIABLE] * (cluster.nodes > 1)]
+    secret_flags = [word for name in names for word in ("--secret", name)]
     words = ["sky", "jobs", "launch", "--name", name, "--yes", "--detach-run"]
     return [*words, *workdir_flags, *secret_flags, f"{folder}/{FILE}"]
 
@@ -122,7 +125,10 @@ def _task(job: Job, cluster: SkypilotCluster) -> dict[str, Any]:
             **(job.cache_variables() if cluster.accelerators else {}),
             **job.variables(cluster.code),
         },
-        "secrets": dict.fromkeys(cluster.secrets, None),  # --secret sets the values
+        # --secret sets the values.
+        "secrets": dict.fromkeys(
+            [*cluster.secrets, *[SECRET_VARIABLE] * (cluster.nodes > 1)], None
+        ),
         "setup": "".join(f"{line}\n" for line in cluster.setup),
         "run": f'export NODE_RANK="$SKYPILOT_NODE_RANK"\n{run}\n',
     }
@@ -148,6 +154,7 @@ def submit(
             '[pip install "jax[cuda13]" ...]'
         )
     secrets = {name: os.environ[source] for name, source in cluster.secrets.items()}
+    secrets |= secret_variable(cluster.nodes)
     env = {**os.environ, **secrets}  # `sky` reads secret values from here
     command = _launch_command(job.name, cluster, str(folder))
     ask_tool(command, env=env, capture_output=False)

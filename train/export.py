@@ -75,7 +75,8 @@ def main(config: ExportConfig) -> int:
         rule = f'needs the package {error.name}; pip install -e ".[export]"'
         raise ConfigError([Mistake("output", config.output, rule)]) from None
     folder = require_empty_folder(config.output or "")
-    is_leader = join(config.distributed, lambda: None).is_leader
+    run = run_dir(Config(run=config.run))
+    is_leader = join(config.distributed, run, lambda: None).is_leader
     program, sources, step, params = load_run(config.run, config.runtime, config.step)
     # Several processes gather the weights, and process 0 writes them.
     summary = write_folder(

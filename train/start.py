@@ -29,6 +29,7 @@ from train.errors import CRASHES_AGAIN, ConfigError, Exit, Mistake, exit_code
 from train.evaluate.evaluator import Evaluator
 from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
+from train.identity import run_dir
 from train.loop import Trainer
 from train.masking import mask
 from train.phases import PhaseSteps, phase_programs
@@ -61,7 +62,7 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
         Exit: if the run ends for another known reason.
     """
     with closing(Preemption()) as preemption:
-        cluster = join(config.distributed, preemption.hold)
+        cluster = join(config.distributed, run_dir(config), preemption.hold)
         preemption.connect(cluster)
         set_up(config.runtime)
         folder = run_folder(settled_run_dir(config))

@@ -11,6 +11,7 @@ from typing import Any
 from launch.config.cloud_clusters import KubernetesCluster
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job
+from launch.job_secret import SECRET_VARIABLE
 
 CONTAINER = "train"
 _SPOT = "cloud.google.com/gke-spot"
@@ -46,6 +47,11 @@ class Pods:
     network: Mapping[str, Any] = field(default_factory=dict)
     memory_volume: bool = False
     processes: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes in all pods."""
+        return self.jobs * self.pods_per_job * self.processes
 
 
 def host_of(job: Job, replicated_job: str) -> str:
@@ -91,7 +97,10 @@ def pod_spec(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]
 
 
 def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
-    variables = {**pods.environment, **job.variables(cluster.code)}
+    # Only who may read the cluster's pods knows the JobSet's uid.
+    uid = from_pod("labels", "jobset.sigs.k8s.io/jobset-uid")
+    secret = {SECRET_VARIABLE: uid} if pods.num_processes > 1 else {}
+    variables = {**pods.environment, **secret, **job.variables(cluster.code)}
     for variable, secret in cluster.secrets.items():
         name, _, key = secret.partition("/")
         reference = {"secretKeyRef": {"name": name, "key": key}}

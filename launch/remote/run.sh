@@ -13,6 +13,11 @@ trap 'echo "a line before training failed" >&2; exit 1' ERR
 @BODY@
 }
 
+# The file is copied before each start, and is no part of the run's records.
+export_secret() {
+  [ ! -s @SECRET_FILE@ ] || export @SECRET_VARIABLE@="$(cat @SECRET_FILE@)"
+}
+
 export_ranks() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
   if [ "${4-1}" != 1 ]; then
     export RANK="$1" LOCAL_RANK="$(($1 - $2))" LOCAL_WORLD_SIZE="$3"
@@ -26,6 +31,7 @@ run_process() { # PROCESS FIRST COUNT [WORLD_SIZE ADDRESS PORT]
     trap 'exit 42' TERM
     echo "$BASHPID" >"process-$1/pid"
     export_ranks "$@"
+    export_secret
     train
   )
   echo "$?" >"process-$1/code.new"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.job import export_lines, shell
+from launch.job_secret import SECRET_FILE, SECRET_VARIABLE
 
 RUN = "run.sh"
 
@@ -61,6 +62,8 @@ def run_script(
     body = [*export_lines(environment), *secrets, *setup, *change_folder, *last_lines]
     body.append(f"exec {shell(command)}")
     template = Path(__file__).with_name(RUN).read_text()
+    template = template.replace("@SECRET_FILE@", SECRET_FILE)
+    template = template.replace("@SECRET_VARIABLE@", SECRET_VARIABLE)
     return template.replace("@BODY@", "\n".join(body))
 
 

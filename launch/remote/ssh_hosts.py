@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from data.storage import is_remote
 from launch.config import SshCluster
 from launch.job import port_of
+from launch.job_secret import SECRET_FILE, new_secret
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
 from launch.remote.run_script import read_states, remote_folder, verb_line
 from launch.submissions import RECORD, Submission
@@ -70,8 +71,9 @@ class SshHosts(Hosts):
         Raises:
             Exit: ssh failed with a permanent error.
         """
-        for file in files_of(self._cluster):
-            content = (self._submission.folder / file).read_bytes()
+        folder, secret = self._submission.folder, new_secret().encode()
+        files = {file: (folder / file).read_bytes() for file in files_of(self._cluster)}
+        for file, content in {**files, SECRET_FILE: secret}.items():
             line = write_line(self._name, file)
             answers = self._run_on_all(lambda _, line=line: line, content)
             failed = {host: err for host, (code, _, err) in answers.items() if code}

@@ -6,11 +6,14 @@ states of all processes.
 """
 
 import logging
+import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from launch.config import TpuVmCluster
+from launch.job_secret import SECRET_FILE, new_secret
 from launch.remote.attempt import LOST_S
 from launch.remote.gcloud import GcloudError, gcloud_command
 from launch.remote.hosts import KEEP_ALIVE, Hosts, files_of
@@ -37,9 +40,15 @@ def ssh_to_vms(
     return gcloud_command("ssh", [name], cluster, *vm_flags, *flags)
 
 
-def copy_to_vms(name: str, cluster: TpuVmCluster) -> list[str]:
+def copy_to_vms(
+    name: str, cluster: TpuVmCluster, further_files: Sequence[str] = ()
+) -> list[str]:
     """Return the command that copies files of the working directory to all VMs."""
-    paths = [*files_of(cluster), f"{name}:{remote_folder(name)}/incoming/"]
+    paths = [
+        *files_of(cluster),
+        *further_files,
+        f"{name}:{remote_folder(name)}/incoming/",
+    ]
     flags = (*_keep_alive_flags("scp"), *cluster.ssh_options)
     return gcloud_command("scp", paths, cluster, *_ALL, *flags)
 
@@ -92,14 +101,18 @@ class TpuHosts(Hosts):
 
     def _copy_and_start(self) -> int:
         """Copy the files and start training; return the number of VMs that started."""
-        for command in (
-            ssh_to_vms(self._name, self._cluster, mkdir_line(self._name)),
-            copy_to_vms(self._name, self._cluster),
-        ):
-            code, _, err = run_captured(command, cwd=self._copy_to_local_folder())
-            if code:
-                log.warning("%s", GcloudError(err, code))
-                return 0
+        # The secret lies outside the folder of the submission, which is kept.
+        with tempfile.TemporaryDirectory() as folder:
+            secret = Path(folder) / SECRET_FILE
+            secret.write_text(new_secret())
+            for command in (
+                ssh_to_vms(self._name, self._cluster, mkdir_line(self._name)),
+                copy_to_vms(self._name, self._cluster, [str(secret)]),
+            ):
+                code, _, err = run_captured(command, cwd=self._copy_to_local_folder())
+                if code:
+                    log.warning("%s", GcloudError(err, code))
+                    return 0
         output = self._run_line(
             start_training_line(self._name), timeout_s=COMMAND_TIMEOUT_S
         )

@@ -18,6 +18,7 @@ from launch.job import (
     long_options,
     shell,
 )
+from launch.job_secret import SECRET_VARIABLE
 from launch.plan_check import Machine, object_store_mistakes, tpu_target
 from launch.remote import supervise
 from launch.remote.gcloud import TYPES, GcloudError, resource_commands
@@ -90,7 +91,7 @@ def render(job: Job, cluster: TpuVmCluster) -> Rendered:
     variables = {**job.cache_variables(), **job.variables(cluster.code)}
     last_lines: list[str] = []
     if cluster.image is not None:
-        names = [*variables, *cluster.secrets]
+        names = [*variables, *cluster.secrets, SECRET_VARIABLE]
         command = _docker_command(cluster.image, job.name, names, command)
         last_lines = [f"sudo docker rm --force {job.name} >/dev/null 2>&1 || true"]
     setup = _SETUP if cluster.code is Code.archive else ()

@@ -19,6 +19,7 @@ from launch.config import SlurmCluster
 from launch.config.clusters import Code
 from launch.host_resources import host_memory_gib, process_cores
 from launch.job import Job, export_lines, local_folder, long_options
+from launch.job_secret import MAKE_SECRET_LINE, SECRET_VARIABLE
 from launch.policy import (
     LAST_SAVE_S,
     NO_RESTART_CODES,
@@ -41,7 +42,7 @@ def job_script(job: Job, cluster: SlurmCluster) -> str:
         [f"# Trains {job.name}, and starts again until it is done or of no use."],
         export_lines(_gpu_variables(job, cluster)),
         cluster.setup,
-        _COORDINATOR,
+        [*_COORDINATOR, MAKE_SECRET_LINE],
         export_lines(job.variables(cluster.code)),
         _command_lines(job, cluster),
         _policy_lines(job, cluster),
@@ -151,7 +152,7 @@ def _srun_options(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
     paths = [Path(path) for path in dict.fromkeys(host_paths)]
     outermost = [path for path in paths if not {*paths} & {*path.parents}]
     mounts = [f"{path}:{path}" for path in outermost]
-    names = {"JAX_COORDINATOR_ADDRESS", *job.variables(cluster.code)}
+    names = {"JAX_COORDINATOR_ADDRESS", SECRET_VARIABLE, *job.variables(cluster.code)}
     names |= {*_gpu_variables(job, cluster)}
     return {
         "container-image": cluster.container_image,

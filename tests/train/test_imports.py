@@ -53,7 +53,7 @@ COMMANDS = LAYERS.strip().split("\n")[-1].split()
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
 LAUNCH_MAY += ("train.identity", "train.run.folder", "train.run.liveness")
 LAUNCH_MAY += ("data.errors", "data.names", "data.storage", "data.key_value_store")
-LAUNCH_MAY += ("train.run.records", "train.masking")
+LAUNCH_MAY += ("train.run.records", "train.masking", "train.distributed.messages")
 # Beside the standard library and what LAYERS allows.
 MODEL_MAY = {"jax", "flax", "numpy", "jaxtyping", "annotated_types", "model"}
 MODEL_MAY |= {"typing_extensions"}

@@ -24,6 +24,7 @@ from data.errors import DataError
 from train.config import DistributedConfig
 from train.distributed.compat import key_value_client
 from train.distributed.detection import find_place
+from train.distributed.messages import job_secret
 from train.distributed.rendezvous import await_processes, join_processes, process_names
 from train.errors import ABORTED, WRONG_CONFIG, ConfigError, Exit, exit_code
 
@@ -249,13 +250,17 @@ def _message(error: Exception) -> str:
     return str(error) if is_expected else f"{type(error).__name__}: {error}"
 
 
-def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Cluster:
+def join(
+    config: DistributedConfig, run: str, on_all_arrived: Callable[[], None]
+) -> Cluster:
     """Find the other processes and connect to them.
 
     Must run before anything asks JAX for a device.
 
     Args:
         config: overrides what the environment says about the processes.
+        run: the run's directory, by which the processes know each other if no launcher
+            has handed out a secret.
         on_all_arrived: called once all processes have arrived. From then on they wait
             for each other, and no process may exit alone.
 
@@ -267,10 +272,11 @@ def join(config: DistributedConfig, on_all_arrived: Callable[[], None]) -> Clust
     if place is None:
         return Cluster()
     address, processes, process, local_process = place
+    secret, timeout_s = job_secret(run), config.init_timeout_s
     if process == 0:
-        await_processes(address, processes, config.init_timeout_s)
+        await_processes(address, processes, timeout_s, secret)
     else:
-        join_processes(address, process, processes, config.init_timeout_s)
+        join_processes(address, process, processes, timeout_s, secret)
     on_all_arrived()
     # Rich must ignore mpirun's pseudo-terminal of 80 columns, too narrow for tables.
     os.environ["TTY_COMPATIBLE"] = "0"

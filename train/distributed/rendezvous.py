@@ -2,19 +2,29 @@
 
 Process 0 listens on the port that JAX's coordinator takes afterwards, so no second port
 is needed. Each process sends its number, and gets an answer. When all have arrived,
-when the time is up, or when a process leaves, process 0 informs all. A client that
-sends something else, or nothing, is not a process of the run and delays no process.
+when the time is up, or when a process leaves, process 0 informs all.
+
+Only processes that know the job's secret are processes of the run (`messages.py`). Any
+other client can neither delay nor end the run (`arrivals.py`).
 """
 
-import contextlib
-import json
 import logging
 import resource
-import selectors
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from train.distributed.arrivals import Arrivals, send
+from train.distributed.messages import (
+    MAX_ANSWER_BYTES,
+    Hello,
+    NotOurs,
+    Verdict,
+    check_heard,
+    hello_line,
+    parse_verdict,
+    verdict_line,
+)
 from train.errors import ABORTED, WRONG_CONFIG, Exit
 from train.units import few
 
@@ -27,17 +37,17 @@ _REMIND_S = 30.0
 _TAKEN_S = 120.0
 _GRACE_S = 5.0  # how long process 0 has to tell the others that the time is up
 _OTHER_FILES = 512  # files that process 0 opens in addition to connections
-_HEARD = {"heard": True}
 _STRANGER = (
-    "Something else answers there: a run that has begun with another process of this "
-    "number, or another program. Give each process its own distributed.process_id, and "
-    "each run its own port in distributed.coordinator_address"
+    "Something else answers there: another run, a run that has begun with another "
+    "process of this number, or another program. Give each process its own "
+    "distributed.process_id, and each run its own port in "
+    "distributed.coordinator_address"
 )
 
-Arrivals = dict[int, tuple[socket.socket, str]]  # connection and host, by number
 
-
-def await_processes(address: str, processes: int, timeout_s: float) -> None:
+def await_processes(
+    address: str, processes: int, timeout_s: float, secret: str = ""
+) -> None:
     """Wait, on process 0, until all others have arrived; then tell them to continue.
 
     Raises:
@@ -45,23 +55,26 @@ def await_processes(address: str, processes: int, timeout_s: float) -> None:
             count; the message names them.
     """
     _allow_open_files(processes + _OTHER_FILES)
-    arrivals: Arrivals = {}
-    verdict: dict[str, object] = {"code": ABORTED, "wrong": "process 0 left"}
-    try:
-        with _listen(address, processes) as server:
-            _await_all(server, arrivals, processes, timeout_s)
-        verdict = {}
-    except Exit as error:
-        verdict = {"code": error.code, "wrong": str(error)}
-        raise
-    finally:
-        for connection, _ in arrivals.values():
-            with connection:
-                _send(connection, verdict)
+    verdict = Verdict(ABORTED, "process 0 left")
+    with _listen(address, processes) as server:
+        arrivals = Arrivals(server, processes, secret)
+        try:
+            _await_all(arrivals, processes, timeout_s)
+            verdict = Verdict()
+        except Exit as error:
+            verdict = Verdict(error.code, str(error))
+            raise
+        finally:
+            # JAX's coordinator takes the port as soon as a process goes on.
+            server.close()
+            arrivals.close()
+            for connection, _ in arrivals.arrived.values():
+                with connection:
+                    send(connection, verdict_line(verdict))
 
 
 def join_processes(
-    address: str, process: int, processes: int, timeout_s: float
+    address: str, process: int, processes: int, timeout_s: float, secret: str = ""
 ) -> None:
     """Report to process 0, and wait for the others.
 
@@ -70,28 +83,23 @@ def join_processes(
             code is WRONG_CONFIG if another program answers at its address.
     """
     began, has_warned, is_acknowledged = time.monotonic(), False, False
-    hello = json.dumps({"process": process, "processes": processes}) + "\n"
     host, _, port = address.rpartition(":")
     while True:
         waited_s, is_stranger = time.monotonic() - began, False
         try:
             with socket.create_connection((host.strip("[]"), int(port)), 5) as leader:
-                leader.sendall(hello.encode())
+                leader.sendall(hello_line(Hello(process, processes), secret))
                 # Process 0 waits `timeout_s` from its own start, which may be later.
-                leader.settimeout(timeout_s + _GRACE_S)
-                # Any other program, like the coordinator of a run that has begun, sends
-                # no JSON.
-                is_stranger = leader.recv(1, socket.MSG_PEEK) not in (b"", b"{")
-                lines = leader.makefile()
-                if is_stranger:
-                    raise ValueError("another program answers")
-                is_acknowledged = json.loads(lines.readline()) == _HEARD
-                verdict = json.loads(lines.readline())
+                lines = _Lines(leader, time.monotonic() + timeout_s + _GRACE_S)
+                check_heard(lines.read(), secret)
+                is_acknowledged = True
+                verdict = parse_verdict(lines.read())
                 break
-        except (OSError, ValueError) as error:
+        except (OSError, NotOurs) as error:
             if is_acknowledged:
                 reason = "process 0 left while the others were waited for"
                 raise Exit(ABORTED, f"process {process}: {reason}") from None
+            is_stranger = isinstance(error, NotOurs)
             if waited_s > timeout_s:
                 reason = f"process {process}: process 0 could not be reached at "
                 reason += f"{address} within distributed.init_timeout_s={timeout_s:.0f}"
@@ -102,8 +110,40 @@ def join_processes(
                 log.warning("process %d: no sign of %s (%s)", process, address, error)
                 has_warned = True
             time.sleep(_RETRY_S)
-    if "code" in verdict:
-        raise Exit(verdict["code"], f"process {process}: {verdict['wrong']}")
+    if verdict.code is not None:
+        raise Exit(verdict.code, f"process {process}: {verdict.wrong}")
+
+
+class _Lines:
+    """Reads lines of limited length from process 0, until a deadline."""
+
+    def __init__(self, connection: socket.socket, deadline: float):
+        self._connection, self._deadline, self._received = connection, deadline, b""
+
+    def read(self) -> bytes:
+        """Return the next line.
+
+        Raises:
+            NotOurs: another program answers.
+            OSError: the connection was closed, or the deadline has passed.
+        """
+        while b"\n" not in self._received:
+            if self._received[:1] not in (b"", b"{"):
+                # Any other program, like the coordinator of a run that has begun, sends
+                # no JSON, and it may wait for an answer before it ends a line.
+                raise NotOurs("another program answers")
+            if len(self._received) > MAX_ANSWER_BYTES:
+                raise NotOurs("the answer has no end")
+            remaining_s = self._deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError("no answer in time")
+            self._connection.settimeout(remaining_s)
+            data = self._connection.recv(4096)
+            if not data:
+                raise ConnectionError("the connection was closed")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line + b"\n"
 
 
 def process_names(processes: Iterable[int]) -> str:
@@ -148,73 +188,18 @@ def _listen(address: str, processes: int) -> socket.socket:
         time.sleep(_RETRY_S)
 
 
-def _await_all(
-    server: socket.socket, arrivals: Arrivals, processes: int, timeout_s: float
-) -> None:
+def _await_all(arrivals: Arrivals, processes: int, timeout_s: float) -> None:
     deadline, remind_at = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
-        while len(arrivals) < processes - 1:
-            now = time.monotonic()
-            if now > min(deadline, remind_at):
-                missing = process_names({*range(1, processes)} - arrivals.keys())
-                if now > deadline:
-                    message = f"no sign of {missing} of {processes} within "
-                    message += f"distributed.init_timeout_s={timeout_s:.0f}"
-                    raise Exit(ABORTED, message)
-                log.warning("waiting for %s of %d", missing, processes)
-                remind_at = now + _REMIND_S
-            for key, _ in selector.select(min(deadline, remind_at) - now + 0.01):
-                if key.fileobj is server:
-                    with contextlib.suppress(OSError):  # the client may be gone again
-                        connection, (host, *_) = server.accept()
-                        connection.setblocking(False)
-                        selector.register(connection, selectors.EVENT_READ, host)
-                else:
-                    connection = key.fileobj
-                    assert isinstance(connection, socket.socket)
-                    if not _receive_hello(connection, key.data, arrivals, processes):
-                        selector.unregister(connection)
-                        connection.close()
-
-
-def _receive_hello(
-    connection: socket.socket, host: str, arrivals: Arrivals, processes: int
-) -> bool:
-    """Register a process that says hello; return False for any other client.
-
-    Raises:
-        Exit: the number or count that it sends is wrong, or a registered process left.
-    """
-    try:
-        # A hello is small enough to arrive in one piece.
-        hello = json.loads(connection.recv(1024))
-        number, total = int(hello["process"]), int(hello["processes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        for number, (registered, _) in arrivals.items():
-            if registered is connection:
-                message = f"process {number} on {host} left while the others were "
-                raise Exit(ABORTED, f"{message}waited for") from None
-        return False
-    _send(connection, _HEARD)
-    if total != processes or not 0 < number < processes or number in arrivals:
-        other_host = arrivals[number][1] if number in arrivals else "process 0's host"
-        reason = f"there is one of that number already, on {other_host}"
-        if total != processes:
-            reason = f"there are {processes} processes"
-        message = f"process {number} of {total} came from {host}, but {reason}"
-        arrivals[-1] = connection, host  # This process gets the verdict, too.
-        raise Exit(
-            WRONG_CONFIG,
-            f"{message}. Give all processes the same distributed.num_processes, each "
-            f"process its own distributed.process_id, and each run its own port",
-        )
-    arrivals[number] = connection, host
-    return True
-
-
-def _send(connection: socket.socket, answer: Mapping[str, object]) -> None:
-    try:
-        connection.sendall(json.dumps(answer).encode() + b"\n")
-    except OSError:
-        log.warning("a process left while the others were waited for")
+    while missing := arrivals.missing():
+        now = time.monotonic()
+        if now > deadline:
+            message = f"no sign of {process_names(missing)} of {processes} within "
+            message += f"distributed.init_timeout_s={timeout_s:.0f}"
+            if arrivals.turned_away:
+                clients = "; ".join(arrivals.turned_away)
+                message += f". Clients that were turned away: {clients}"
+            raise Exit(ABORTED, message)
+        if now > remind_at:
+            log.warning("waiting for %s of %d", process_names(missing), processes)
+            remind_at = now + _REMIND_S
+        arrivals.receive(until=min(deadline, remind_at))

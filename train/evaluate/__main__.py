@@ -96,7 +96,8 @@ def main(config: EvaluateConfig) -> int:
     """Score a checkpoint on validation sets or on tasks; print and save the scores."""
     from train.distributed.processes import join
 
-    cluster = join(config.distributed, lambda: None)
+    run = run_dir(Config(run=config.run))
+    cluster = join(config.distributed, run, lambda: None)
     evaluation = _score_tasks(config, cluster) if config.tasks else _score_sets(config)
     if cluster.is_leader:
         _save(config.run, evaluation)

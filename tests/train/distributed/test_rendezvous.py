@@ -1,5 +1,6 @@
 """The roll of processes: who is missing, who leaves, who is none of ours."""
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -10,7 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.fleet import REPOSITORY, free_port
-from train.distributed import rendezvous
+from train.distributed import arrivals, rendezvous
+from train.distributed.messages import (
+    SECRET_VARIABLE,
+    Hello,
+    heard_line,
+    hello_line,
+    job_secret,
+)
 from train.distributed.rendezvous import await_processes, join_processes
 from train.errors import ABORTED, WRONG_CONFIG, Exit
 
@@ -27,6 +35,19 @@ def start():
     """Run in a thread, with a limit far beyond what the test waits for."""
     threads = ThreadPoolExecutor(16)
     yield lambda what, *args: threads.submit(what, *args, float(PATIENCE_S))
+    threads.shutdown(wait=False)
+
+
+@pytest.fixture
+def start_with():
+    """Run in a thread, with a secret as the last argument."""
+    threads = ThreadPoolExecutor(16)
+
+    def submit(what, *args, patience_s=PATIENCE_S):
+        *first, secret = args
+        return threads.submit(what, *first, float(patience_s), secret)
+
+    yield submit
     threads.shutdown(wait=False)
 
 
@@ -177,3 +198,156 @@ def test_a_second_process_of_a_number_is_told_that_the_run_has_begun(start, addr
         connection.close()
     assert code == WRONG_CONFIG
     assert "another process of this number" in said
+
+
+SIGNED = hello_line(Hello(1, 2), "the secret")
+# What strangers send: nothing of it may end the rendezvous, or enter it.
+STRANGE = {
+    "infinity": b'{"process": Infinity, "processes": 2}\n',
+    "minus infinity": b'{"process": 1, "processes": -Infinity}\n',
+    "nan": b'{"process": NaN, "processes": NaN}\n',
+    "huge": b'{"process": 1' + b"0" * 400 + b', "processes": 2}\n',
+    "too large for a float": b'{"process": 1e999, "processes": 2}\n',
+    "float": b'{"process": 1.0, "processes": 2}\n',
+    "negative": b'{"process": -1, "processes": 2}\n',
+    "text": b'{"process": "1", "processes": "2"}\n',
+    "boolean": b'{"process": true, "processes": 2}\n',
+    "null": b'{"process": null, "processes": 2}\n',
+    "list": b'{"process": [1], "processes": 2}\n',
+    "empty": b"{}\n",
+    "number": b"1\n",
+    "nested": b"[" * 1000,
+    "nested on a line": b"[" * 500 + b"\n",
+    "nested objects": b'{"a":' * 90 + b"\n",
+    "deep and long": b"[" * 200_000,
+    "long": b'{"process": 1, "processes": 2, "x": "' + b"x" * 100_000 + b'"}\n',
+    "no line break": b"x" * 400,
+    "binary": bytes(range(256)),
+    "nul": b"\0" * 100 + b"\n",
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": bytes.fromhex("16030100a5010000a10303") + b"\n",
+    "utf-16": '{"process": 1, "processes": 2}\n'.encode("utf-16"),
+    "surrogate": b'{"process": 1, "processes": 2, "key": "\\ud800"}\n',
+    "unsigned": b'{"process": 1, "processes": 2}\n',
+    "unsigned and wrong": b'{"process": 1, "processes": 9}\n',
+    "unsigned process 0": b'{"process": 0, "processes": 2}\n',
+    "other secret": hello_line(Hello(1, 2), "another"),
+    "key of a wrong type": b'{"process": 1, "processes": 2, "key": [1]}\n',
+    "two keys": SIGNED.replace(b'"key": "', b'"key": "x", "key": "0'),
+    "part of a message": SIGNED[:-20],
+}
+
+
+@pytest.mark.parametrize("sent", STRANGE.values(), ids=STRANGE)
+def test_nothing_that_a_stranger_sends_ends_a_job(start_with, address, sent, caplog):
+    first = start_with(await_processes, address, 2, "the secret")
+    with connect(address) as stranger, connect(address) as half, connect(address):
+        with contextlib.suppress(OSError):  # it may be turned away before the end
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            half.sendall(sent[: len(sent) // 2])
+        with contextlib.suppress(ConnectionError):
+            assert stranger.recv(100) in (b"", b'{"heard": false}\n')
+        assert not first.done()
+        start_with(join_processes, address, 1, 2, "the secret").result(PATIENCE_S)
+        first.result(PATIENCE_S)
+    assert "is no process of this run" in caplog.text
+
+
+def test_slow_clients_and_many_of_them_hold_nobody_up(
+    start_with, address, monkeypatch, caplog
+):
+    monkeypatch.setattr(arrivals, "CLIENT_S", 0.2)
+    monkeypatch.setattr(arrivals, "MAX_UNKNOWN", 4)
+    first = start_with(await_processes, address, 2, "the secret")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(address)) for _ in range(20)]
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.sendall(SIGNED[:10])
+        for client in clients:
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(100) == b""
+        start_with(join_processes, address, 1, 2, "the secret").result(PATIENCE_S)
+        first.result(PATIENCE_S)
+    assert "too many that say nothing" in caplog.text
+    assert len(caplog.records) < 10
+
+
+ANSWERS = {
+    "unsigned": b'{"heard": true}\n{}\n',
+    "other secret": heard_line("another") + b"{}\n",
+    "a code": b'{"code": 78, "wrong": "stop"}\n',
+    "nested": b'{"heard":' * 10_000,
+    "nested on a line": b'{"heard":' * 6_000 + b"\n",
+    "long": b'{"heard": "' + b"x" * 200_000,
+    "infinity": b'{"heard": Infinity}\n',
+    "list": b"[true]\n",
+    "binary": bytes(range(256)),
+    "half a line": b'{"heard": tr',
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_a_process_believes_only_its_own_process_0(start_with, address, answer):
+    host, _, port = address.partition(":")
+    with socket.create_server((host, int(port))) as server:
+        other = start_with(join_processes, address, 1, 2, "the secret")
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(answer)
+    start_with(await_processes, address, 2, "the secret").result(PATIENCE_S)
+    other.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        *(b"[]\n", b'{"code": "78", "wrong": ""}\n', b'{"code": Infinity}\n'),
+        *(b'{"code": 1e400}\n', b'{"code": 10000}\n', b"[" * 5000 + b"\n", b"{"),
+    ],
+)
+def test_a_verdict_that_cannot_be_read_ends_with_a_known_code(
+    start_with, address, verdict
+):
+    host, _, port = address.partition(":")
+    with socket.create_server((host, int(port))) as server:
+        other = start_with(join_processes, address, 1, 2, "the secret")
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(heard_line("the secret") + verdict)
+    ((code, text),) = ends(other)
+    assert code == ABORTED
+    assert "process 0 left" in text
+
+
+def test_two_runs_at_one_port_do_not_take_each_others_processes(start_with, address):
+    """The second run's process is told, and the first run goes on."""
+    first = start_with(await_processes, address, 2, "runs/one")
+    other = start_with(join_processes, address, 1, 2, "runs/two", patience_s=0)
+    ((code, text),) = ends(other)
+    assert code == WRONG_CONFIG
+    assert "another run" in text
+    assert not first.done()
+    start_with(join_processes, address, 1, 2, "runs/one").result(PATIENCE_S)
+    first.result(PATIENCE_S)
+
+
+def test_those_who_were_turned_away_are_named_when_the_time_is_up(start_with, address):
+    first = start_with(await_processes, address, 2, "runs/one", patience_s=3)
+    with connect(address) as stranger:
+        stranger.sendall(hello_line(Hello(1, 2), "runs/two"))
+        ((code, text),) = ends(first)
+    assert code == ABORTED
+    assert "no sign of process 1" in text
+    assert "belongs to another run" in text
+
+
+def test_the_secret_of_a_launcher_comes_before_the_runs_directory(monkeypatch):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    assert job_secret("runs/one") == "runs/one"
+    monkeypatch.setenv(SECRET_VARIABLE, "of the launcher")
+    assert job_secret("runs/one") == "of the launcher"
+    for line in (hello_line(Hello(1, 2), "of the launcher"), heard_line("of the laun")):
+        assert b"laun" not in line  # it is never sent

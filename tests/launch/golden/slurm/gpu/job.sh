@@ -26,6 +26,7 @@ if ! getent hosts "$first" >/dev/null &&
 	first=${BASH_REMATCH[1]}
 fi
 export JAX_COORDINATOR_ADDRESS=$first:$((20000 + SLURM_JOB_ID % 12000))
+export LONGHAUL_JOB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 
 export PYTHONPATH=/root
 export A='b $c'
@@ -44,7 +45,7 @@ srun=(
 	'--container-image=nvcr.io#nvidia/jax:26.01'
 	--container-mounts=/here:/here,/runs/base-1b:/runs/base-1b,/root:/root
 	--container-workdir=/here
-	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
+	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,LONGHAUL_JOB_SECRET,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
 	--mpi=none
 )
 srun_one=(
@@ -56,7 +57,7 @@ srun_one=(
 	'--container-image=nvcr.io#nvidia/jax:26.01'
 	--container-mounts=/here:/here,/runs/base-1b:/runs/base-1b,/root:/root
 	--container-workdir=/here
-	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
+	--container-env=A,JAX_COMPILATION_CACHE_DIR,JAX_COORDINATOR_ADDRESS,LONGHAUL_JOB_SECRET,NCCL_DEBUG,PYTHONPATH,XLA_CLIENT_MEM_FRACTION,XLA_FLAGS
 	--mpi=none
 )
 train=(
