@@ -107,7 +107,8 @@ def recognize(file: File, settings: ReadSettings) -> File | Refusal:
     opened, and MissingPackageError if decompressing it needs a missing package.
     """
     named_format = format_of_name(file.name)
-    if named_format in (Format.parquet, Format.arrow) and settings.format is None:
+    is_table = file.name.lower().endswith((".parquet", ".arrow"))
+    if named_format is not None and is_table and settings.format is None:
         return replace(file, format=named_format)
     with open_file(file) as raw:
         file = replace(file, compression=_compression_of(file, raw.peek(4)))
@@ -116,16 +117,18 @@ def recognize(file: File, settings: ReadSettings) -> File | Refusal:
         file = replace(file, window_bytes=stream.window_bytes)
         if settings.format is not None:
             return replace(file, format=settings.format)
-        if refusal := _refused(file, head, settings):
+        if refusal := _refused(file, head):
             return refusal
         if named_format in (None, Format.lines):
             is_named = named_format is not None
             known = _recognize_json(file, stream, settings.text_field, is_named)
             if known is not None:
                 return known
-    if named_format is not None:
-        return replace(file, format=named_format)
-    return replace(file, format=_binary_format(head) or Format.text)
+    if known_format := named_format or _binary_format(head):
+        return replace(file, format=known_format)
+    if not settings.keeps_all_bytes and (refusal := _binary_refusal(file, head)):
+        return refusal
+    return replace(file, format=Format.text)
 
 
 def format_of_name(name: str) -> Format | None:
@@ -154,26 +157,32 @@ def _binary_format(head: bytes) -> Format | None:
     return Format.arrow if is_stream or head.startswith(b"ARROW1\0\0") else None
 
 
-def _refused(file: File, head: bytes, settings: ReadSettings) -> Refusal | None:
+def _refused(file: File, head: bytes) -> Refusal | None:
+    """Return the refusal of a file that its first bytes or its suffix identify."""
     for magic, offset, kind, remedy in _MAGIC:
         if head.startswith(magic, offset):
             return Refusal(file, kind, remedy)
-    name = file.name.lower()
-    suffix = PurePosixPath(name.removesuffix(file.compression or "")).suffix
-    if suffix in _REFUSED_SUFFIXES:
-        return Refusal(file, *_REFUSED_SUFFIXES[suffix])
-    if binary_format := _binary_format(head):
-        if file.compression:
-            return Refusal(file, f"{binary_format} inside {file.compression}", _UNPACK)
-        return None
-    if settings.keeps_all_bytes:
-        return None
-    if suffix in _TOKEN_SUFFIXES and not _is_text(head):
+    if kind := _REFUSED_SUFFIXES.get(_inner_suffix(file)):
+        return Refusal(file, *kind)
+    binary_format = _binary_format(head)
+    if binary_format and file.compression:
+        return Refusal(file, f"{binary_format} inside {file.compression}", _UNPACK)
+    return None
+
+
+def _binary_refusal(file: File, head: bytes) -> Refusal | None:
+    """Return the refusal of a file of an unknown kind that is no text."""
+    if _inner_suffix(file) in _TOKEN_SUFFIXES and not _is_text(head):
         kind = "binary data, perhaps token ids of another program"
         return Refusal(file, kind, "Name the text that it was made from")
     if b"\0" in head:
         return Refusal(file, "binary data (it holds zero bytes)", "Leave it out")
     return None
+
+
+def _inner_suffix(file: File) -> str:
+    """Return the suffix of a file's name before the suffix of its compression."""
+    return PurePosixPath(file.name.lower().removesuffix(file.compression or "")).suffix
 
 
 def _is_text(head: bytes) -> bool:

@@ -82,14 +82,3 @@ def test_a_server_that_cannot_be_reached_is_no_missing_file(
     url = f"http://127.0.0.1:{closed_port}/x"
     with pytest.raises(DataError, match=rf"{url}.*cannot be read \(.*[Cc]onnect"):
         OPEN[door](url)
-
-
-def test_later_requests_have_no_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.key_value_store, "FIRST_ANSWER_S", 0.0)
-    storage = KeyValueStore("memory://folder", ts.Context())
-    with pytest.raises(DataError, match="no answer in time"):
-        storage.read("key")
-    monkeypatch.setattr(data.key_value_store, "FIRST_ANSWER_S", 60.0)
-    storage.write("key", b"value")
-    monkeypatch.setattr(data.key_value_store, "FIRST_ANSWER_S", 0.0)
-    assert storage.read("key") == b"value"

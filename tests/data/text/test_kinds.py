@@ -170,6 +170,14 @@ def test_a_damaged_record_makes_no_text_of_the_others(tmp_path, name):
         assert len(found[1]) == len(good(found[1])) + 1
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "part-0"])
+def test_zero_bytes_in_a_record_hide_no_other(tmp_path, name):
+    found = found_in(tmp_path / name, LINES + b"\0\0\0\n" + LINES)
+    assert not isinstance(found, Refusal)
+    assert [one.text for one in good(found[1])] == TEXTS * 2
+    assert len(found[1]) == 2 * len(TEXTS) + 1
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -242,6 +250,10 @@ REFUSED = {
     "a.pdf": (b"%PDF-1.7\n1 0 obj\n", "a PDF"),
     "a.jpg": (b"\xff\xd8\xff\xe0", "an image"),
     "a.sqlite": (b"SQLite format 3\0", "an SQLite database"),
+    "a.parquet.gz": (
+        gzip.compress(encode_table("a.parquet", pa.table({"text": ["a"]}))),
+        "parquet inside .gz",
+    ),
     "table.gz": (
         gzip.compress(encode_table("a.parquet", pa.table({"text": ["a"]}))),
         "parquet inside .gz",
