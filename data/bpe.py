@@ -7,12 +7,14 @@ tokens. The name of a special token in a text is treated as plain text.
 """
 
 import base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from data.errors import DataError
-from data.text.corpus import find_files
+from data.text.classify import classify
 from data.text.documents import read_documents
-from data.text.files import units_of
+from data.text.files import missing_package_error, units_of
+from data.text.find import find_files
 from data.text.records import ReadSettings, Record
 from data.tokenizer import RANK_FILE_PATTERN
 from data.tokenizer_json import byte_names, convert_for_oniguruma
@@ -27,16 +29,13 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
 
     The 256 single bytes come first, in the order of GPT-2's file. They count towards
     `vocab_size`; the <|endoftext|> that `load_tokenizer` adds does not. A pair that
-    occurs only once is not merged. Raises DataError if `tokenizers` is not installed or
-    the texts hold too few pairs.
+    occurs only once is not merged. Raises DataError if the texts hold too few pairs,
+    and MissingPackageError if `tokenizers` is not installed.
     """
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise DataError(
-            f"Training a tokenizer needs the package tokenizers ({error}). Install it "
-            f'with pip install -e ".[data]"'
-        ) from error
+        raise missing_package_error("tokenizers", error) from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -94,19 +93,25 @@ def hold_out(texts: Iterable[str], held_out_pieces: list[str]) -> Iterator[str]:
 
 
 def texts_of(
-    input: str, max_bytes: int, settings: ReadSettings, pattern: str = "**/*"
+    inputs: Sequence[str],
+    max_bytes: int,
+    settings: ReadSettings,
+    pattern: str = "**/*",
 ) -> Iterator[str]:
-    """Yield texts of at most `max_bytes` in all from an input, and skip bad records.
+    """Yield texts of at most `max_bytes` in all from inputs, and skip bad records.
 
-    If the input is larger, the units that are read are spread evenly over it. The
+    An invalid byte of a text becomes U+FFFD.
+
+    If the inputs are larger, the units that are read are spread evenly over it. The
     choice of units depends only on the files' names and sizes, and on `max_bytes`.
-    Raises DataError if the input does not exist, or a file cannot be read.
+    Raises DataError if an input does not exist, or a file cannot be read.
     """
-    files = find_files([input], pattern)
+    files = classify(find_files(inputs, pattern), settings).files
+    reading = replace(settings, keep_invalid_utf8=True)
     units = [unit for file in files for unit in units_of(file)]
     stride = max(1, -(-sum(file.size for file in files) // max_bytes))
     for unit in (unit for start in range(stride) for unit in units[start::stride]):
-        for record in read_documents(unit, settings):
+        for record in read_documents(unit, reading):
             if isinstance(record, Record):
                 text = record.text[:max_bytes]
                 yield text.decode("utf-8", "replace")

@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
+
+from data.text.files import Format
 
 INT32_MAX = 2**31 - 1  # JAX integers are int32
 Count = Annotated[int, Ge(1), Le(INT32_MAX)]
@@ -17,7 +19,15 @@ RunSeed = Annotated[int, Ge(-(2**31)), Lt(2**32)]  # JAX drops higher bits
 Seed = Annotated[int, Ge(0), Lt(2**32)]  # NumPy refuses negative seeds
 ByteCount = Annotated[int, Ge(1), Le(2**40)]
 Pattern = Annotated[str, Doc("Which files of a folder are read.")]
+InputPaths = Annotated[Any, Doc("A file, folder, glob or URL, or a list of them.")]
 TextField = Annotated[str, Doc("The field of a record that holds its text.")]
+FileFormat = Annotated[
+    Format | None,
+    Doc(
+        "How all files hold documents. null: name and content of each file decide; "
+        "text reads any valid UTF-8 as text."
+    ),
+]
 StorePath = Annotated[str | None, Doc("The folder or URL of a token store.")]
 Tokenizer = Annotated[
     str,
@@ -32,6 +42,12 @@ RankFileHash = Annotated[
 Mistakes = list[tuple[str, object, str]]  # (field, value, broken rule and remedy)
 
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")  # downloaded by tiktoken
+
+
+def inputs_of(value: object) -> list[str]:
+    """Return the paths that the value of `InputPaths` names, as a list."""
+    inputs = value if isinstance(value, list) else [value]
+    return [str(path) for path in inputs if path not in (None, "")]
 
 
 def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
@@ -168,6 +184,8 @@ class DataConfig:
         list[WeightChange], Doc("When the weights of a mixture change, and to what.")
     ] = field(default_factory=list)
     pattern: Pattern = "**/*"
+    format: FileFormat = None
+    text_field: TextField = "text"
     on_error: Annotated[
         OnError,
         Doc("What to do with files that are not text, and with unusable records."),
@@ -241,6 +259,12 @@ class DataConfig:
         elif self.source in (Source.python, Source.mixture) and self.path:
             rule = f"is not read by data={self.source}; add data=text or data=tokens"
             mistakes.append(("path", self.path, rule))
+        if self.source is not Source.text:
+            rule = "is only for data=text; a token store was made with its own"
+            if self.format is not None:
+                mistakes.append(("format", self.format, rule))
+            if self.text_field != "text":
+                mistakes.append(("text_field", self.text_field, rule))
         mistakes += tokenizer_mistakes(self.tokenizer, self.tokenizer_sha256)
         if self.packing is not Packing.concat and not self.document_mask:
             rule = "needs data.document_mask=true: rows hold documents side by side"

@@ -6,6 +6,7 @@ data/storage.py provides all other access to files.
 """
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,17 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from data.errors import DataError
-from data.storage import ANSWER_S, StorageError, check_regular, is_remote
+from data.storage import (
+    ANSWER_S,
+    FIRST_ANSWER_S,
+    StorageError,
+    check_regular,
+    is_remote,
+)
 
+# The waits between attempts begin at one second and double: half a minute in all. The
+# default of TensorStore, 32 attempts, takes a quarter of an hour.
+HTTP_RETRIES = 5
 _SCHEMES = ("gs", "s3", "http", "https", "memory")
 
 
@@ -23,7 +33,8 @@ class KeyValueStore:
     """A folder as a store of bytes by key, implemented with TensorStore.
 
     Methods that read, write or list raise StorageError if this fails, or if the store
-    does not answer within `timeout_s` (None sets no limit).
+    does not answer within `timeout_s`. None sets no limit after the first answer; a
+    remote store must give that within `FIRST_ANSWER_S`.
     """
 
     def __init__(self, location: str | Path, context: ts.Context | None = None):
@@ -38,6 +49,7 @@ class KeyValueStore:
         self.location = str(location).rstrip("/")
         self._context = context
         self._store: ts.KvStore | None = None
+        self._has_answered = False
 
     def __str__(self) -> str:
         return self.location
@@ -126,11 +138,23 @@ class KeyValueStore:
         timeout_s: float | None = None,
     ) -> Any:
         """Open the store if necessary, send a request, and return the answer."""
+        if timeout_s is None and self.path is None and not self._has_answered:
+            timeout_s = FIRST_ANSWER_S
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def remaining_s() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
         try:
             if self._store is None:  # opening may request credentials and the region
-                opening = ts.KvStore.open(self.spec(), context=self._context)
-                self._store = opening.result(timeout_s)
-            return request(self._store).result(timeout_s)
+                spec = self.spec()
+                if spec["driver"] == "http":
+                    spec["http_request_retries"] = {"max_retries": HTTP_RETRIES}
+                opening = ts.KvStore.open(spec, context=self._context)
+                self._store = opening.result(remaining_s())
+            answer = request(self._store).result(remaining_s())
+            self._has_answered = True
+            return answer
         except (ValueError, OSError) as error:
             raise StorageError(f"{self}/{name}", error, action) from error
 

@@ -1,19 +1,22 @@
 """The configuration of `python -m data.prepare`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le, Lt
 from typing_extensions import Doc
 
 from data.config import (
     ByteCount,
+    FileFormat,
+    InputPaths,
     Mistakes,
     OnError,
     Pattern,
     RankFileHash,
     TextField,
     Tokenizer,
+    inputs_of,
     tokenizer_mistakes,
 )
 
@@ -22,11 +25,12 @@ from data.config import (
 class PrepareConfig:
     """Keys of `python -m data.prepare`, which converts text to a token store."""
 
-    input: Annotated[Any, Doc("A file, folder, glob or URL, or a list of them.")] = None
+    input: InputPaths = None
     output: Annotated[
         str | None, Doc("The folder of the token store: a path, gs:// or s3://.")
     ] = None
     pattern: Pattern = "**/*"
+    format: FileFormat = None
     text_field: TextField = "text"
     id_field: Annotated[
         str | None,
@@ -69,8 +73,7 @@ class PrepareConfig:
     @property
     def inputs(self) -> list[str]:
         """The inputs as a list."""
-        inputs = self.input if isinstance(self.input, list) else [self.input]
-        return [str(path) for path in inputs if path not in (None, "")]
+        return inputs_of(self.input)
 
     def mistakes(self) -> Mistakes:
         """List the invalid values, and the values that contradict each other."""

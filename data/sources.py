@@ -10,7 +10,7 @@ import tiktoken
 
 from data.beginning import Beginning, beginning_of, beginning_token
 from data.config import DataConfig, Source
-from data.errors import DataError
+from data.errors import DataError, MissingPackageError
 from data.storage import is_remote
 from data.text.files import Split
 from data.token_store.cached import cached_store, data_cache_folder
@@ -206,6 +206,8 @@ def _errors_prefixed(key: str, path: str) -> Iterator[None]:
     """Prefix a DataError with the config key and the path that it concerns."""
     try:
         yield
+    except MissingPackageError:
+        raise
     except DataError as error:
         reason = str(error).removeprefix(f"{path}: ")
         raise DataError(f"{key} = {path}\n    {reason}") from error

@@ -17,9 +17,11 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import fsspec.config
@@ -28,8 +30,11 @@ from etils import epath
 from data.errors import DataError
 from data.names import checked_name
 
-_EXTRAS = {"s3": "s3", "gs": "gcs"}  # the pip extra for the client of each scheme
+Result = TypeVar("Result")
+
+EXTRAS = {"s3": "s3", "gs": "gcs"}  # the pip extra for the client of each scheme
 ANSWER_S = 5.0  # the timeout of a single request to a store
+FIRST_ANSWER_S = 60.0  # how long a command waits for a remote location to answer
 
 
 class NotAFileError(OSError):
@@ -68,6 +73,28 @@ class StorageError(DataError):
         )
 
 
+def wait_for_answer(location: str, request: Callable[[], Result]) -> Result:
+    """Return the result of the first request to a remote location.
+
+    The clients of stores would wait for minutes. Raises StorageError if there is no
+    answer within `FIRST_ANSWER_S`, and otherwise whatever the request raises.
+    """
+    future = Future[Result]()
+
+    def run() -> None:
+        try:
+            future.set_result(request())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon does not keep the process alive after the time limit.
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result(FIRST_ANSWER_S)
+    except TimeoutError as error:
+        raise StorageError(location, error, "read") from error
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a URL, such as one under gs:// or s3://."""
     return "://" in os.fspath(path)
@@ -82,7 +109,7 @@ def storage_path(location: str) -> epath.Path:
     scheme, remote, _ = location.partition("://")
     if not remote:
         return epath.Path(Path(location).expanduser().absolute())
-    if scheme not in _EXTRAS:
+    if scheme not in EXTRAS:
         raise ValueError("must be a local folder, or one under s3:// or gs://")
     # Other processes and TensorStore write to the same folders, so a listing that
     # fsspec caches may be out of date.
@@ -93,7 +120,7 @@ def storage_path(location: str) -> epath.Path:
     try:
         fsspec.filesystem(scheme)
     except ImportError as error:
-        message = f"{error}: pip install -e '.[{_EXTRAS[scheme]}]'"
+        message = f"{error}: pip install -e '.[{EXTRAS[scheme]}]'"
         raise ValueError(message) from None
     return epath.Path(location.rstrip("/"))
 

@@ -15,7 +15,14 @@ from annotated_types import Ge, Le
 from typing_extensions import Doc
 
 from data.bpe import NUM_BYTES, hold_out, texts_of, train
-from data.config import ByteCount, Pattern, TextField
+from data.config import (
+    ByteCount,
+    FileFormat,
+    InputPaths,
+    Pattern,
+    TextField,
+    inputs_of,
+)
 from data.encoding import encode
 from data.errors import DataError
 from data.storage import created_atomically
@@ -33,11 +40,10 @@ _log = logging.getLogger(__name__)
 class TrainTokenizerConfig:
     """Keys of `python -m data.train_tokenizer`."""
 
-    input: Annotated[
-        str | None, Doc("A file, folder, glob or URL, as for data.prepare.")
-    ] = None
+    input: InputPaths = None
     output: Annotated[str | None, Doc("The rank file to write.")] = None
     pattern: Pattern = "**/*"
+    format: FileFormat = None
     text_field: TextField = "text"
     vocab_size: Annotated[
         int,
@@ -59,23 +65,24 @@ class TrainTokenizerConfig:
 def train_tokenizer_mistakes(config: TrainTokenizerConfig) -> list[Mistake]:
     """List the mistakes of a config."""
     mistakes = []
-    if not config.input:
-        rule = "must name a text file or a folder of text files"
+    inputs = inputs_of(config.input)
+    if not inputs:
+        rule = "must name files, folders or patterns, say input=corpus/"
         mistakes.append(Mistake("input", config.input, rule))
     if not config.output:
         rule = "must name the rank file to write, say output=mine.tiktoken"
         mistakes.append(Mistake("output", config.output, rule))
-    elif config.input:
-        source = Path(config.input).expanduser().resolve()
-        if Path(config.output).expanduser().resolve().is_relative_to(source):
-            rule = f"must lie outside of input={config.input}, which is read as text"
-            mistakes.append(Mistake("output", config.output, rule))
+    else:
+        output = Path(config.output).expanduser().resolve()
+        for name in inputs:
+            if output.is_relative_to(Path(name).expanduser().resolve()):
+                rule = f"must lie outside of the input {name}, which is read as text"
+                mistakes.append(Mistake("output", config.output, rule))
     return mistakes
 
 
 def main(config: TrainTokenizerConfig) -> int:
     """Learn a rank file, write it, and print the settings that name it."""
-    assert config.input is not None
     assert config.output is not None
     output = Path(config.output).expanduser().absolute()
     # Check the output before learning, which may take an hour.
@@ -88,10 +95,11 @@ def main(config: TrainTokenizerConfig) -> int:
         raise DataError(
             f"output={output}: is there already. Remove it, or name another"
         )
-    _log.info("learning %d tokens from %s", config.vocab_size, config.input)
+    inputs = inputs_of(config.input)
+    _log.info("learning %d tokens from %s", config.vocab_size, ", ".join(inputs))
     held_out_pieces: list[str] = []
-    read_settings = ReadSettings(config.text_field, keep_invalid_utf8=True)
-    texts = texts_of(config.input, config.max_bytes, read_settings, config.pattern)
+    read_settings = ReadSettings(config.text_field, format=config.format)
+    texts = texts_of(inputs, config.max_bytes, read_settings, config.pattern)
     content = train(hold_out(texts, held_out_pieces), config.vocab_size)
     try:
         with created_atomically(output) as partial:

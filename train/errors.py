@@ -8,7 +8,7 @@ that are not listed here. Launchers do not start the run again after the other c
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from data.errors import DataError
+from data.errors import DataError, MissingPackageError
 from train.masking import mask, mask_values
 
 FINISHED = 0
@@ -122,6 +122,8 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, Exit):
         return error.code
     if isinstance(error, ConfigError):
+        return WRONG_CONFIG
+    if isinstance(error, MissingPackageError):
         return WRONG_CONFIG
     return WRONG_DATA if isinstance(error, DataError) else CRASHED
 

@@ -1,39 +1,54 @@
 """Input files, and the units into which they are cut.
 
-The suffix decides the format: lines of JSON (.jsonl, .ndjson, .json.gz, .json.zst),
-.parquet, .arrow (as Hugging Face's `save_to_disk` writes it); any other file is one
-document. Text and lines of JSON may be compressed (.gz, .zst). If they are not, the
-file is cut into units of 4 MiB that are read independently. The cuts depend on the file
-alone, not on the number of processes.
+Content and name of a file decide its format (kinds.py). Text and lines of JSON that are
+not compressed are cut into units of 4 MiB that are read independently. The cuts depend
+on the file alone, not on the number of processes.
 """
 
 import hashlib
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import PurePosixPath
-from typing import Literal
+from typing import Literal, assert_never
 
-from data.errors import DataError
+from data.errors import DataError, MissingPackageError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 UNIT_BYTES = 2**22
-_COMPRESSION_SUFFIXES = (".gz", ".zst")
-# A .json file is one document, but corpora name compressed lines of JSON .json.gz.
-_LINE_SUFFIXES = (".jsonl", ".ndjson")
-_COMPRESSED_LINE_SUFFIXES = tuple(
-    f"{s}{c}" for s in (*_LINE_SUFFIXES, ".json") for c in _COMPRESSION_SUFFIXES
-)
 
 
 class Format(StrEnum):
-    """How a file holds documents."""
+    """How a file holds documents.
+
+    `text`: the file is one document. `lines`: a record of JSON in each line. `json`: an
+    array of records, or records that follow each other. `csv`: a table of text with the
+    names of its columns in the first line, also with tabs or semicolons. `parquet` and
+    `arrow`: a table.
+    """
 
     text = "text"
     lines = "lines"
+    json = "json"
+    csv = "csv"
     parquet = "parquet"
     arrow = "arrow"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an uncompressed file is cut into units that are read independently.
+
+        The reader of such a format finds the first document that begins in its unit,
+        and reads the last one to its end in the next unit. Any other reader must get
+        the whole file, or it would read all documents again for each unit.
+        """
+        match self:
+            case Format.text | Format.lines:
+                return True
+            case Format.json | Format.csv | Format.parquet | Format.arrow:
+                return False
+            case _:
+                assert_never(self)
 
 
 @dataclass(frozen=True)
@@ -44,21 +59,10 @@ class File:
     name: str  # relative to its input; the document ids begin with it
     size: int
     version: str
-
-    @property
-    def compression(self) -> str | None:
-        """The suffix of a compressed file, or None."""
-        suffix = PurePosixPath(self.name).suffix.lower()
-        return suffix if suffix in _COMPRESSION_SUFFIXES else None
-
-    @property
-    def format(self) -> Format:
-        """The format that the suffix names."""
-        name = self.name.lower()
-        if name.endswith((".parquet", ".arrow")):
-            return Format(name.rpartition(".")[2])
-        has_lines = name.endswith(_LINE_SUFFIXES + _COMPRESSED_LINE_SUFFIXES)
-        return Format.lines if has_lines else Format.text
+    input: str = ""  # the file, folder or pattern through which the file was found
+    format: Format = Format.text
+    compression: str | None = None  # ".gz" or ".zst"
+    window_bytes: int = 0  # memory that decompressing needs, if it is known
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def hash_fraction(document: str) -> float:
 
 def units_of(file: File, split: Split | None = None) -> list[Unit]:
     """Cut a file into the units that are read independently of each other."""
-    if file.compression or file.format in (Format.parquet, Format.arrow):
+    if file.compression or not file.format.is_cut:
         return [Unit(file, split=split)]
     return cut_file(file, 0, file.size, split)
 
@@ -112,9 +116,11 @@ def unreadable_error(path: object, error: Exception) -> DataError:
     )
 
 
-def missing_package_error(package: str, error: ImportError) -> DataError:
+def missing_package_error(
+    package: str, error: ImportError, extra: str = "data"
+) -> MissingPackageError:
     """Return the error for an optional library that is not installed."""
-    return DataError(
-        f"{package} is needed to read this and is not installed ({error}): "
-        f'pip install -e ".[data]"'
+    return MissingPackageError(
+        f"The package {package} is needed for this and cannot be imported ({error}). "
+        f'Install it: pip install -e ".[{extra}]"'
     )

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data.text.files import File
+from data.text.files import File, Format
 
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """The settings with which documents are read from records."""
+    """The settings with which documents are read from files."""
 
     text_field: str = "text"
     id_field: str | None = None
@@ -17,6 +17,12 @@ class ReadSettings:
     # refusing the text.
     keep_invalid_utf8: bool = False
     max_record_bytes: int = 2**26
+    format: Format | None = None  # None: name and content of each file decide
+
+    @property
+    def keeps_all_bytes(self) -> bool:
+        """Whether zero bytes, the sign of binary data, are kept in texts."""
+        return self.keep_invalid_utf8 or self.format is Format.text
 
 
 class Record(NamedTuple):

@@ -14,27 +14,43 @@ from typing import Any, BinaryIO
 
 import fsspec
 
+from data.errors import DataError
+from data.machine import available_memory
 from data.text.files import File, missing_package_error, unreadable_error
 
 # Texts are cut into pieces. A cut moves forward to the next line end if one is within
 # this many bytes, which must be fewer than UNIT_BYTES (files.py).
 CUT_WINDOW = 2**16
+# The largest window that zstd writes by default even with --ultra, and the largest
+# that it reads at all, which `zstd --long=31` writes.
+USUAL_WINDOW_BYTES = 2**27
+MAX_WINDOW_BYTES = 2**31
+_ZSTD_HEADER_BYTES = 18  # at most, with the magic number
 
 
 @contextlib.contextmanager
-def open_stream(
+def open_file(
     file: File, progress: Callable[[int], object] = lambda _: None
-) -> Iterator["Stream"]:
-    """Open a file; `progress` is called with the number of bytes of each read.
+) -> Iterator[io.BufferedReader]:
+    """Open a file as it is stored; `progress` gets the number of bytes of each read.
 
     Raises DataError if the file cannot be opened or read.
     """
     try:
         with fsspec.open(file.path, "rb") as raw:
             reporting_file = _ReportingFile(raw, file.path, progress)
-            yield Stream(io.BufferedReader(reporting_file, 2**20), file.compression)
+            yield io.BufferedReader(reporting_file, 2**20)
     except (OSError, ValueError) as error:
         raise unreadable_error(file.path, error) from error
+
+
+@contextlib.contextmanager
+def open_stream(
+    file: File, progress: Callable[[int], object] = lambda _: None
+) -> Iterator["Stream"]:
+    """Open a file, decompressed; arguments and errors are those of `open_file`."""
+    with open_file(file, progress) as raw:
+        yield Stream(raw, file)
 
 
 def text_size(file: File) -> int:
@@ -93,9 +109,11 @@ class _ReportingFile(io.RawIOBase):
 class _Decompressor(io.RawIOBase):
     """A file that decompresses frame after frame, up to the first damage."""
 
-    def __init__(self, file: BinaryIO, compression: str):
+    def __init__(self, raw: BinaryIO, file: File):
         self.damage: str | None = None
-        self._chunks = self._decompress(file, compression)
+        self.window_bytes = 0  # the largest window of the frames that were opened
+        self._path = file.path
+        self._chunks = self._decompress(raw, file.compression)
         self._unread = memoryview(b"")
 
     def readable(self) -> bool:
@@ -108,7 +126,7 @@ class _Decompressor(io.RawIOBase):
         buffer[:count], self._unread = self._unread[:count], self._unread[count:]
         return count
 
-    def _decompress(self, file: BinaryIO, compression: str) -> Iterator[bytes]:
+    def _decompress(self, raw: BinaryIO, compression: str | None) -> Iterator[bytes]:
         # The file readers of gzip and zstandard lose the bytes just before damage, and
         # the reader of zstandard accepts a truncated file without an error.
         if compression == ".gz":
@@ -119,13 +137,17 @@ class _Decompressor(io.RawIOBase):
                 import zstandard
             except ImportError as error:
                 raise missing_package_error("zstandard", error) from error
-            new_frame = zstandard.ZstdDecompressor().decompressobj
+            decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+            new_frame = decompressor.decompressobj
             damage_error = zstandard.ZstdError
         frame, data, padding = None, b"", b""
-        while data := data or file.read(2**14):
+        while data := data or raw.read(2**14):
             if frame is None:
                 if not (data := data.lstrip(padding)):
                     continue
+                if compression == ".zst":
+                    data += raw.read(_ZSTD_HEADER_BYTES)
+                    self._check_window(data)
                 frame = new_frame()
             try:
                 yield frame.decompress(data)
@@ -140,13 +162,33 @@ class _Decompressor(io.RawIOBase):
         if frame is not None:
             self.damage = "the compressed file ends in the middle"
 
+    def _check_window(self, data: bytes) -> None:
+        """Raise DataError if a frame of zstd needs more memory than is available."""
+        import zstandard
+
+        try:
+            window_bytes = zstandard.get_frame_parameters(data).window_size
+        except zstandard.ZstdError:
+            return  # decompressing it will report the damage
+        self.window_bytes = max(self.window_bytes, window_bytes)
+        if window_bytes <= USUAL_WINDOW_BYTES:
+            return
+        remedy = "Compress it again without --long, or use a machine with more memory"
+        available_bytes = available_memory()
+        if available_bytes is not None and window_bytes > available_bytes:
+            raise DataError(
+                f"{self._path}: was compressed by zstd with a window of "
+                f"{window_bytes / 2**30:.1f} GiB, which reading needs in memory, but "
+                f"only {available_bytes / 2**30:.1f} GiB are available. {remedy}"
+            )
+
 
 class Stream:
     """A decompressed file, to be read through `file` or by these methods."""
 
-    def __init__(self, raw: BinaryIO, compression: str | None):
+    def __init__(self, raw: BinaryIO, file: File):
         self.file: Any = raw
-        self._decompressor = _Decompressor(raw, compression) if compression else None
+        self._decompressor = _Decompressor(raw, file) if file.compression else None
         if self._decompressor is not None:
             self.file = io.BufferedReader(self._decompressor, 2**20)
         self._lookahead = b""
@@ -155,6 +197,11 @@ class Stream:
     def damage(self) -> str | None:
         """What is damaged, or None if reading has not reached any damage."""
         return self._decompressor.damage if self._decompressor else None
+
+    @property
+    def window_bytes(self) -> int:
+        """The memory that the frames read so far need, beyond a few buffers."""
+        return self._decompressor.window_bytes if self._decompressor else 0
 
     def seek(self, offset: int) -> int:
         """Go to an offset and return it; in a compressed file, only before any read."""

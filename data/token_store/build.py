@@ -21,12 +21,15 @@ from data.config import DataConfig, OnError
 from data.encoding import fingerprint
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
-from data.machine import cache_folder, usable_cores
+from data.machine import available_memory, cache_folder, usable_cores
 from data.prepare_config import PrepareConfig
 from data.storage import check_regular
-from data.text.corpus import Corpus, find_files
-from data.text.files import SPLITS
+from data.text.corpus import Corpus
+from data.text.files import SPLITS, Format
+from data.text.find import find_files
+from data.text.kinds import format_of_name
 from data.text.records import ReadSettings
+from data.text.streams import USUAL_WINDOW_BYTES
 from data.token_store.encode import encode_tasks, encoded_part_path, make_tasks
 from data.token_store.parts import (
     EncodingSettings,
@@ -40,6 +43,7 @@ from data.token_store.writer import MANIFEST, SCHEMA, write_store
 from data.tokenizer import dump_ranks, load_tokenizer
 from data.tokenizer_folder import digest_of
 
+_WORKER_BYTES = 2**29  # memory of a worker, without the window of a zstd file
 _UNFINISHED = "unfinished"  # a key in a store that is being written
 
 _log = logging.getLogger(__name__)
@@ -63,10 +67,16 @@ def prepare_store(config: PrepareConfig) -> Store:
         id_field=config.id_field,
         keep_invalid_utf8=config.keep_invalid_utf8,
         max_record_bytes=config.max_record_bytes,
+        format=config.format,
     )
     settings = encoding_settings(config, read_settings)
     files = tuple(find_files(config.inputs, config.pattern))
     corpus = Corpus(" ".join(config.inputs), files, config.validation)
+    corpus = corpus.classified(read_settings, settings.skip_bad)
+    if corpus.left_out:
+        paths = ", ".join(file.path for file in corpus.left_out[:5])
+        message = "on_error=skip left out %d files that cannot be read: %s"
+        _log.warning(message, len(corpus.left_out), paths)
     storage = KeyValueStore(config.output)
     with _locked(_work_folder(config, storage)) as folder:
         if is_built := storage.has(MANIFEST):
@@ -114,7 +124,7 @@ def build_store(
             meter.show(size, tokens)
             beat()
 
-        workers = workers or usable_cores()
+        workers = _workers_that_fit(corpus, workers or usable_cores())
         encode_tasks(tasks, part_folder, settings, encoding, workers, report=show)
     left_out = {file.path: file.size for file in corpus.left_out}
     source = {"path": corpus.root, "validation": corpus.validation}
@@ -138,10 +148,38 @@ def build_store(
         ) from error
 
 
+def _workers_that_fit(corpus: Corpus, workers: int) -> int:
+    """Return the number of workers that have memory for the windows of zstd files."""
+    file = max(corpus.files, key=lambda file: file.window_bytes)
+    available_bytes = available_memory()
+    if file.window_bytes <= USUAL_WINDOW_BYTES or available_bytes is None:
+        return workers
+    fitting = max(1, available_bytes // (file.window_bytes + _WORKER_BYTES))
+    message = "%s: decompressing it needs %.1f GiB of memory in each worker, and %.1f "
+    message += "GiB are available, so there are at most %d workers"
+    gib, available_gib = file.window_bytes / 2**30, available_bytes / 2**30
+    _log.warning(message, file.path, gib, available_gib, fitting)
+    return min(workers, fitting)
+
+
 def input_hash(corpus: Corpus, settings: EncodingSettings) -> str:
-    """Return a hash of the settings and of every file's name and size."""
-    files = [(file.name, file.size) for file in corpus.files]
-    text = json.dumps([SCHEMA, asdict(settings), files], sort_keys=True)
+    """Return a hash of the settings, and of every file's name, size and format.
+
+    So that the hash of older stores does not change, it leaves out what was not there
+    when they were made: a setting that is not set, and formats that were implied then.
+    """
+    values = asdict(settings)
+    if settings.reading.format is None:
+        del values["reading"]["format"]
+    files = []
+    for file in corpus.files:
+        is_implied = file.format is Format.text or (
+            file.format in (Format.lines, Format.parquet, Format.arrow)
+            and file.format is format_of_name(file.name)
+            and ".jsonlines" not in file.name.lower()
+        )
+        files.append((file.name, file.size, *([] if is_implied else [file.format])))
+    text = json.dumps([SCHEMA, values, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -41,11 +41,16 @@ def cached_store(
     """
     encoding = load_tokenizer(config.tokenizer, config.tokenizer_sha256)
     corpus = find_corpus(config)
-    read_settings = ReadSettings(keep_invalid_utf8=config.source is Source.python)
+    read_settings = ReadSettings(
+        text_field=config.text_field,
+        keep_invalid_utf8=config.source is Source.python,
+        format=config.format,
+    )
     settings = encoding_settings(config, read_settings)
     identity = f"{SCHEMA} {corpus.identity()} {fingerprint(encoding)}"
     if config.source is Source.text:
-        identity += f" UTF-8, {config.on_error}"
+        identity += f" by content, {config.on_error}, {config.format}"
+        identity += f", {config.text_field}"
     name = re.sub(r"[^\w.-]", "_", config.name)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = data_cache_folder(config) / f"{name}-{digest}"
@@ -54,8 +59,10 @@ def cached_store(
         _log.info("preparing %s from %s", path, corpus.root)
         start_s = time.monotonic()
         _remove_abandoned(path)
-        if settings.skip_bad and config.source is Source.text:
-            corpus = corpus.without_bad_files(beat)
+        if config.source is Source.text:
+            corpus = corpus.classified(read_settings, settings.skip_bad, beat)
+            if settings.skip_bad:
+                corpus = corpus.without_bad_files(beat)
         with created_atomically(path) as partial:
             parts = partial / "parts"
             make_folder(parts, path.parent, "data.cache_dir")
@@ -74,7 +81,7 @@ def _warn_of_skipped(store: Store) -> None:
     if left_out := store.manifest["source"].get("left_out"):
         files, size = [*left_out], sum(left_out.values())
         listed = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
-        message = "left out %d files that are not text, %d bytes in all: %s"
+        message = "left out %d files that cannot be read, %d bytes in all: %s"
         _log.warning(f"data.on_error=skip {message}", len(files), size, listed)
     if count := store.manifest["skipped_records"]:
         message = "data.on_error=skip left out %d bad records: %s/%s"

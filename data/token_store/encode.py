@@ -215,12 +215,14 @@ def _encode_in_worker(task: Task) -> None:
 def _bad_record_error(bad: BadRecord) -> DataError:
     """Return the error for a bad record, with its file and line."""
     unit, _, number = bad.location.partition(" ")
-    location, field_hint = bad.location, ", or read another field (text_field=...)"
+    location = bad.location
+    hint = ", read another field (text_field=...), or read the file as text "
+    hint += "(format=text); in training, these keys have the prefix data."
     if unit == "byte":
         location = f"line {line_number(bad.file, int(number))} ({location})"
     if bad.file.format is Format.text:
-        field_hint = ""
+        hint = ""
     return DataError(
-        f"{bad.file.path}, {location}: {bad.reason}. Repair it, or leave it out with "
-        f"on_error=skip (data.on_error in training){field_hint}"
+        f"{bad.file.path}, {location}: {bad.reason}. Repair it, leave it out with "
+        f"on_error=skip (data.on_error in training){hint}"
     )

@@ -133,10 +133,7 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
     try:
         content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
     except FileNotFoundError as error:
-        raise DataError(
-            f"{error}: is not there, so {storage} is no complete token store. "
-            f"For a folder of text, use data=text. {remedy}"
-        ) from error
+        raise _no_store_error(storage, error) from error
 
     def check(name: str, content: bytes, digest: str) -> None:
         if hashlib.sha256(content).hexdigest() != digest:
@@ -176,6 +173,26 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
             f"{manifest['tokenizer']}. Use that one, or delete and rebuild the store"
         )
     return Store(storage, manifest, encoding, checksums)
+
+
+def _no_store_error(storage: KeyValueStore, error: FileNotFoundError) -> DataError:
+    """Return the error for a location without a manifest, which may hold anything."""
+    prepare = f"python -m data.prepare input=... output={storage}"
+    if storage.path is not None and not storage.path.exists():
+        return DataError(
+            f"{storage}: there is no such folder. Correct the path, or make a token "
+            f"store there: {prepare}"
+        )
+    if storage.path is not None and not storage.path.is_dir():
+        return DataError(
+            f"{storage}: is a file and no token store. Train on text with data=text, "
+            f"or make a store of it: python -m data.prepare input={storage} output=..."
+        )
+    return DataError(
+        f"{error}: is not there, so {storage} is no complete token store. If it holds "
+        f"text, use data=text. If data.prepare was interrupted, the same command "
+        f"completes the store. If you made none there, correct the path"
+    )
 
 
 def compression_bits_per_byte(text: bytes) -> dict[str, float]:

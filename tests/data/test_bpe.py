@@ -102,7 +102,7 @@ def test_what_is_held_out_is_not_learned_from():
 
 def texts_of(path: Path, max_bytes: int) -> list[str]:
     settings = ReadSettings(keep_invalid_utf8=True)
-    return list(bpe.texts_of(str(path), max_bytes, settings))
+    return list(bpe.texts_of([str(path)], max_bytes, settings))
 
 
 def test_what_is_read_lies_spread_over_the_whole_input(tmp_path, monkeypatch):
@@ -118,6 +118,23 @@ def test_what_is_read_lies_spread_over_the_whole_input(tmp_path, monkeypatch):
     tens = [f"{name}{index:09}" for name in "ab" for index in range(0, 50, 10)]
     assert texts_of(tmp_path, 100) == tens
     assert texts_of(tmp_path / "a.txt", 55) == [*tens[:5], "a0000"]
+
+
+def test_several_inputs_are_read(tmp_path):
+    for name in ("a.txt", "b.txt", "c/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f'{{"text": "{name}"}}\n')
+    (tmp_path / "a.txt").write_text("a.txt")
+    (tmp_path / "b.txt").write_text("b.txt")
+    inputs = [f"{tmp_path}/a.txt", f"{tmp_path}/c", f"{tmp_path}/b*"]
+    found = bpe.texts_of(inputs, 1000, ReadSettings())
+    assert sorted(found) == ["a.txt", "b.txt", "c/d.jsonl"]
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / "train.bin").write_bytes(bytes(range(100)))
+    with pytest.raises(DataError, match="perhaps token ids"):
+        list(bpe.texts_of([str(tmp_path)], 1000, ReadSettings()))
 
 
 def test_records_are_texts_and_bad_ones_are_left_out(tmp_path):

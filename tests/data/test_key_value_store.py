@@ -1,10 +1,16 @@
 import fcntl
+import socket
+from collections.abc import Iterator
 
 import pytest
 import tensorstore as ts
 
+import data.key_value_store
+import data.storage
 from data.errors import DataError
 from data.key_value_store import KeyValueStore
+from data.text.find import find_files
+from data.token_store.store import open_store
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -33,3 +39,46 @@ def test_a_store_that_does_not_answer_is_named(tmp_path):
         fcntl.lockf(lock, fcntl.LOCK_EX)
         with pytest.raises(DataError, match=r"key.*no answer in time"):
             storage.replace("key", b"value", version, 0.1)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+OPEN = {
+    "a store": open_store,
+    "text": lambda url: find_files([url], "**/*"),
+    "some files": lambda url: find_files([f"{url}/*.txt"], "**/*"),
+}
+
+
+@pytest.mark.parametrize("door", OPEN)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/x", "s3://bucket/x"])
+def test_a_server_that_does_not_answer_is_named(door, url, silent_port, monkeypatch):
+    for module in (data.key_value_store, data.storage):
+        monkeypatch.setattr(module, "FIRST_ANSWER_S", 0.5)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    url = url.format(port=silent_port)
+    with pytest.raises(DataError, match=rf"{url}.*cannot be read \(no answer in time"):
+        OPEN[door](url)
+
+
+@pytest.mark.parametrize("door", OPEN)
+def test_a_server_that_cannot_be_reached_is_no_missing_file(
+    door, closed_port, monkeypatch
+):
+    monkeypatch.setattr(data.key_value_store, "HTTP_RETRIES", 1)
+    url = f"http://127.0.0.1:{closed_port}/x"
+    with pytest.raises(DataError, match=rf"{url}.*cannot be read \(.*[Cc]onnect"):
+        OPEN[door](url)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -48,7 +49,11 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
         key = key.replace(name, {**OLD_NAMES, **_GROUPS}.get(name, name))
         hint, in_table = type_of(schema, key)
         key = f"++{key}" if equals and in_table else key
-        if not equals or bare_type(hint) is not str:
+        kind = bare_type(hint)
+        # `input` of data.prepare holds one text, or a list of texts in brackets.
+        is_inputs = kind is Any and not in_table and not value.startswith("[")
+        is_text = kind is str or is_inputs
+        if not equals or not is_text:
             return f"{key}{equals}{value}"
         parsed = _parse_value(parser, value)
         if parsed is not None and parsed.is_sweep_override() and is_multirun:

@@ -9,7 +9,6 @@ import fsspec
 import pytest
 
 from data.errors import DataError
-from data.text.files import File
 from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
     COLUMNS,
@@ -17,6 +16,7 @@ from tests.data.text.written_files import (
     encode_records,
     file_of,
     good,
+    named_file,
     read_file,
 )
 
@@ -72,7 +72,7 @@ def test_storage_that_fails_is_no_bad_record(tmp_path, monkeypatch, name, error)
 
 def test_a_file_that_is_gone_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
-        read_file(File(str(tmp_path / "gone.jsonl"), "gone.jsonl", 1, ""))
+        read_file(named_file(tmp_path / "gone.jsonl"))
 
 
 def damaged(content: bytes, source: random.Random) -> bytes:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.text.documents import read_documents
-from data.text.files import File, Unit
+from data.text.files import Format, Unit
 from data.text.records import BadRecord, ReadSettings, Record
 from tests.data.text.written_files import (
     COLUMNS,
@@ -19,6 +19,7 @@ from tests.data.text.written_files import (
     encode_table,
     file_of,
     good,
+    named_file,
     read_file,
 )
 
@@ -53,7 +54,19 @@ def test_a_text_is_read_back(name, text):
             bad = BadRecord(file, f"byte {error.start}", "not UTF-8")
             assert read_file(file) == [bad, Record(name, b"", True)]
         else:
-            assert read_file(file) == kept
+            assert read_file(file, ReadSettings(format=Format.text)) == kept
+            if b"\0" not in text:
+                assert read_file(file) == kept
+
+
+@pytest.mark.parametrize("before", [b"", b"a", "猫".encode() * 9, b"line\n" * 2**20])
+def test_a_zero_byte_makes_a_text_binary_wherever_it_stands(tmp_path, before):
+    file = file_of(tmp_path, "a.txt", before + b"\0 and more\n")
+    *rest, bad, end = read_file(file)
+    assert b"".join(one.text for one in good(rest)) in before
+    assert bad.location == f"byte {len(before)}"
+    assert "a zero byte, the sign of binary data" in bad.reason
+    assert end.text == b""
 
 
 LIMIT = 200
@@ -87,14 +100,14 @@ ODD = [
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
     content, expected = bytearray(b"\xef\xbb\xbf"), []
-    file = File(str(tmp_path / name), name, 0, "")
+    file = named_file(tmp_path / name, 0)
     for (bad, reason), (fine, key, text) in zip(FAULTS, ODD * 3, strict=True):
         expected.append((key, text.encode()))
         content += fine + b"\n\n \r\n"
         expected.append((f"byte {len(content)}", reason))
         content += bad + b"\n"
     content = content[:-1] + end
-    file_of(tmp_path, name, compress(name, bytes(content)))
+    (tmp_path / name).write_bytes(compress(name, bytes(content)))
     settings = ReadSettings(id_field="id", max_record_bytes=LIMIT)
     found = list(read_documents(Unit(file), settings))
     for one, (first, second) in zip(found, expected, strict=True):

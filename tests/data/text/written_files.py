@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import zstandard
 
 from data.text.documents import read_documents
-from data.text.files import File, units_of
+from data.text.files import File, Format, units_of
+from data.text.kinds import format_of_name
 from data.text.records import BadRecord, ReadSettings, Record
 
 Found = list[Record | BadRecord]
@@ -25,6 +26,12 @@ def compress(name: str, content: bytes) -> bytes:
     if name.endswith(".zst"):
         return zstandard.ZstdCompressor(write_checksum=True).compress(content)
     return content
+
+
+def frame_of_zstd(text: bytes, log: int) -> bytes:
+    """Source: RFC 8878, 3.1.1: magic number, descriptor, window, last raw block."""
+    block = (1 | len(text) << 3).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd\x00" + bytes([log - 10 << 3]) + block + text
 
 
 def encode_table(name: str, table: pa.Table) -> bytes:
@@ -52,7 +59,14 @@ def encode_records(name: str, records: list[tuple[str, str]]) -> bytes:
 
 def file_of(folder: Path, name: str, content: bytes) -> File:
     (folder / name).write_bytes(content)
-    return File(str(folder / name), name, len(content), "1")
+    return named_file(folder / name, len(content))
+
+
+def named_file(path: Path, size: int = 1) -> File:
+    """A file whose name gives its format."""
+    suffix = path.suffix if path.suffix in (".gz", ".zst") else None
+    format = format_of_name(path.name) or Format.text
+    return File(str(path), path.name, size, "1", "", format, suffix)
 
 
 def read_file(file: File, settings: ReadSettings = WITH_IDS) -> Found:

@@ -16,6 +16,7 @@ from data.config import OnError
 from data.text.files import SPLITS
 from data.token_store.build import prepare_store
 from data.token_store.parts import split_of
+from tests.data.text.written_files import frame_of_zstd
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import (
     content_of,
@@ -164,6 +165,18 @@ def test_a_full_disk_is_told(config, monkeypatch):
         refuse(config, r"cannot be written \(.*No space left.*Free space")
     monkeypatch.setattr(data.token_store.build, "write_store", full)
     refuse(config, r"store: cannot be written \(.*No space left.*Free space")
+
+
+def test_workers_that_read_long_windows_have_memory(
+    config, records, caplog, monkeypatch
+):
+    """A window of 1 GiB, which three workers have no memory for."""
+    frame = frame_of_zstd(b'{"text": "a"}\n', 30)
+    (records / "sub/e.jsonl.zst").write_bytes(frame)
+    monkeypatch.setattr(data.token_store.build, "available_memory", lambda: 4 << 30)
+    prepare_store(dataclasses.replace(config, workers=3))
+    assert "e.jsonl.zst: decompressing it needs 1.0 GiB of memory" in caplog.text
+    assert "at most 2 workers" in caplog.text
 
 
 def test_the_command(config, tmp_path):

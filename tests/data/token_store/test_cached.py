@@ -13,12 +13,19 @@ from data.token_store.cached import cached_store
 PNG = b"\x89PNG\r\n\x1a\n" + random.Random(0).randbytes(3000)
 
 
-@pytest.mark.parametrize("name", ["00.png", "random", "latin.txt"])
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("00.png", PNG, r"00\.png: is an image, which is not read"),
+        ("random", PNG[8:], r"random: is binary data"),
+        ("latin.txt", "naïve".encode("latin-1"), r"line 1 \(byte 2\): not UTF-8"),
+    ],
+)
 def test_a_file_that_is_not_text_is_an_error_that_names_it(
-    config: DataConfig, folder: Path, name: str
+    config: DataConfig, folder: Path, name: str, content: bytes, reason: str
 ):
-    (folder / name).write_bytes("naïve".encode("latin-1") if "latin" in name else PNG)
-    with pytest.raises(DataError, match=rf"{name}, line 1 \(byte \d\): not UTF-8"):
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
         cached_store(config)
 
 
@@ -33,7 +40,9 @@ def test_files_that_are_not_text_are_left_out_if_asked(
     for _ in range(2):
         caplog.clear()
         store = cached_store(skipping)
-        assert f"left out 2 files that are not text, {7 * 2**20 + 6016} " in caplog.text
+        assert (
+            f"left out 2 files that cannot be read, {7 * 2**20 + 6016} " in caplog.text
+        )
         assert f"{folder}/long.bin" in caplog.text
     assert store.fingerprint == whole.fingerprint
 
@@ -43,7 +52,7 @@ def test_a_folder_without_any_text_is_refused_though_files_may_be_left_out(
 ):
     (tmp_path / "a.png").write_bytes(PNG)
     only = dataclasses.replace(config, path=f"{tmp_path}/a.png", on_error=OnError.skip)
-    with pytest.raises(DataError, match="none of its 1 files is text"):
+    with pytest.raises(DataError, match="on_error=skip leaves no file"):
         cached_store(only)
 
 

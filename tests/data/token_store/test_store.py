@@ -12,7 +12,7 @@ import pytest
 import data.token_store.build
 import data.token_store.writer
 from data.errors import DataError
-from data.text.files import SPLITS
+from data.text.files import SPLITS, Format
 from data.token_store.cached import cached_store
 from data.token_store.store import compression_bits_per_byte, open_store
 from tests.data.token_store.preparations import documents_of
@@ -47,7 +47,8 @@ def test_a_store_holds_every_byte_of_its_text(config, folder):
 def test_a_single_file_has_no_end_inside(config, tmp_path, text):
     path = tmp_path / "one.txt"
     path.write_bytes(text)
-    store = cached_store(dataclasses.replace(config, path=str(path)))
+    one = dataclasses.replace(config, path=str(path), format=Format.text)
+    store = cached_store(one)
     assert store.text("train") + store.text("validation") == text
     assert store.num_tokens("train") == store.num_bytes("train") == 75
     assert store.split("train").offsets.tolist() == [0, 75]
@@ -208,3 +209,16 @@ def test_any_damage_to_any_file_is_found_and_named(
         assert any(name in report for report in reports), (relative, kind, reports)
         file.write_bytes(content)
     assert list(open_store(store.path).verify()) == []
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no/where", "text.txt", "text", "empty"])
+def test_a_path_without_a_store_is_not_to_be_deleted(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("mine")
+    (tmp_path / "text.txt").write_text("mine")
+    with pytest.raises(DataError) as raised:
+        open_store(tmp_path / name)
+    assert "elete" not in str(raised.value)
+    expected = {"text.txt": "is a file", "text": "is not there", "empty": "is not"}
+    assert expected.get(name, "there is no such folder") in str(raised.value)

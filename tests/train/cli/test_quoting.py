@@ -1,6 +1,8 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from data.prepare_config import PrepareConfig
+from data.train_tokenizer import TrainTokenizerConfig
 from train.cli.quoting import quote_text
 from train.config import Config
 from train.sample.__main__ import SampleConfig
@@ -23,6 +25,14 @@ def read(argument):
 def test_text_arrives_as_it_was_typed(text):
     [argument] = quote_text([f"prompt={text}"], SampleConfig)
     assert read(argument) == text
+
+
+@pytest.mark.parametrize("schema", [PrepareConfig, TrainTokenizerConfig])
+@pytest.mark.parametrize("path", ["a(b) c.txt", "a,b", "1.10", "x=y", "{a}", "a\\"])
+def test_a_path_or_a_list_of_paths_arrives_as_it_was_typed(path, schema):
+    [argument] = quote_text([f"input={path}"], schema)
+    assert read(argument) == path
+    assert quote_text(["input=[a,b]"], schema) == ["input=[a,b]"]
 
 
 def test_null_and_what_is_quoted_already_stay():
