@@ -14,7 +14,9 @@ from train.run.validations import Validation, headline, read_validations
 from train.status import read_status
 
 
-def score(step: int, loss: float | None, targets: float | None = 100, prefix: str = "eval"):
+def score(
+    step: int, loss: float | None, targets: float | None = 100, prefix: str = "eval"
+):
     bits = None if loss is None else loss / 2
     row = {"step": step, f"{prefix}/loss": loss, f"{prefix}/bits_per_byte": bits}
     return row if targets is None else row | {f"{prefix}/targets": targets}
