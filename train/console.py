@@ -6,16 +6,17 @@ Otherwise (files, pipes, cluster logs) both are plain lines, never wrapped or tr
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from train.units import format_count, format_seconds
+from train.units import format_bytes, format_count, format_seconds
 
 _PLAIN_INTERVAL_S = 5.0
 
@@ -49,21 +50,33 @@ class Progress:
                 redirect_stdout=False,
             )
             self._task = self._bar.add_task(
-                "", total=num_steps, completed=start_step, figures="compiling"
+                "", total=num_steps, completed=start_step, figures="first steps"
             )
             self._bar.start()
 
     def update(
-        self, step: int, loss: float, tokens_per_second: float, mfu: float | None
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        mfu: float | None,
+        mean_loss: float | None = None,
+        memory_bytes: float | None = None,
     ) -> None:
         """Show the loss and the speed of the log interval that ended with `step`.
 
         Without a bar, the first call and the last step print a line, and the calls
         between them print one at most every five seconds. `mfu` is a fraction, or None.
+        `mean_loss` is the mean over the interval, None if it had one step.
         """
         if not self._show:
             return
-        figures = [f"loss {loss:.4f}", f"{format_count(tokens_per_second)} tokens/s"]
+        loss_text = f"loss {loss:.4f}"
+        if mean_loss is not None:
+            loss_text += f" (mean {mean_loss:.4f})"
+        figures = [loss_text, f"{format_count(tokens_per_second)} tokens/s"]
+        if memory_bytes is not None:
+            figures.append(format_bytes(memory_bytes))
         if self._peak_known and mfu is not None:
             figures.append(f"MFU {mfu:.1%}")
         left_s = self._seconds_left(step)
@@ -107,6 +120,29 @@ class Progress:
         done_steps, spent_s = step - first_step, now - first_s
         left_steps = self._num_steps - step
         return left_steps * spent_s / done_steps if done_steps > 0 else None
+
+
+@contextmanager
+def show_compilation(show: bool = True) -> Iterator[None]:
+    """Show that the body compiles the step, and how long it has taken so far.
+
+    Without a terminal, a line at the beginning and one at the end say so. Nothing is
+    shown unless `show`.
+    """
+    if not show:
+        yield
+        return
+    console, begin_s = Console(stderr=True), time.monotonic()
+    if console.is_terminal:
+        columns = TextColumn("compiling the training step"), TimeElapsedColumn()
+        with RichProgress(*columns, console=console, redirect_stdout=False) as bar:
+            bar.add_task("", total=None)
+            yield
+        return
+    print("compiling   the training step", file=sys.stderr, flush=True)
+    yield
+    duration = format_seconds(time.monotonic() - begin_s)
+    print(f"compiled    in {duration}", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

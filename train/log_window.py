@@ -2,6 +2,8 @@
 
 import logging
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -140,10 +142,22 @@ class LogWindow:
         self._lap(step=step)
         if warning := self._data_warning(seconds, waited_s):
             progress.note(warning)
-        progress.update(step, float(last_metrics["loss"]), tokens_per_s, mfu)
+        mean_loss, memory_bytes = self._mean_loss(), memory_in_use()
+        last_loss = float(last_metrics["loss"])
+        progress.update(
+            step,
+            last_loss,
+            tokens_per_s,
+            mfu,
+            mean_loss if num_steps > 1 else None,
+            memory_bytes,
+        )
         if write:
             values = {
+                "loss_mean": mean_loss,
                 "tokens": tokens,
+                "positions": tokens_before(self._run.config.data, step),
+                "memory_bytes": math.nan if memory_bytes is None else memory_bytes,
                 "flops": tokens * self._mean_flops_per_token(step),
                 "tokens_per_second": tokens_per_s,
                 "step_seconds": seconds / num_steps,
@@ -152,6 +166,14 @@ class LogWindow:
             self._run.log(step, _as_line(last_metrics) | values)
         self._open()
         return seconds
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss of the window's steps; NaN if all were skipped.
+
+        Skipped updates do not count: their losses may be spikes or not finite.
+        """
+        losses = [float(m["loss"]) for m in self._metrics if not m["skipped"]]
+        return sum(losses) / len(losses) if losses else math.nan
 
     def _phase_program(self, step: int) -> Program:
         """Return the program of the phase in which `step` is the newest update."""
@@ -215,6 +237,19 @@ class LogWindow:
             f"data.prefetch above {self._config.data.prefetch}, or move the "
             "token store closer to this machine"
         )
+
+
+def memory_in_use() -> int | None:
+    """Return the largest use of memory so far on a local device, in bytes.
+
+    The memory of a CPU is that of this process. None if it is not known.
+    """
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if stat]
+    if peaks or jax.default_backend() != "cpu":
+        return max(peaks, default=None)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _flops_per_token(program: Program) -> float:

@@ -17,7 +17,7 @@ import jax
 
 from data.batches import Order
 from data.sources import Sources
-from train.console import Progress
+from train.console import Progress, show_compilation
 from train.distributed.fault_injection import FaultInjection
 from train.distributed.preemption import SAVE, Preemption
 from train.distributed.processes import Cluster
@@ -120,7 +120,7 @@ class Trainer:
         Processes that find the step in the compilation cache are ready early. Without
         this barrier, their watchdogs could fire while they wait for the others.
         """
-        with self.phase("compile"):
+        with self.phase("compile"), show_compilation(self.run.write):
             self._steps(start_step + 1)
             limit_s = self.program.config.watchdog.compile_timeout_s
             self.cluster.wait("compiled", limit_s)

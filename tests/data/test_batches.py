@@ -13,7 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.batches import Batch, Order, shuffled_rows, validation_batches
+from data.batches import (
+    Batch,
+    Order,
+    shuffled_rows,
+    spread_rows,
+    validation_batches,
+)
 from data.config import DataConfig, Packing, Source
 from data.errors import DataError
 from data.rows import make_batch
@@ -206,8 +212,62 @@ def test_validation_goes_through_the_text_once(config, rows):
     assert (batch.targets[~real] == -1).all()
     assert (~real).any()
     assert len(list(validation_batches(store, config, 1))) == 1
-    assert_equal(next(validation_batches(store, config, 1)), batches[0])
-    assert len(list(validation_batches(store, config, 1000))) == len(batches)
+    for batch, wanted in zip(
+        validation_batches(store, config, 1000), batches, strict=True
+    ):
+        assert_equal(batch, wanted)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("packing", [Packing.concat, Packing.none])
+@pytest.mark.parametrize("num_batches", [3, 10])
+def test_some_batches_represent_the_whole_set(tmp_path, period, packing, num_batches):
+    """Documents of two kinds follow each other in blocks, or in regular turns.
+
+    Each document fills a row, so that turns of rows meet the same turns of documents.
+    """
+    kinds = [b"a", b"b"] * 200 if period > 1 else [b"a"] * 300 + [b"b"] * 100
+    blocks = [kinds[i // max(1, period - 1) % len(kinds)] for i in range(400)]
+    kinds = blocks if period > 1 else kinds
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number, kind in enumerate(kinds):
+        (folder / f"{number:04}.txt").write_bytes(kind * 15)
+    (tmp_path / "own.txt").write_text("a text to train on, and to hold some out of it")
+    config = DataConfig(
+        source=Source.text,
+        path=f"{tmp_path}/own.txt",
+        packing=packing,
+        sequence_length=16,
+        batch_size=4,
+        cache_dir=f"{tmp_path}/c",
+    )
+    sources = open_sets(open_sources(config), config, {"set": str(folder)})
+    sources = sources.validation_sets(by_source=False)["set"]
+    some = joined(list(validation_batches(sources, config, num_batches)))
+    whole = joined(list(validation_batches(sources, config)))
+    assert some.inputs.shape == (4 * num_batches, 16)
+
+    def share_of_a(batch: Batch) -> float:
+        targets = batch.targets[(batch.targets >= 0) & (batch.segment_ids > 0)]
+        return float(np.isin(targets, [ord("a")]).sum() / len(targets))
+
+    assert share_of_a(some) == pytest.approx(share_of_a(whole), abs=0.2)
+    again = joined(list(validation_batches(sources, config, num_batches)))
+    assert_equal(some, again)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_chosen"),
+    [(5, 5), (7, 5), (100, 1), (101, 100), (1000, 64), (10**6, 333), (3, 2)],
+)
+def test_each_stretch_of_rows_gives_one_row(num_rows, num_chosen):
+    rows = spread_rows(num_rows, num_chosen)
+    assert len({*rows.tolist()}) == num_chosen
+    assert (np.diff(rows) > 0).all()
+    assert 0 <= rows[0] <= rows[-1] < num_rows
+    stretch = num_rows / num_chosen
+    assert (np.abs(rows - np.arange(num_chosen) * stretch) <= stretch + 1).all()
 
 
 @pytest.mark.parametrize("packing", Packing)

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from train import console as progress
-from train.console import Progress, print_table, printable
+from train.console import Progress, print_table, printable, show_compilation
 from train.units import format_bytes, format_count, format_flops, format_seconds
 
 
@@ -88,6 +88,34 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(terminal, capsys):
         assert part in text
     assert "a result" not in text
     assert capsys.readouterr().out == "a result\n"
+
+
+@pytest.mark.parametrize(
+    ("mean", "memory", "figures"),
+    [
+        (None, None, "loss 2.6500  10 tokens/s"),
+        (3.35, None, "loss 2.6500 (mean 3.3500)  10 tokens/s"),
+        (3.35, 3 * 2**29, "loss 2.6500 (mean 3.3500)  10 tokens/s  1.50 GiB"),
+        (float("nan"), 0, "loss 2.6500 (mean nan)  10 tokens/s  0 B"),
+    ],
+)
+def test_the_mean_of_the_window_and_the_memory_are_shown(capsys, mean, memory, figures):
+    Progress(100, 0, peak_known=False).update(10, 2.65, 10, None, mean, memory)
+    assert capsys.readouterr().err == f"step 10/100  {figures}\n"
+
+
+def test_compilation_is_shown_with_its_time(terminal, capsys, clock):
+    with show_compilation():
+        assert capsys.readouterr().err == "compiling   the training step\n"
+        clock.now += 75
+    assert capsys.readouterr().err == "compiled    in 1 min 15 s\n"
+    with show_compilation(show=False):
+        pass
+    assert capsys.readouterr().err == ""
+    screen = terminal("stderr")
+    with show_compilation():
+        clock.now += 75
+    assert re.search(r"compiling the training step +0:0", _screen(screen))
 
 
 ROWS = [["w" * 150, "1.50 GiB", "[fsdp]"], ["b", "12 B", ""]]

@@ -190,6 +190,38 @@ def test_tokens_are_targets_and_go_on_where_a_start_ended(window, run, progress)
     assert speed == pytest.approx(220 / 3)
 
 
+@pytest.mark.parametrize(
+    ("losses", "mean"),
+    [
+        ([2.65, 4.04, 3.36], 3.35),
+        ([2.0], 2.0),
+        ([3.0, (math.nan, 1.0), 5.0], 4.0),
+        ([(9.0, 1.0), 1.0], 1.0),
+        ([(math.inf, 1.0)], math.nan),
+    ],
+)
+def test_the_mean_loss_of_the_window_leaves_out_skipped_updates(
+    window, run, notes, losses, mean
+):
+    """A pair is the loss of a step and whether its update was skipped."""
+    shown = []
+    progress: Any = SimpleNamespace(
+        note=notes.append, update=lambda *figures: shown.append(figures)
+    )
+    for loss in losses:
+        loss, skipped = loss if isinstance(loss, tuple) else (loss, 0.0)
+        window.add(METRICS | {"loss": loss, "skipped": skipped})
+    window.close(len(losses), progress, write=True)
+    ((_, values),) = run.logged
+    assert values["loss_mean"] == pytest.approx(mean, nan_ok=True)
+    assert values["positions"] == 100 * len(losses)
+    assert values["memory_bytes"] > 2**20
+    (_, _, _, _, shown_mean, memory_bytes) = shown[0]
+    assert memory_bytes == values["memory_bytes"]
+    wanted = None if len(losses) == 1 else pytest.approx(mean, nan_ok=True)
+    assert shown_mean == wanted
+
+
 def test_every_metric_of_a_step_is_logged_whatever_it_is(window, run, progress):
     """But for figures of layers, which a watched step has a line for."""
     loads = np.array([1.5, 2.5])

@@ -39,13 +39,13 @@ class Evaluator:
         """
         evaluations, settings = {PART: self._newest}, self._program.config.eval
         num_batches = settings.num_final_batches
+        if are_whole(self._newest):
+            return evaluations | {WHOLE: self._newest}
         if 0 <= num_batches <= settings.num_training_batches:
             return evaluations
-        scores = self._newest
-        if not are_whole(scores):
-            if announce:
-                print(self._announcement(num_batches), file=sys.stderr, flush=True)
-            scores = self._evaluate(params, num_batches)
+        if announce:
+            print(self._announcement(num_batches), file=sys.stderr, flush=True)
+        scores = self._evaluate(params, num_batches)
         return evaluations | {WHOLE if are_whole(scores) else FINAL: scores}
 
     def _announcement(self, num_batches: int) -> str:

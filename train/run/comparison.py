@@ -8,7 +8,7 @@ from etils import epath
 from train.identity import flatten
 from train.run.evaluations import ScoreText, read_scores
 from train.run.report import Series, chart, finite_points, series_of
-from train.run.starts import read_run
+from train.run.starts import newest_start, read_run
 from train.run.thinned import Point, thinned_metrics
 from train.run.validations import Validations, read_validations
 from train.units import format_count
@@ -47,13 +47,17 @@ def compare_runs(folders: Sequence[epath.Path]) -> dict[str, Any]:
         for name, folder in zip(names, folders, strict=True)
     ]
     configs = [flatten(read_run(str(folder))) for folder in folders]
+    starts = [newest_start(folder) for folder in folders]
+    contents = _other_contents(
+        configs, [start.get("data_fingerprints") or {} for start in starts]
+    )
     scores = _score_rows(list(map(read_scores, folders, rows)))
     return {
         "name": ", ".join(names),
         "tables": [
             ("Runs", [*_HEADERS], cells),
             *([("Newest score of each run", ["", *names], scores)] if scores else []),
-            ("Config", ["", *names], _differences(configs)),
+            ("Config", ["", *names], [*contents, *_differences(configs)]),
         ],
         "axes": {axis: _charts(runs, metric) for axis, metric in _AXES.items()},
         "restarts": [],
@@ -97,10 +101,56 @@ def _score_rows(scores_by_run: Sequence[Sequence[ScoreText]]) -> list[list[str]]
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Return a row for each config key that differs, without those in _IGNORED."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys]
+    rows = [
+        [key, *(_as_yaml(config.get(key, "-")) for config in configs)] for key in keys
+    ]
     return [
         row for row in rows if len({*row[1:]}) > 1 and not row[0].startswith(_IGNORED)
     ]
+
+
+def _as_yaml(value: object) -> str:
+    """Return a config value as it is written in a config file or a command."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{', '.join(map(_as_yaml, value))}]"
+        case Mapping():
+            fields = (f"{key}: {_as_yaml(item)}" for key, item in value.items())
+            return f"{{{', '.join(fields)}}}"
+        case _:
+            return str(value)
+
+
+def _other_contents(
+    configs: Sequence[Mapping[str, object]], fingerprints: Sequence[Mapping[str, str]]
+) -> list[list[str]]:
+    """Return a row for each source of data whose content differs between the runs.
+
+    The cells hold the path and the beginning of the fingerprint. They mark content that
+    differs from that of another run at the same path.
+    """
+    rows = list[list[str]]()
+    for name in dict.fromkeys(name for by_name in fingerprints for name in by_name):
+        key = "data.path" if name == "text" else f"data.sources.{name}.path"
+        # Without a path, the text is that of data=python.
+        sources = [
+            (_as_yaml(config.get(key) or "data=python"), by_name.get(name))
+            for config, by_name in zip(configs, fingerprints, strict=True)
+        ]
+        known = {(path, content) for path, content in sources if content is not None}
+        if len({content for _, content in known}) < 2:
+            continue
+        paths = [path for path, _ in known]
+        cells = []
+        for path, content in sources:
+            mark = " (other content at the same path)" if paths.count(path) > 1 else ""
+            cells.append("-" if content is None else f"{path}, {content[:8]}{mark}")
+        rows.append([f"content of {key}", *cells])
+    return rows
 
 
 def _charts(runs: Mapping[str, Series], axis: str | None) -> list[Any]:

@@ -22,14 +22,16 @@ from train.run.heat_maps import heat_maps
 from train.run.jsonl_reader import Row
 from train.run.metrics import read_events
 from train.run.page import write_page
+from train.run.starts import read_results
 from train.run.thinned import Point, thin, thinned_metrics
 from train.run.validations import Validation, Validations, read_validations
-from train.units import format_count, format_seconds
+from train.units import format_bytes, format_count, format_seconds
 
 Series = Mapping[str, Sequence[Point]]  # points by metric
 TEMPLATE = Path(__file__).with_name("report.html")
 _LOSSES = {
     "loss": "training",
+    "loss_mean": "mean since the last line",
     "eval/loss": "validation",
     "eval_whole/loss": "whole validation set",
 }
@@ -38,12 +40,18 @@ _CHARTS = (  # title, line names by metric, whether the axis starts at zero
     ("Gradient norm", {"grad_norm": "gradient norm"}, True),
     ("Learning rate", {"learning_rate": "learning rate"}, True),
     ("Tokens per second", {"tokens_per_second": "tokens/s"}, True),
+    ("Memory of the device", {"memory_bytes": "memory"}, True),
     ("Load of experts", {"expert_load": "most loaded over mean"}, False),
 )
+_UNITS = {  # the name of a chart's vertical axis, if it is not the chart's title
+    **dict.fromkeys(("Loss", "Validation loss"), "nats a token"),
+    "Loss of validation sets": "nats a token",
+    "Memory of the device": "bytes",
+}
 # Metrics that a chart over steps would not help to understand.
 _NOT_CHARTED = {
-    *("step", "tokens", "flops", "step_seconds", "mfu", "targets", "skipped"),
-    "overflow",
+    *("step", "tokens", "positions", "flops", "step_seconds", "mfu"),
+    *("targets", "skipped", "overflow"),
 }
 _SET_LOSS = re.compile("eval/([^/]+)/loss")
 _TASK = re.compile(r"tasks/([^/]+)/((?!\w*_stderr).+)")  # name and metric
@@ -85,9 +93,20 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
         "charts": [content for content in charts if content],
         "heat_maps": heat_maps(metrics.rows),
         "restarts": _restored_steps(events),
+        "sample": _sample(run_dir),
         "goodput": _goodput_content(goodput),
         "config": mask(config),
     }
+
+
+def _sample(run_dir: epath.Path) -> dict[str, Any] | None:
+    """Return the text that the finished run wrote and its step; None if there is none.
+
+    Damaged results count as missing.
+    """
+    results = read_results(run_dir)
+    text = results.get("sample")
+    return {"step": results["step"], "text": text} if isinstance(text, str) else None
 
 
 def _chart_definitions(series: Series) -> list[tuple[str, Mapping[str, str], bool]]:
@@ -176,6 +195,9 @@ def _figures(
         figures.append(("Goodput", f"{goodput.fraction:.1%}", note))
     if speeds := [y for _, y in finite_points(series, "tokens_per_second")]:
         figures.append(("Tokens per second", format_count(median(speeds)), "median"))
+    if memory := finite_points(series, "memory_bytes"):
+        peak = max(y for _, y in memory)
+        figures.append(("Memory of the device", format_bytes(peak), "highest"))
     if mfus := [y for _, y in finite_points(series, "mfu")]:
         figures.append(("MFU", f"{median(mfus):.1%}", "median"))
     return figures
@@ -209,6 +231,7 @@ def chart(
     first_x = 0 if first_x < 0.1 * last_x or first_x == last_x else first_x
     return {
         "title": title,
+        "unit": _UNITS.get(title, ""),
         "x": (first_x, max(last_x, first_x + 1)),
         "y": (low if from_zero else low - pad, high + pad),
         "cut": values[-1] if is_cut else None,

@@ -103,6 +103,38 @@ def test_a_branch_that_ends_with_a_norm_is_scaled_by_it(programs: Programs):
     assert factors["layers.0.0.mlp.down.weight"].learning_rate == 1 / WIDTH
 
 
+@pytest.mark.parametrize(
+    ("init", "std"), [("scaled", 1.0), ("gpt2", WIDTH**-0.5), ("zero", 1.0)]
+)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("model.bias=true",),
+        ("model.predict_ahead=2",),
+        ("model.num_experts=4", "model.experts_per_token=2", "model.shared_experts=1"),
+        ("model.norm_placement=after",),
+        ("model.norm_placement=both",),
+    ],
+)
+def test_the_block_of_a_prediction_module_is_scaled_like_a_layer(
+    programs: Programs, init: str, std: float, keys: tuple[str, ...]
+):
+    ahead = () if "model.predict_ahead=2" in keys else ("model.predict_ahead=1",)
+    typed = (f"model.init={init}", *keys, *ahead, *ADAMW)
+    factors = programs(*TRANSFER, *typed).optimizer.factors
+    block = "predict_ahead.0.block."
+    names = [name for name in factors if name.startswith(block)]
+    for name in names:
+        of_layer = factors["layers.0.0." + name.removeprefix(block)]
+        assert factors[name] == of_layer, name
+    if "model.norm_placement=after" not in keys and "both" not in str(keys):
+        wanted = std / DEPTH**0.5, 1 / (WIDTH * DEPTH), 1 / WIDTH
+        assert factors[block + "attention.output.weight"] == pytest.approx(wanted)
+    projection = factors["predict_ahead.0.projection.weight"]
+    assert projection == (std, 1 / WIDTH, 1 / WIDTH)
+
+
 def test_a_tied_head_is_scaled_by_the_last_norm(programs: Programs):
     keys = ("model.tied_head=true", "model.predict_ahead=1", *ADAMW)
     program = programs(*TRANSFER, *keys)

@@ -50,6 +50,36 @@ def test_the_best_step_outlives_newer_ones(saved, folder):
     ]
 
 
+@pytest.mark.parametrize(
+    ("scores", "kept", "best"),
+    [
+        # step: loss and number of targets; kept besides the newest; the best.
+        ({1: (1.0, 10), 2: (3.0, 20), 3: (2.0, 20), 4: (2.5, 20)}, {1, 3}, 3),
+        ({1: (2.0, 10), 2: (1.0, 10), 3: (5.0, 20), 4: (6.0, 20)}, {2, 3}, 3),
+        ({1: (1.0, None), 2: (3.0, 20), 3: (4.0, 20), 4: (5.0, 20)}, {1, 2}, 2),
+        ({1: (1.0, 10), 2: (2.0, 20), 3: (0.5, 10), 4: (0.7, 10)}, {2, 3}, 3),
+    ],
+)
+def test_only_losses_of_the_same_rows_compete(saved, folder, scores, kept, best):
+    """Each start scores other rows if its settings differ."""
+    previous, better = object(), {}
+    for step, (loss, targets) in scores.items():
+        if targets != previous:
+            checkpoints = saved(keep_best=True, keep_latest=1)
+        previous = targets
+        better[step] = checkpoints.record_loss(step, loss, targets)
+        checkpoints.save(step, make_state(step), ABOUT)
+        checkpoints.wait()
+    for step, (loss, targets) in scores.items():
+        earlier = [x for s, (x, n) in scores.items() if s < step and n == targets]
+        assert better[step] == (loss < min(earlier, default=float("inf")))
+    checkpoints.save(5, make_state(5), ABOUT)
+    checkpoints.wait()
+    reader = SavedSteps(folder)
+    assert {*reader.steps()} == kept | {5}
+    assert reader.best() == best
+
+
 def test_no_checkpoint_is_a_fresh_start(saved):
     assert saved().saved.restore(like()) is None
     with pytest.raises(DataError, match="no checkpoint yet"):

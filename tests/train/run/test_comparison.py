@@ -59,6 +59,59 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert "optimizer.learning_rate" in capsys.readouterr().out
 
 
+def test_settings_are_written_as_in_a_command_and_stand_below_the_curves(tmp_path):
+    runs = [_run(tmp_path / "a", 0.1, 1e12), _run(tmp_path / "b", 0.1, 1e12)]
+    other = "data: {path: null, document_mask: false, skip_batches: [1, 2]}\n"
+    (tmp_path / "b" / "config.yaml").write_text(other)
+    page = tmp_path / "ab.html"
+    main(ReportConfig(runs, str(page)))
+    data = data_of(page.read_text())
+    rows = {key: cells for key, *cells in data["tables"][-1][2]}
+    assert rows["data.document_mask"] == ["true", "false"]
+    assert rows["data.skip_batches"] == ["[]", "[1, 2]"]
+    cells = [cell for row in rows.values() for cell in row]
+    assert not {"None", "True", "False"} & {*cells}
+    seen = drawn(page.read_text())
+    assert seen.text.index("\nLoss\n") < seen.text.index("\nConfig\n")
+    assert seen.text.index("\nRuns\n") < seen.text.index("\nLoss\n")
+    assert "disabled" not in [name for name, _ in seen.attributes]
+    pressed = [value for name, value in seen.attributes if name == "aria-pressed"]
+    assert pressed == ["true", "false", "false"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "contents", "cells"),
+    [
+        (("t", "t"), ("aaaaaaaaa", "bbbbbbbbb"), ("t, aaaaaaaa{}", "t, bbbbbbbb{}")),
+        (("t", "u"), ("aaaaaaaaa", "bbbbbbbbb"), ("t, aaaaaaaa", "u, bbbbbbbb")),
+        (("t", "t"), ("aaaaaaaaa", "aaaaaaaaa"), None),
+        (("t", "u"), ("aaaaaaaaa", "aaaaaaaaa"), None),
+        (("t", "t"), ("aaaaaaaaa", None), None),
+        (
+            ("null", "null"),
+            ("aaaaaaaaa", "bbbbbbbbb"),
+            ("data=python, aaaaaaaa{}", "data=python, bbbbbbbb{}"),
+        ),
+    ],
+)
+def test_other_data_at_the_same_path_are_marked(tmp_path, paths, contents, cells):
+    folders = []
+    for name, path, content in zip("ab", paths, contents, strict=True):
+        folder = epath.Path(_run(tmp_path / name, 0.1, None))
+        (folder / "config.yaml").write_text(f"data: {{path: {path}}}\n")
+        if content is not None:
+            (folder / "starts").mkdir()
+            record = f"data_fingerprints: {{text: {content}}}\nchanges: {{}}\n"
+            (folder / "starts" / "1.yaml").write_text(record)
+        folders.append(folder)
+    rows = [
+        row for row in compare_runs(folders)["tables"][-1][2] if "content" in row[0]
+    ]
+    mark = " (other content at the same path)"
+    wanted = [] if cells is None else [cell.format(mark) for cell in cells]
+    assert rows == ([["content of data.path", *wanted]] if wanted else [])
+
+
 def test_the_best_and_the_last_validation_loss_of_every_run_stand_under_their_names(
     tmp_path,
 ):

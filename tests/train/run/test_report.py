@@ -86,6 +86,31 @@ def test_scores_stand_there_with_their_errors(tmp_path):
     assert "\na\nacc\n0.7500 ± 0.1250\n8\nlimit=7 num_fewshot=5\n" in drawn(html).text
 
 
+@pytest.mark.parametrize("text", ["Once\nupon <b>a</b> time", "", "\x1b[2J é 中"])
+def test_the_sample_of_a_finished_run_is_on_the_page(tmp_path, text):
+    _write(tmp_path, [_row(1)])
+    results = {"step": 1200, "sample": text}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    html = write_report(tmp_path).read_text()
+    assert data_of(html)["sample"] == {"step": 1200, "text": text}
+    shown = drawn(html).text
+    assert "Sample at step" in shown
+    assert text.strip().split("\n")[-1] in shown
+
+
+def test_axes_have_names_and_the_page_has_controls(tmp_path):
+    rows = [_row(step, memory_bytes=2.0**30 + step) for step in (1, 2, 3)]
+    html = _write(tmp_path, rows)
+    assert ["Memory of the device", "1.00 GiB", "highest"] in data_of(html)["figures"]
+    page = drawn(html)
+    charts = len(data_of(html)["charts"])
+    assert page.attributes.count(("class", "name")) == charts
+    assert "\nnats a token\nstep\n" in page.text
+    assert "\nbytes\nstep\n" in page.text
+    for name in ("smoothing", "log_x", "log_y"):
+        assert ("id", name) in page.attributes
+
+
 def test_where_the_time_went_adds_up(tmp_path):
     goodput = data_of(_write(tmp_path, [], EVENTS))["goodput"]
     seconds = {part["title"]: part["seconds"] for part in goodput["buckets"]}
