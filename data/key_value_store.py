@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import tensorstore as ts
 
 from data.errors import DataError
-from data.storage import ANSWER_S, StorageError, is_remote
+from data.storage import ANSWER_S, StorageError, is_remote, local_path
 
 _SCHEMES = ("gs", "s3", "http", "https", "memory")
 
@@ -31,7 +31,7 @@ class KeyValueStore:
         self.path = None  # stays None for a remote folder
         if not is_remote(location):
             # The meaning of a relative path would change with the working directory.
-            location = self.path = Path(location).expanduser().absolute()
+            location = self.path = local_path(location)
         elif urlsplit(str(location)).scheme not in _SCHEMES:
             schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
             raise DataError(f"{location}: must be a local path or one under {schemes}")

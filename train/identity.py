@@ -59,10 +59,7 @@ def config_differences(
     `allowed` are the keys and sections whose change is allowed. Secrets are masked
     first, because a new password does not make another run.
     """
-    old_values, new_values = (
-        {key: mask_values(value) for key, value in flatten(config).items()}
-        for config in (old, new)
-    )
+    old_values, new_values = map(_masked_values, (old, new))
     return [
         Difference(key, old_values.get(key), new_values.get(key), _kind(key, allowed))
         for key in dict.fromkeys((*old_values, *new_values))
@@ -107,6 +104,11 @@ def run_name(config: Config) -> str:
 def run_dir(config: Config) -> str:
     """Return run.dir, or `runs/<run name>`."""
     return config.run.dir or f"runs/{run_name(config)}"
+
+
+def _masked_values(config: object) -> dict[str, object]:
+    tree = mask_values(asdict(config))  # pyright: ignore[reportArgumentType]
+    return {".".join(path): value for path, value in leaves(tree)}
 
 
 def flatten(config: object) -> dict[str, object]:

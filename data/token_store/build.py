@@ -23,6 +23,7 @@ from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.machine import cache_folder, usable_cores
 from data.prepare_config import PrepareConfig
+from data.storage import local_path
 from data.text.corpus import Corpus, find_files
 from data.text.files import SPLITS
 from data.text.records import ReadSettings
@@ -187,7 +188,7 @@ def _read_segments(
 def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
     digest = hashlib.sha256(storage.location.encode()).hexdigest()[:16]
     if config.work_dir:
-        return Path(config.work_dir).expanduser().absolute() / f"prepare-{digest}"
+        return local_path(config.work_dir) / f"prepare-{digest}"
     if storage.path is not None:
         return storage.path.with_name(f"{storage.path.name}.work")
     return cache_folder() / "prepare" / digest
