@@ -203,7 +203,7 @@ CONTENTS: Mapping[str, bytes] = {
     "huge": b'{"step": 1' + b"0" * 400 + b', "pid": 1' + b"0" * 30 + b"}\n",
     "huge integer": b'{"step": 1' + b"0" * 5000 + b"}\n",
     "half": b'{"step": 1, "lo',
-    "wrong types": b'{"step": "x", "run_id": [1], "changes": 3, "start": {}, "time": []}\n',
+    "wrong types": b'{"step": "x", "run_id": [1], "changes": 3, "start": {}}\n',
     "negative": b'{"step": -5, "start": -1, "time": -1e300, "seconds": -1e308}\n',
     "yaml": b"a: &a [*a]\n",
     "yaml tag": b"!!python/object/apply:os.system ['x']\n",
