@@ -21,6 +21,7 @@ from data.storage import (
     StorageError,
     check_regular,
     is_remote,
+    local_path,
 )
 
 # The waits between attempts begin at one second and double: half a minute in all. The
@@ -42,7 +43,7 @@ class KeyValueStore:
         self.path = None  # stays None for a remote folder
         if not is_remote(location):
             # The meaning of a relative path would change with the working directory.
-            location = self.path = Path(location).expanduser().absolute()
+            location = self.path = local_path(location)
         elif urlsplit(str(location)).scheme not in _SCHEMES:
             schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
             raise DataError(f"{location}: must be a local path or one under {schemes}")

@@ -100,6 +100,15 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+def local_path(location: str | Path) -> Path:
+    """Return a local path as an absolute path, without `~` and `..`.
+
+    TensorStore and Orbax refuse `..`.
+    """
+    path = Path(location).expanduser().absolute()
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
 def storage_path(location: str) -> epath.Path:
     """Return the path of a location. A local path becomes absolute, without `~`.
 
@@ -108,7 +117,7 @@ def storage_path(location: str) -> epath.Path:
     """
     scheme, remote, _ = location.partition("://")
     if not remote:
-        return epath.Path(Path(location).expanduser().absolute())
+        return epath.Path(local_path(location))
     if scheme not in EXTRAS:
         raise ValueError("must be a local folder, or one under s3:// or gs://")
     # Other processes and TensorStore write to the same folders, so a listing that

@@ -25,7 +25,7 @@ from data.config import (
 )
 from data.encoding import encode
 from data.errors import DataError
-from data.storage import created_atomically
+from data.storage import created_atomically, local_path
 from data.text.records import ReadSettings
 from data.tokenizer import load_tokenizer
 from train.cli.command import run_command
@@ -84,7 +84,7 @@ def train_tokenizer_mistakes(config: TrainTokenizerConfig) -> list[Mistake]:
 def main(config: TrainTokenizerConfig) -> int:
     """Learn a rank file, write it, and print the settings that name it."""
     assert config.output is not None
-    output = Path(config.output).expanduser().absolute()
+    output = local_path(config.output)
     # Check the output before learning, which may take an hour.
     if not os.access(output.parent, os.W_OK):
         raise DataError(

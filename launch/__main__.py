@@ -68,7 +68,11 @@ def launch_mistakes(config: Any) -> list[Mistake]:
         variables = config.cluster.environment
         mistakes += environment_mistakes(variables, backend.SECRETS_REMEDY)
         overrides = parse_flags(sys.argv[1:]).overrides
-        overrides = [o for o in overrides if not o.startswith("cluster.environment")]
+        own = (
+            "cluster.environment",
+            "cluster.secrets",
+        )  # these have rules of their own
+        overrides = [o for o in overrides if not o.lstrip("+").startswith(own)]
         mistakes += secret_mistakes(overrides, backend.SECRETS_REMEDY)
         directory = run_dir(training_config(config))
         try:

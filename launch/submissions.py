@@ -26,6 +26,7 @@ from data.names import checked_name, numbers_in
 from data.storage import StorageError, is_remote
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Exit, Mistake
+from train.masking import mask
 from train.run.folder import access_error
 from train.run.records import damaged, read_record
 
@@ -158,7 +159,7 @@ def write_submission(
 ) -> Submission:
     """Write a submission's files and record, with the git state of the code."""
     commit, patch = _git_state(root)
-    files = {**files, **({"uncommitted.patch": patch} if patch else {})}
+    files = {**files, **({"uncommitted.patch": mask(patch)} if patch else {})}
     with _explain_access_errors(submission.run_dir):
         write_files(submission.folder, files)
     content, timestamp = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")

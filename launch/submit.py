@@ -40,6 +40,7 @@ from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import FINISHED, ConfigError, Mistake
 from train.identity import run_dir, run_name, training_config
+from train.masking import holds_secret
 from train.run.folder import run_folder
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     )
     job = dataclasses.replace(job, folder=os.fspath(submission.folder))
     rendered = backend.render(job, cluster)
+    _refuse_secrets(rendered, backend.SECRETS_REMEDY)
     files = {**_files_to_write(rendered, cluster), "config.yaml": config_yaml(config)}
     submission = write_submission(submission, files, ROOT)
     log.info("%s: recorded in %s", job.name, submission.folder)
@@ -104,6 +106,7 @@ def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     folder = os.fspath(folder_to_render(resolved_run_dir(config)))
     job = dataclasses.replace(job, folder=folder, rendered_to=config.output or ".")
     rendered = backend.render(job, config.cluster)
+    _refuse_secrets(rendered, backend.SECRETS_REMEDY)
     if unchecked is not None:
         print(f"# {unchecked}")
     if config.output is not None:
@@ -162,6 +165,18 @@ def _job(config: Any, arguments: Sequence[str], workdir: str) -> Job:
         workdir=workdir,
         environment=config.cluster.environment,
     )
+
+
+def _refuse_secrets(rendered: Rendered, remedy: str) -> None:
+    """Raise ConfigError if a file holds a secret, which some preset has brought."""
+    rule = f"would hold a secret. Leave it out of the cluster's preset; {remedy}"
+    mistakes = [
+        Mistake(name, "(not shown)", rule)
+        for name, text in rendered.files.items()
+        if holds_secret(text)
+    ]
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
 def _files_to_write(rendered: Rendered, cluster: Any) -> dict[str, str | bytes]:

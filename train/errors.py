@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import DataError, MissingPackageError
-from train.masking import mask, mask_values
+from train.masking import MASK, holds_secret, mask_output, mask_values
 
 FINISHED = 0
 CRASHED = 1  # The reason is unknown; another start may succeed.
@@ -84,9 +84,11 @@ class ConfigError(Exception):
         lines = [f"{count} mistake{'s' * (count != 1)} in the configuration:"]
         for key, value, rule, _ in self.mistakes:
             (safe,) = mask_values({key.rpartition(".")[2]: value}).values()
-            lines += ["", f"  {key} = {as_typed(safe)}" if value != "" else f"  {key}"]
+            shown = as_typed(safe)
+            shown = MASK if holds_secret(f"{key}={shown}") else shown
+            lines += ["", f"  {key} = {shown}" if value != "" else f"  {key}"]
             lines += [f"      {line}" for line in rule.splitlines()]
-        return mask("\n".join(lines))
+        return mask_output("\n".join(lines))
 
 
 def as_typed(value: object) -> str:

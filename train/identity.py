@@ -60,14 +60,11 @@ def config_differences(
     first, because a new password does not make another run. data.document_start=null
     equals true, and any value if neither config has a document mask.
     """
-    old_values, new_values = (
-        {key: mask_values(value) for key, value in flatten(config).items()}
-        for config in (old, new)
-    )
+    old_values, new_values = map(_masked_values, (old, new))
+    is_masked = old.data.document_mask or new.data.document_mask
     for values in (old_values, new_values):
-        values["data.document_start"] = values[
-            "data.document_start"
-        ] is not False or not (old.data.document_mask or new.data.document_mask)
+        is_without = is_masked and values["data.document_start"] is False
+        values["data.document_start"] = not is_without
     return [
         Difference(key, old_values.get(key), new_values.get(key), _kind(key, allowed))
         for key in dict.fromkeys((*old_values, *new_values))
@@ -112,6 +109,11 @@ def run_name(config: Config) -> str:
 def run_dir(config: Config) -> str:
     """Return run.dir, or `runs/<run name>`."""
     return config.run.dir or f"runs/{run_name(config)}"
+
+
+def _masked_values(config: object) -> dict[str, object]:
+    tree = mask_values(asdict(config))  # pyright: ignore[reportArgumentType]
+    return {".".join(path): value for path, value in leaves(tree)}
 
 
 def flatten(config: object) -> dict[str, object]:

@@ -31,7 +31,6 @@ from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.identity import run_dir
 from train.loop import Trainer
-from train.masking import mask
 from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
 from train.program import make_program
@@ -159,7 +158,7 @@ def _train(trainer: Trainer) -> int:
     """Find the state, train to the end, write the results; return the exit code."""
     program, run = trainer.program, trainer.run
     state = _find_state(trainer)
-    print(mask(f"run         {run.path}, from step {int(state.step):,}"), flush=True)
+    print(f"run         {run.path}, from step {int(state.step):,}", flush=True)
     is_trained = int(state.step) < program.config.train.num_steps
     code, state = trainer.train(state)
     if code:
@@ -219,7 +218,7 @@ def _start_from(init_from: str, trainer: Trainer) -> TrainState:
     """Return the state of step 0 with the weights of `init_from`."""
     from train.pretrained.begin import record_or_check_files, start_from  # rarely used
 
-    print(mask(f"weights     {init_from}"), flush=True)
+    print(f"weights     {init_from}", flush=True)
     record_or_check_files(init_from, trainer.run.path, trainer.cluster)
     return start_from(init_from, trainer.program)
 

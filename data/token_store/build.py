@@ -23,7 +23,7 @@ from data.errors import DataError
 from data.key_value_store import KeyValueStore
 from data.machine import available_memory, cache_folder, usable_cores
 from data.prepare_config import PrepareConfig
-from data.storage import check_regular
+from data.storage import check_regular, local_path
 from data.text.corpus import Corpus
 from data.text.files import SPLITS, Format
 from data.text.find import find_files
@@ -226,7 +226,7 @@ def _read_segments(
 def _work_folder(config: PrepareConfig, storage: KeyValueStore) -> Path:
     digest = hashlib.sha256(storage.location.encode()).hexdigest()[:16]
     if config.work_dir:
-        return Path(config.work_dir).expanduser().absolute() / f"prepare-{digest}"
+        return local_path(config.work_dir) / f"prepare-{digest}"
     if storage.path is not None:
         return storage.path.with_name(f"{storage.path.name}.work")
     return cache_folder() / "prepare" / digest

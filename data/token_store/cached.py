@@ -14,7 +14,7 @@ from data.config import DataConfig, Source
 from data.encoding import fingerprint
 from data.key_value_store import KeyValueStore
 from data.machine import cache_folder
-from data.storage import created_atomically
+from data.storage import created_atomically, local_path
 from data.text.corpus import find_corpus
 from data.text.records import ReadSettings
 from data.token_store.build import build_store, encoding_settings, make_folder
@@ -91,7 +91,7 @@ def _warn_of_skipped(store: Store) -> None:
 def data_cache_folder(config: DataConfig) -> Path:
     """Return the folder of stores that are built on first use, and of packing plans."""
     if config.cache_dir:
-        return Path(config.cache_dir).expanduser().absolute()
+        return local_path(config.cache_dir)
     return cache_folder() / "stores"
 
 

@@ -1,17 +1,29 @@
 """Secrets are recognised in one place, and leave no trace in files and output."""
 
+import json
 import logging
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
+from etils import epath
 
+from data.errors import DataError
+from tests.train.planted import PLANTED, READABLE
 from train.cli import command
 from train.cli.command import compose, config_yaml, read_yaml
+from train.cli.quoting import hydra_text
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.identity import config_differences, run_name
-from train.masking import is_secret_name, mask
+from train.identity import config_differences, flatten, run_name
+from train.masking import holds_secret, is_secret_name, mask, mask_output, mask_values
+from train.run.evaluations import write_evaluation
+from train.run.metrics import EventLog
+from train.run.page import write_page
+from train.run.records import json_compatible
+from train.run.report import TEMPLATE, write_report
+from train.run.starts import checkpoint_metadata, record_start
 
 URL = "http://user:pass%40word@host:5000/path"
 MASKED = "http://user:***@host:5000/path"
@@ -90,3 +102,140 @@ def test_aliases_that_stand_for_billions_of_values_are_refused(tmp_path):
     file.write_text("a: &a [*a]\n")
     with pytest.raises(ConfigError, match="contains it"):
         read_yaml(file)
+
+
+@pytest.mark.parametrize(("text", "secret"), PLANTED.values(), ids=PLANTED)
+def test_a_secret_of_any_form_is_masked_once(text, secret):
+    for whole in (text, f"cannot read {text}: no", f"['{text}', 1]", f"{text}\nmore"):
+        masked = mask(whole)
+        assert secret not in masked
+        assert mask(masked) == masked  # so that recorded values can be compared
+    assert holds_secret(text)
+
+
+@pytest.mark.parametrize("text", READABLE)
+def test_what_is_no_secret_stays_readable(text):
+    assert mask(text) == text
+
+
+def test_no_key_of_any_command_has_a_secrets_name():
+    names = {name for key in flatten(Config()) for name in key.split(".")}
+    assert [name for name in names if is_secret_name(name)] == []
+
+
+NAMED = "JWT COOKIE PRIVATEKEY DBPW SLACK_WEBHOOK_URL AccountKey SharedAccessKey"
+NAMED += " CONNECTION_STRING TOKEN_GITHUB sessionCookie MASTER_KEY smtpPass CREDS"
+
+
+@pytest.mark.parametrize("name", NAMED.split())
+def test_values_of_secret_names_are_masked_in_any_nesting(name):
+    tree = {"a": [{name: "Planted5ecret"}], name: {"b": ["Planted5ecret"]}}
+    assert "Planted5ecret" not in str(mask_values(tree))
+    assert mask_values({name: True}) == {name: True}
+    config = {"environment": {name: "Planted5ecret"}}
+    assert "Planted5ecret" not in str(ConfigError([Mistake("a.b", config, "no")]))
+
+
+def test_variables_with_secret_names_are_masked_in_output_only(monkeypatch):
+    monkeypatch.setenv("MY_ACCESS_TOKEN", "Planted5ecret")
+    monkeypatch.setenv("MY_SECRET", "12345678")
+    assert mask_output("at Planted5ecret/x") == "at ${oc.env:MY_ACCESS_TOKEN}/x"
+    assert mask_output("step 12345678") == "step 12345678"
+    assert mask("at Planted5ecret/x") == "at Planted5ecret/x"  # records are compared
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """Run a command in this process; return all that it prints."""
+
+    def run(main, *arguments):
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+        try:
+            command.run_command(main)
+        except SystemExit:
+            pass
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, DataError, OSError])
+def test_no_output_of_a_command_shows_a_secret(printed, kind):
+    def main(config: Config) -> None:
+        for text, _ in PLANTED.values():
+            print("found", text)
+            print(text, file=sys.stderr)
+            logging.getLogger("train").warning("found %s", text)
+            warnings.warn(text, stacklevel=1)
+            try:
+                raise ValueError(text)
+            except ValueError:
+                logging.getLogger("train").exception("failed with %s", text)
+        raise kind("\n".join(text for text, _ in PLANTED.values()))
+
+    shown = printed(main)
+    assert shown.count("found") >= 2 * len(PLANTED)
+    assert [name for name, (_, secret) in PLANTED.items() if secret in shown] == []
+
+
+ARGUMENTS = [
+    *("data.path={}", "unknown.key={}", "model.num_layers={}", "optimizer.groups=[{}"),
+    *('init_from="{}', "run.name={}({{", "{}", "+{}=1", "optimizer={}", "seed={}"),
+]
+FLAGS = [[], ["--cfg", "job"], ["--cfg", "all"], ["--cfg", "hydra"], ["--info"]]
+
+
+@pytest.mark.parametrize("number", range(len(PLANTED)), ids=PLANTED)
+def test_no_message_about_an_argument_shows_a_secret(printed, number):
+    """Each form is in another argument and with other flags, the first form in all."""
+    text, secret = [*PLANTED.values()][number]
+    pairs = [(ARGUMENTS[number % len(ARGUMENTS)], FLAGS[number % len(FLAGS)])]
+    if number == 0:
+        pairs = [(argument, flags) for argument in ARGUMENTS for flags in FLAGS]
+    for argument, flags in pairs:
+        shown = printed(lambda config: None, *flags, argument.replace("{}", text))
+        assert secret not in shown, (argument, flags)
+    used = hydra_text("tracker.mlflow.experiment", text)
+    assert secret not in printed(lambda config: None, "--cfg", "job", used)
+
+
+def test_no_record_of_a_run_holds_a_secret(tmp_path):
+    """Where records of the config, of errors and of results are made."""
+    every = " ".join(t for t, _ in PLANTED.values() if "oc.env" not in t)
+    words = [hydra_text("tracker.mlflow.experiment", every)]
+    words.append(hydra_text("init_from", PLANTED["s3 password"][0]))
+    words.append(hydra_text("run.name", f"of-{PLANTED['hugging face'][0]}"))
+    config = compose(words)
+    assert config.tracker.mlflow.experiment == every  # the program uses the true text
+    run = tmp_path / "run"
+    path = epath.Path(run)
+    record_start(path, config, _Sources(), start=1, schedule_steps=2)
+    record_start(path, replace(config, seed=3), _Sources(), start=2, schedule_steps=2)
+    later = replace(config, init_from=PLANTED["azure sas"][0])
+    record_start(path, later, _Sources(), start=3, schedule_steps=2)
+    description = checkpoint_metadata(config, _Sources(), {}, 2)
+    (run / "description.json").write_text(json.dumps(description))
+    events = EventLog(path)
+    events.record("crash", error=every, details={"lines": [every]})
+    events.close()
+    write_evaluation(path, 1, {"task_path": every}, {"loss": 1.0})
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (run / "results.json").write_text(json.dumps(json_compatible({"sample": every})))
+    write_report(run)
+    write_page(path / "page.html", TEMPLATE, {"command": every, "n": [1.5]})
+    files = [file for file in run.rglob("*") if file.is_file()]
+    assert len(files) >= 9
+    for file in files:
+        held = file.read_text()
+        assert [n for n, (_, secret) in PLANTED.items() if secret in held] == [], file
+    # A start with the same command finds its own config again.
+    assert config_differences(read_yaml(path / "config.yaml"), config) == []
+
+
+class _Sources:
+    """Data with the fingerprints that records state."""
+
+    fingerprint, fingerprints = "f", {"text": "f"}

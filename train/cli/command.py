@@ -30,7 +30,7 @@ from train.cli.schema import config_yaml, read_yaml
 from train.cli.unread_keys import unread_key_warnings
 from train.config import Config
 from train.errors import STOPPED, ConfigError, Exit, exit_code
-from train.masking import mask
+from train.masking import mask_streams
 
 __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
 
@@ -63,6 +63,7 @@ def run_command(
         read_schema: returns a schema that takes the place of `schema`, and the
             arguments without those that choose it.
     """
+    use_utf8()
     configure_logging()
     try:
         arguments = sys.argv[1:]
@@ -97,7 +98,7 @@ def run_command(
                     log.warning(warning)
             code = main(config)
     except (ConfigError, DataError, Exit) as error:
-        print(mask(str(error)), end="\n" * bool(str(error)), file=sys.stderr)
+        print(error, end="\n" * bool(str(error)), file=sys.stderr)
         code = exit_code(error)
     except KeyboardInterrupt:
         code = STOPPED
@@ -107,19 +108,26 @@ def run_command(
     sys.exit(code or 0)
 
 
-class _Formatter(logging.Formatter):
-    """Formats log records with their secrets masked."""
+def use_utf8() -> None:
+    """Start this process again in Python's UTF-8 mode, unless file names are UTF-8.
 
-    def format(self, record: logging.LogRecord) -> str:
-        """Return a record as masked text, with the traceback if the record has one."""
-        return mask(super().format(record))
+    In the locale C, Python would read other bytes from names than the file system has.
+    """
+    if sys.getfilesystemencoding().lower() == "utf-8" or sys.flags.utf8_mode:
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def configure_logging() -> None:
-    """Log to stderr: INFO and above of this project, WARNING and above of libraries."""
+    """Log to stderr: INFO and above of this project, WARNING and above of libraries.
+
+    From here on, secrets are masked in all that this process prints.
+    """
+    mask_streams()
     handler = logging.StreamHandler(sys.stderr)
     log_format = "%(asctime)s %(levelname)s %(message)s"
-    handler.setFormatter(_Formatter(log_format, "%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(log_format, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)

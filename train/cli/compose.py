@@ -32,7 +32,7 @@ from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.masking import remember_secrets
+from train.masking import holds_secret, is_secret_name, remember_secrets
 from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # jobs of a sweep to check before it starts; each job also checks itself
@@ -137,7 +137,10 @@ class _CommandLineChecker:
                     return self._reject(key, value, f"{rule}{key}=[{value}]")
         except HydraException as error:
             if "=" in text or text[:1] == "~":
-                rule = f"cannot be read: {hydra_message(error)}\n"
+                message = hydra_message(error)
+                if is_secret_name(key.rpartition(".")[2]) or holds_secret(text):
+                    message = "Its value is not shown, because it holds a secret."
+                rule = f"cannot be read: {message}\n"
                 rule += f"quote special characters: '{key}=\"...\"'"
             else:
                 names = [*self.presets.groups, *keys_of(self.schema)]

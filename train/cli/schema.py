@@ -25,6 +25,7 @@ from train.cli.hints import (
     type_of,
     unknown_key,
 )
+from train.cli.paths import text_mistakes
 from train.cli.plain_yaml import check_complete, parse_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
@@ -68,6 +69,8 @@ def convert(
         for entry in error.errors(include_url=False):
             path, mistake = _translate_error(schema, entry)
             mistakes.setdefault(path, mistake)
+    for path, mistake in text_mistakes(values):
+        mistakes.setdefault(path, mistake)
     for path in mistakes:
         _remove(values, path)
     return validate((values,))[0], list(mistakes.values())

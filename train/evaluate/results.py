@@ -14,7 +14,6 @@ from model.choices import Position
 from train.config import Config
 from train.console import printable
 from train.evaluate.validation import Score, as_metrics
-from train.masking import mask
 from train.program import Program
 from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
@@ -135,7 +134,7 @@ def print_results(
     else:
         print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
-    print(f"to go on    {mask(_with_overrides(command, overrides))}", flush=True)
+    print(f"to go on    {_with_overrides(command, overrides)}", flush=True)
 
 
 def validation_line(

@@ -187,6 +187,7 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
     """Write plan.json and plan.html, and the texts of the step if `show=true`."""
     from data.storage import write_atomically
     from train.identity import run_name, training_config
+    from train.masking import mask_texts
     from train.plan.page import TEMPLATE
     from train.plan.show import write_texts
     from train.run.folder import run_folder
@@ -194,7 +195,9 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
 
     name = run_name(training_config(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
-    write_atomically(folder / "plan.json", json.dumps(values, indent=1) + "\n")
+    write_atomically(
+        folder / "plan.json", json.dumps(mask_texts(values), indent=1) + "\n"
+    )
     write_page(folder / "plan.html", TEMPLATE, values)
     print(f"page        {folder}/plan.html", file=sys.stderr)
     if config.show and plan.text:

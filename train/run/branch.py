@@ -68,7 +68,11 @@ def begin_branch(
     checkpoints, run = step.parents[:2]
     trunk = f"{run}@{step.name}"
     has_begun = (path / "config.yaml").exists() or _sealed_steps(path / "checkpoints")
-    origin = {"run": str(run), "run_id": recorded_run_id(run), "step": int(step.name)}
+    origin = {
+        "run": mask(str(run)),
+        "run_id": recorded_run_id(run),
+        "step": int(step.name),
+    }
     record = read_record(path / RECORD, "Choose another run.name.") or {}
     is_same = all(record.get(key) == origin[key] for key in ("run_id", "step"))
     if (record or has_begun) and not is_same:
@@ -90,7 +94,7 @@ def begin_branch(
         rule = "names no checkpoint, or one that is damaged or of another run; "
         rule += f"{run} has those of {_sealed_steps(checkpoints)}"
         raise ConfigError([Mistake("from", trunk, rule)]) from None
-    print(mask(f"branch      of {trunk}"), flush=True)
+    print(f"branch      of {trunk}", flush=True)
     _warn_of_jump(step, config, old, saved.get("schedule_steps"))
 
 

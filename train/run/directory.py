@@ -22,7 +22,7 @@ from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
-from train.masking import mask_values
+from train.masking import mask, mask_values
 from train.run.branch import begin_branch
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
@@ -110,7 +110,7 @@ class RunDir:
             self.config.tracker,
             TrackedRun(
                 self.path,
-                run_name(self.config),
+                mask(run_name(self.config)),
                 mask_values(asdict(self.config)),
                 step=step,
                 start=self.events.start,

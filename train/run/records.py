@@ -17,6 +17,7 @@ from etils import epath
 from data.errors import DataError
 from data.storage import is_remote
 from train.cli.plain_yaml import check_complete, parse_yaml
+from train.masking import mask_output
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def damaged(file: epath.Path, damage: str, remedy: str) -> DataError:
 
 
 def json_compatible(value: Any) -> Any:
-    """Convert a value for strict JSON.
+    """Convert a value for strict JSON, with secrets masked in texts.
 
     Scalars of NumPy and JAX become Python scalars. NaN and the infinities become None.
     """
@@ -83,6 +84,8 @@ def json_compatible(value: Any) -> Any:
         return {key: json_compatible(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
         return [json_compatible(member) for member in value]
+    if isinstance(value, str):
+        return mask_output(value)
     value = value.item() if hasattr(value, "item") else value
     is_not_finite = isinstance(value, float) and not math.isfinite(value)
     return None if is_not_finite else value

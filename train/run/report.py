@@ -15,7 +15,6 @@ from etils import epath
 
 from train.cli.plain_yaml import parse_yaml
 from train.errors import meaning
-from train.masking import mask
 from train.run.evaluations import read_scores
 from train.run.goodput import BUCKETS, Goodput, StartAccount, finite_float, goodput_of
 from train.run.heat_maps import heat_maps
@@ -95,7 +94,7 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
         "restarts": _restored_steps(events),
         "sample": _sample(run_dir),
         "goodput": _goodput_content(goodput),
-        "config": mask(config),
+        "config": config,
     }
 
 
