@@ -119,3 +119,43 @@ def test_the_tutorial_works(tmp_path: Path):
     run(commands, tmp_path, "set -e\n")
     scores = list((tmp_path / "runs/tutorial/evaluations").glob("*.json"))
     assert len(scores) == 2
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """A copy of the source tree, to which all diffs of a guide are applied."""
+    for name in ("configs", "data", "launch", "model", "train"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    page = (REPOSITORY / "docs/guides/extending.md").read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
+    assert len(diffs) == 4
+    for diff in diffs:
+        done = subprocess.run(
+            ["git", "apply", "-"],
+            cwd=tmp_path,
+            input=diff,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
+        )
+        assert done.returncode == 0, f"{done.stderr}\n{diff}"
+    return tmp_path
+
+
+def test_the_diffs_of_a_guide_apply_to_the_source_tree(extended: Path):
+    assert (extended / "configs/optimizer/yogi.yaml").exists()
+    assert (
+        "Schedule.inverse_sqrt"
+        in (extended / "train/optimizer/schedule.py").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_a_tree_with_these_diffs_trains(extended: Path):
+    command = """python -m train optimizer=yogi schedule=inverse_sqrt train.num_steps=3
+        model.activation=silu model.num_layers=1 data.batch_size=2 eval.num_batches=1
+        eval.final_num_batches=1 tracker=none run.dir=run log.interval_steps=1"""
+    # The copy lies in the working folder, which comes before the installed package.
+    run(f"unset PYTHONPATH; {' '.join(command.split())}", extended, "set -e\n")
+    lines = (extended / "run/metrics.jsonl").read_text().splitlines()
+    assert any(json.loads(line).get("weight_norm", 0) > 0 for line in lines)
