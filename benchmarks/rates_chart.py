@@ -54,7 +54,7 @@ def draw(path: Path, sweeps: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _panels(sweeps: list[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the sweeps of each panel by the size of the model, by the panel's title."""
+    """Return the sweeps of each panel, by its title and the size of the model."""
     columns = {
         "width, no transfer": lambda n: n.endswith("x4"),
         "width, completep": lambda n: n.endswith(("x4 completep", " 64x4")),

@@ -111,6 +111,35 @@ def test_every_command_is_in_a_block_that_is_run_or_says_what_it_needs():
         assert lines == [], page
 
 
+def not_ignored(folder: Path) -> list[str]:
+    """Return what lies in a folder that git would not ignore in a checkout."""
+    entries = [
+        f"{path.name}/" * path.is_dir() or path.name for path in folder.iterdir()
+    ]
+    names = "\n".join(sorted(entries))
+    command = ["git", "check-ignore", "--no-index", "--non-matching", "--verbose"]
+    done = subprocess.run(
+        [*command, "--stdin"],
+        cwd=REPOSITORY,
+        input=names,
+        capture_output=True,
+        text=True,
+    )
+    return [ln.split("\t")[1] for ln in done.stdout.splitlines() if ln.startswith("::")]
+
+
+def test_what_the_tutorial_writes_is_ignored_by_git(tmp_path: Path):
+    """Each path that its commands name, and the default folders of the commands."""
+    text = (REPOSITORY / "docs/tutorial.md").read_text()
+    named = re.findall(r"(?:mkdir -p |output=)(\w+)", text)
+    assert {"corpus", "tasks", "stores"} <= {*named}
+    for name in (*named, "runs", "plans"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    assert not_ignored(tmp_path) == []
+    (tmp_path / "other").mkdir()
+    assert not_ignored(tmp_path) == ["other/"]
+
+
 @pytest.mark.slow
 def test_the_tutorial_works(tmp_path: Path):
     first, *others = blocks(REPOSITORY / "docs/tutorial.md")
@@ -119,6 +148,7 @@ def test_the_tutorial_works(tmp_path: Path):
     run(commands, tmp_path, "set -e\n")
     scores = list((tmp_path / "runs/tutorial/evaluations").glob("*.json"))
     assert len(scores) == 2
+    assert not_ignored(tmp_path) == []
 
 
 @pytest.fixture
