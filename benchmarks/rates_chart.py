@@ -1,4 +1,4 @@
-"""Draw the sweeps of `benchmarks.rates`; needs matplotlib.
+"""Draw the sweeps of `benchmarks.rates`; needs `pip install -e ".[docs]"`.
 
 python -m benchmarks.rates_chart rates.png rates.json [more.json ...]
 
@@ -34,6 +34,9 @@ def draw(path: Path, sweeps: list[tuple[str, dict[str, Any]]]) -> None:
     left out, and the others fill rows of `_PER_ROW`.
     """
     import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]
+    from matplotlib.ticker import (  # pyright: ignore[reportMissingImports]
+        NullFormatter,
+    )
 
     panels = _panels(sweeps)
     num_rows = -(-len(panels) // _PER_ROW)
@@ -48,7 +51,7 @@ def draw(path: Path, sweeps: list[tuple[str, dict[str, Any]]]) -> None:
     for axes, (title, curves) in zip(grid.flat, panels.items(), strict=False):
         _draw_panel(axes, curves)
         axes.set_title(title, fontsize=8)
-        axes.xaxis.set_minor_formatter(plt.NullFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
     figure.tight_layout()
     figure.savefig(path, dpi=80)
 
