@@ -12,7 +12,8 @@ from tests.fleet import REPOSITORY
 
 MEASURE = """<script>
 const cut = [...document.querySelectorAll("table")].filter(
-  (table) => table.getBoundingClientRect().right > document.body.clientWidth,
+  (table) => table.scrollWidth > table.clientWidth + 1 ||
+    table.getBoundingClientRect().right > document.body.clientWidth,
 );
 document.title = `cut: ${cut.length}`;
 </script>"""
