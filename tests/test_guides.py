@@ -111,6 +111,35 @@ def test_every_command_is_in_a_block_that_is_run_or_says_what_it_needs():
         assert lines == [], page
 
 
+def not_ignored(folder: Path) -> list[str]:
+    """Return what lies in a folder that git would not ignore in a checkout."""
+    entries = [
+        f"{path.name}/" * path.is_dir() or path.name for path in folder.iterdir()
+    ]
+    names = "\n".join(sorted(entries))
+    command = ["git", "check-ignore", "--no-index", "--non-matching", "--verbose"]
+    done = subprocess.run(
+        [*command, "--stdin"],
+        cwd=REPOSITORY,
+        input=names,
+        capture_output=True,
+        text=True,
+    )
+    return [ln.split("\t")[1] for ln in done.stdout.splitlines() if ln.startswith("::")]
+
+
+def test_what_the_tutorial_writes_is_ignored_by_git(tmp_path: Path):
+    """Each path that its commands name, and the default folders of the commands."""
+    text = (REPOSITORY / "docs/tutorial.md").read_text()
+    named = re.findall(r"(?:mkdir -p |output=)(\w+)", text)
+    assert {"corpus", "tasks", "stores"} <= {*named}
+    for name in (*named, "runs", "plans"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    assert not_ignored(tmp_path) == []
+    (tmp_path / "other").mkdir()
+    assert not_ignored(tmp_path) == ["other/"]
+
+
 @pytest.mark.slow
 def test_the_tutorial_works(tmp_path: Path):
     first, *others = blocks(REPOSITORY / "docs/tutorial.md")
@@ -119,3 +148,44 @@ def test_the_tutorial_works(tmp_path: Path):
     run(commands, tmp_path, "set -e\n")
     scores = list((tmp_path / "runs/tutorial/evaluations").glob("*.json"))
     assert len(scores) == 2
+    assert not_ignored(tmp_path) == []
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """A copy of the source tree, to which all diffs of a guide are applied."""
+    for name in ("configs", "data", "launch", "model", "train"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    page = (REPOSITORY / "docs/guides/extending.md").read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
+    assert len(diffs) == 4
+    for diff in diffs:
+        done = subprocess.run(
+            ["git", "apply", "-"],
+            cwd=tmp_path,
+            input=diff,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
+        )
+        assert done.returncode == 0, f"{done.stderr}\n{diff}"
+    return tmp_path
+
+
+def test_the_diffs_of_a_guide_apply_to_the_source_tree(extended: Path):
+    assert (extended / "configs/optimizer/yogi.yaml").exists()
+    assert (
+        "Schedule.inverse_sqrt"
+        in (extended / "train/optimizer/schedule.py").read_text()
+    )
+
+
+@pytest.mark.slow
+def test_a_tree_with_these_diffs_trains(extended: Path):
+    command = """python -m train optimizer=yogi schedule=inverse_sqrt train.num_steps=3
+        model.activation=silu model.num_layers=1 data.batch_size=2 eval.num_batches=1
+        eval.final_num_batches=1 tracker=none run.dir=run log.interval_steps=1"""
+    # The copy lies in the working folder, which comes before the installed package.
+    run(f"unset PYTHONPATH; {' '.join(command.split())}", extended, "set -e\n")
+    lines = (extended / "run/metrics.jsonl").read_text().splitlines()
+    assert any(json.loads(line).get("weight_norm", 0) > 0 for line in lines)

@@ -1,6 +1,7 @@
 """A published run, predicted from what was once estimated of its step."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from train.plan.roofline import predict
 from train.program import make_program
 
 BASE = ("optimizer=adamw", "tracker=none")
-FIGURES = Path(published.__file__).parent / "results/2026-11-22_published.json"
+ROOT = Path(published.__file__).parents[1]
+FIGURES = ROOT / "benchmarks/results/2026-11-22_published.json"
 
 
 def estimated(composed, row):
@@ -69,3 +71,37 @@ def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, 
 @pytest.mark.parametrize("row", LLAMA_ROWS, ids=lambda row: row.name)
 def test_a_row_of_llama_can_be_planned(composed, row):
     assert estimated(composed, row)["step_s"]["low"] > 0
+
+
+def test_all_pages_state_the_same_figures_of_the_comparison():
+    """`python -m benchmarks.published --estimated --rows a100,h100` prints them."""
+    judged = sum(row.use == "judged by" for row in GPU_ROWS)
+    (planning,) = re.findall(
+        rf"A100 and H100 \(estimated\) \| (\d+) of {judged} runs within 20 %, "
+        r"(\d+ %) off",
+        (ROOT / "docs/guides/planning.md").read_text(),
+    )
+    (results,) = re.findall(
+        rf"against {judged} public runs on A100 and H100 .* \| (\d+) within 20 % "
+        r"of the predicted step, (\d+ %) off",
+        (ROOT / "docs/results.md").read_text(),
+    )
+    (readme,) = re.findall(
+        rf"with {judged} public GPU runs \| (\d+) within 20 %",
+        (ROOT / "README.md").read_text(),
+    )
+    assert planning == results
+    assert readme == planning[0]
+
+
+def test_the_readme_and_the_results_quote_the_same_losses():
+    """Of the recipes, and of the default run with its compressors."""
+    readme = (ROOT / "README.md").read_text()
+    results = (ROOT / "docs/results.md").read_text()
+    for pattern in (
+        r"`python -m train`.*\*\*([\d.]+) bits per byte\*\*.*gzip -9: ([\d.]+)",
+        r"nanoGPT's CPU preset and recipe \| validation \*\*([\d.]+)\*\* nats",
+        r"same size and .*tokens, modern recipe.*validation \*\*([\d.]+)\*\* nats",
+    ):
+        (shown,) = re.findall(pattern, readme)
+        assert [shown] == re.findall(pattern, results), pattern
