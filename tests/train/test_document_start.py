@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.train import doors
-from tests.train.doors import Door, lines, steps
+from tests.train.doors import lines, steps
 
 folder, door = doors.folder, doors.door  # fixtures
 
