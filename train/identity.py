@@ -64,10 +64,10 @@ def config_differences(
         {key: mask_values(value) for key, value in flatten(config).items()}
         for config in (old, new)
     )
+    is_masked = old.data.document_mask or new.data.document_mask
     for values in (old_values, new_values):
-        values["data.document_start"] = values[
-            "data.document_start"
-        ] is not False or not (old.data.document_mask or new.data.document_mask)
+        is_without = is_masked and values["data.document_start"] is False
+        values["data.document_start"] = not is_without
     return [
         Difference(key, old_values.get(key), new_values.get(key), _kind(key, allowed))
         for key in dict.fromkeys((*old_values, *new_values))

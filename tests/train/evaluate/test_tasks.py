@@ -121,7 +121,7 @@ def imported(bos_token: int | None) -> FolderEncoding:
 @pytest.mark.parametrize("rule", ["true", "false"])
 @pytest.mark.parametrize(
     ("encoding", "begin", "before_prompts"),
-    [(BYTES, 256, True), (imported(257), 257, True), (imported(None), 256, False)],
+    [(BYTES, 256, False), (imported(257), 257, True), (imported(None), 256, False)],
     ids=["bytes", "adds", "plain"],
 )
 def test_texts_begin_as_documents_do_in_training(
