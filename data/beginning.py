@@ -36,18 +36,15 @@ def beginning_token(encoding: tiktoken.Encoding) -> int:
     return encoding.eot_token if bos is None else bos
 
 
-def beginning_of(
-    config: DataConfig, encoding: tiktoken.Encoding, has_many_documents: bool = True
-) -> Beginning:
+def beginning_of(config: DataConfig, encoding: tiktoken.Encoding) -> Beginning:
     """Return the beginning of texts for a model that was trained with a config.
 
     If documents had no beginning token in training, end-of-text stands for an empty
-    text, because it precedes each document. A prompt begins with the token unless the
-    model was trained on a single document, whose rows begin with it once an epoch, or
-    the tokenizer is an imported one that adds no token before a text.
+    text, because it precedes each document. Like in transformers, only an imported
+    tokenizer that adds a BOS token adds it before prompts that are not empty.
     """
     if not config.has_beginning_tokens:
         return Beginning(encoding.eot_token, in_prompts=False)
-    is_imported = isinstance(encoding, FolderEncoding)
-    adds_token = not is_imported or encoding.bos_token is not None
-    return Beginning(beginning_token(encoding), has_many_documents and adds_token)
+    token = beginning_token(encoding)
+    has_bos = isinstance(encoding, FolderEncoding) and encoding.bos_token is not None
+    return Beginning(token, in_prompts=has_bos)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tiktoken
 
-from data.beginning import Beginning, beginning_of, beginning_token
+from data.beginning import beginning_token
 from data.config import DataConfig, Source
 from data.errors import DataError, MissingPackageError
 from data.storage import is_remote
@@ -43,10 +43,6 @@ class Sources:
         """Whether there is more than one document to train on."""
         splits = (store.manifest["splits"] for store in self.stores.values())
         return sum(split["train"]["documents"] for split in splits) > 1
-
-    def beginning(self, config: DataConfig) -> Beginning:
-        """Return how texts begin for a model that was trained on these stores."""
-        return beginning_of(config, self.encoding, self.has_many_documents)
 
     @property
     def path(self) -> str:

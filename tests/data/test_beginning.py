@@ -107,13 +107,12 @@ def test_prompts_begin_as_documents_do_in_training(tmp_path):
     own = load_tokenizer("bytes")
     adds = load_tokenizer(write_folder(tmp_path / "adds", template("<s>")))
     plain = load_tokenizer(write_folder(tmp_path / "plain", None))
-    assert beginning_of(config, own) == Beginning(256, in_prompts=True)
+    assert beginning_of(config, own) == Beginning(256, in_prompts=False)
     assert beginning_of(config, adds) == Beginning(256, in_prompts=True)
     assert beginning_of(config, plain) == Beginning(257, in_prompts=False)
     for encoding, end in ((own, 256), (adds, 257), (plain, 257)):
         for other in (unmasked, without):
             assert beginning_of(other, encoding) == Beginning(end, in_prompts=False)
-    assert not beginning_of(config, adds, has_many_documents=False).in_prompts
     assert Beginning(5, True).before([1, 2]) == [5, 1, 2]
     assert Beginning(5, False).before([1, 2]) == [1, 2]
     assert Beginning(5, True).before([]) == Beginning(5, False).before([]) == [5]

@@ -133,8 +133,7 @@ def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
     program, sources, step, params = load_run(
         config.run, config.runtime, step=config.step, batch_size=config.batch_size
     )
-    beginning = sources.beginning(program.config.data)
-    tasks = Tasks(task_dict, request, program, sources.encoding, beginning)
+    tasks = Tasks(task_dict, request, program, sources.encoding)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
     metrics = tasks.score(params)
     rows = [row[:3] for row in format_scores(metrics)]

@@ -19,7 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tiktoken import Encoding
 
 from data.batches import Batch
-from data.beginning import Beginning, beginning_of
+from data.beginning import beginning_of
 from data.encoding import END_OF_TEXT, encode
 from train.eval_step import make_score_step
 from train.feed import local_rows, place
@@ -51,20 +51,14 @@ class HarnessModel(TemplateLM):
     training: an empty context becomes the beginning token.
     """
 
-    def __init__(
-        self, program: Program, encoding: Encoding, beginning: Beginning | None = None
-    ):
-        """Create the scoring step without compiling it.
-
-        `beginning` says how texts begin. By default, the model is assumed to be trained
-        on many documents.
-        """
+    def __init__(self, program: Program, encoding: Encoding):
+        """Create the scoring step without compiling it."""
         super().__init__()
         self.params: Any = None
         self.heartbeat: Callable[[], None] = lambda: None
         self._program, self._encoding = program, encoding
         config = program.config
-        self._beginning = beginning or beginning_of(config.data, encoding)
+        self._beginning = beginning_of(config.data, encoding)
         self.max_length = config.data.sequence_length
         # One microbatch of training, which fits in memory.
         self._num_rows = config.data.batch_size // config.train.accumulation_steps
@@ -90,13 +84,14 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text as a prompt, or without the beginning token.
+        """Encode a text, after the BOS token of an imported tokenizer that adds one.
 
         The harness passes `add_special_tokens=False` for a text that has another one
         before it. Special tokens in the text are not recognised.
         """
         ids = encode(self._encoding, string.encode()).tolist()
-        return ids if add_special_tokens is False else self._beginning.before(ids)
+        has_bos = self._beginning.in_prompts and add_special_tokens is not False
+        return [self._beginning.token, *ids] if has_bos else ids
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -117,7 +112,9 @@ class HarnessModel(TemplateLM):
         windows = [
             window
             for i, (_, context, tokens) in enumerate(requests)
-            for window in split_into_windows(i, context, tokens, self.max_length)
+            for window in split_into_windows(
+                i, context or [self.prefix_token_id], tokens, self.max_length
+            )
         ]
         windows.sort(key=lambda window: -window.length)
         for start in range(0, len(windows), self._num_rows):
@@ -179,7 +176,7 @@ class HarnessModel(TemplateLM):
         """Yield each context's number and its continuation."""
         max_prompt = self.max_length - settings.num_tokens
         prompts = {
-            number: self.tok_encode(context)[-max_prompt:]
+            number: self.tok_encode(context)[-max_prompt:] or [self.prefix_token_id]
             for number, context in contexts.items()
         }
         numbers = sorted(prompts, key=lambda number: -len(prompts[number]))

@@ -6,6 +6,7 @@ from typing import Any
 
 from etils import epath
 
+from data.beginning import beginning_of
 from data.encoding import decode
 from data.errors import DataError
 from data.sources import Sources
@@ -58,7 +59,7 @@ def compute_results(
         share = min(1.0, (score.num_targets + 1) / num_tokens)
         scored_bytes = max(1, round(share * num_bytes))
     text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
-    row, prompt = [sources.beginning(program.config.data).token], ""
+    row, prompt = [beginning_of(program.config.data, encoding).token], ""
     if not sources.has_many_documents:
         # The model has hardly seen how a text begins.
         row = _first_tokens(sources, max_positions // 2)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import tiktoken
 from etils import epath
 
+from data.beginning import beginning_of
 from data.phases import tokens_before
 from data.sources import Sources
 from data.storage import is_remote, write_atomically
@@ -75,7 +76,7 @@ def write_folder(
         DataError: if the exported tokenizer would encode text to other ids.
     """
     config, encoding = program.config, sources.encoding
-    beginning = sources.beginning(config.data)
+    beginning = beginning_of(config.data, encoding)
     model, length = config.model, config.data.sequence_length
     family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:

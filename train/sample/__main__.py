@@ -123,6 +123,7 @@ def main(config: SampleConfig) -> int:
     output = output_file(config.output) if config.output else None
     from jax import monitoring
 
+    from data.beginning import beginning_of
     from data.encoding import encode
     from train.console import printable
     from train.load_run import load_run
@@ -138,7 +139,7 @@ def main(config: SampleConfig) -> int:
             raise ConfigError(mistakes)
     program, sources, _, params = load_run(config.run, config.runtime, config.step)
     encoding = sources.encoding
-    beginning = sources.beginning(program.config.data)
+    beginning = beginning_of(program.config.data, encoding)
     if "" in prompts and not sources.has_many_documents:
         log.warning(
             "the model was trained on a single document, so it has hardly seen how a "

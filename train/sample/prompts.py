@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiktoken import Encoding
 
 from data.beginning import Beginning
-from data.encoding import decode, encode
+from data.encoding import END_OF_TEXT, decode, encode
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
 from train.errors import ConfigError, Mistake
@@ -47,7 +47,8 @@ def continue_rows(
 
     A position sees at most as many keys as a row had in training. Rows are sharded if
     the number of batch shards divides their number. Drawing ends early if all texts
-    have reached a stop text.
+    have reached a stop text. End-of-text is such a text if documents have beginning
+    tokens: the model has then learned nothing about what follows it.
 
     Args:
         program: the program of the model.
@@ -66,7 +67,8 @@ def continue_rows(
     Raises:
         ConfigError: if the model has too few learned positions for the result.
     """
-    model = program.config.model
+    model, data = program.config.model, program.config.data
+    stop = [*stop, END_OF_TEXT] if data.has_beginning_tokens else stop
     lengths = np.array([len(row) for row in rows], np.int32)
     max_positions = model.max_sequence_length
     if model.position is Position.learned and max_positions is not None:

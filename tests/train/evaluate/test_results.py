@@ -8,7 +8,6 @@ import pytest
 from etils import epath
 
 import train.evaluate.results
-from data.beginning import beginning_of
 from data.tokenizer import load_tokenizer
 from train.cli.command import compose
 from train.evaluate.results import compute_results, print_results, score_lines
@@ -73,7 +72,6 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
     encoding = load_tokenizer("bytes")
     sources: Any = SimpleNamespace(
         encoding=encoding,
-        beginning=lambda data: beginning_of(data, encoding),
         has_many_documents=True,
         num_tokens=lambda split: 10_001,
         num_bytes=lambda split: len(TEXT),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from flax import nnx
 
+from data.beginning import beginning_of
 from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
@@ -27,7 +28,7 @@ def continued(program, store):
     encoding = store.encoding
 
     def continued(prompts, num_tokens=8, program=program, stop=()):
-        beginning = store.beginning(program.config.data)
+        beginning = beginning_of(program.config.data, encoding)
         rows = prompt_rows(encoding, prompts, beginning)
         arguments = (program, params, encoding, rows, num_tokens, GREEDY)
         return continue_rows(*arguments, stop=stop)
@@ -84,5 +85,5 @@ def test_learned_positions_bound_prompt_and_tokens(continued, program):
     learned = {"position": Position.learned, "max_sequence_length": 16}
     config = program.config
     config = replace(config, model=replace(config.model, **learned))
-    with pytest.raises(ConfigError, match="must be at most 6"):
+    with pytest.raises(ConfigError, match="must be at most 7"):
         continued(["def f(x):"], program=replace(program, config=config))
