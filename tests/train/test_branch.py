@@ -219,8 +219,13 @@ FATES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("lost", [None, *LOSSES, "an older version's"])
-@pytest.mark.parametrize("fate", FATES.values(), ids=[*FATES])
+@pytest.mark.parametrize(
+    ("fate", "lost"),
+    [
+        *((fate, None) for fate in FATES),
+        *(("deleted", lost) for lost in (*LOSSES, "an older version's")),
+    ],
+)
 def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
     """Its config stays the same, whatever happens later to the trunk."""
     copy = Path(shutil.copytree(trunk, tmp_path / "trunk"))
@@ -241,7 +246,7 @@ def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
         (path / "branch.json").write_text(json.dumps(origin))
     elif lost:
         LOSSES[lost](path)
-    fate(copy)
+    FATES[fate](copy)
     assert configured() == config
     begin_branch(path, config, open_sources(config.data), step, lambda: None)
 
