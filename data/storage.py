@@ -208,7 +208,9 @@ def created_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
 
 def remove_tree(path: Path) -> None:
     """Remove a local file, folder or link, if possible; links are not followed."""
-    shutil.rmtree(path, ignore_errors=True)  # leaves links alone
+    if is_real_folder(path):  # rmtree would open a pipe, and wait
+        shutil.rmtree(path, ignore_errors=True)
+        return
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 

@@ -6,42 +6,44 @@ arguments override it. The trunk is only read, and may go on at the same time.
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, make_dataclass, replace
 
 from etils import epath
 
-from train.cli.command import run_command
+from train.cli.command import compose, run_command
 from train.cli.flags import is_sweep, parse_flags
 from train.cli.leaving import run_and_leave
-from train.cli.schema import config_yaml, read_yaml
-from train.config import Config, DistributedConfig, RunConfig
+from train.cli.schema import read_yaml
+from train.config import Config, RunConfig
 from train.errors import ConfigError, Mistake
-from train.identity import run_name, training_config
+from train.identity import training_config
 
 _KEY = "from="
 
 
-def trunk_of(arguments: list[str]) -> epath.Path:
+def trunk_of(arguments: Sequence[str]) -> epath.Path:
     """Return the folder of the checkpoint that the argument `from=` names.
 
     Raises:
-        ConfigError: there is no such argument or run, or the argument has another form.
+        ConfigError: there is no such argument, or it has another form.
     """
-    from train.run.starts import existing_run
+    from train.run.folder import run_folder
 
     texts = [text.removeprefix(_KEY) for text in arguments if text.startswith(_KEY)]
     directory, _, step = ", ".join(texts).rpartition("@")
-    if len(texts) != 1 or not directory or not step.isdecimal():
+    if len(texts) != 1 or not directory or not (step.isascii() and step.isdigit()):
         rule = "must be given once, as from=<directory of a run>@<step>"
         raise ConfigError([Mistake("from", ", ".join(texts) or None, rule)])
-    return existing_run(directory, "from") / "checkpoints" / str(int(step))
+    return run_folder(directory, "from") / "checkpoints" / str(int(step))
 
 
 def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
-    """Return Config with the trunk's values as defaults, and the other arguments.
+    """Return Config with the branch's base as defaults, and the other arguments.
 
-    The default name is made of the trunk's and the step. The settings that belong to
-    the trunk's starts are not taken over. --help needs no trunk.
+    The base is recorded in the branch's directory, or is the trunk's config if the
+    branch has not begun. The default name is made of the trunk's and the step. --help
+    needs no trunk.
 
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
@@ -49,32 +51,57 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
     others = [text for text in arguments if not text.startswith(_KEY)]
     if {"-h", "--help"}.intersection(arguments):
         return Config, others
-    from train.run.starts import read_run
-
     if is_sweep(parse_flags(others)):
         rule = "is not available: a branch has one base; start the branches one by one"
         raise ConfigError([Mistake("--multirun", True, rule)])
+    from train.run.branch import base_config
+
     step = trunk_of(arguments)
-    trunk = step.parents[1]
-    run = RunConfig(name=f"{trunk.name}-{step.name}")
-    base = read_run(str(trunk), int(step.name))
-    data = base.data
-    if not data.document_mask:  # The key has no effect and may not be given.
-        data = replace(data, document_start=None)
-    base = replace(base, run=run, data=data, distributed=DistributedConfig())
+    base = base_config(_directory_in(others, step), step)
     # Text such as ${oc.env:NAME} must stay as it is.
-    base = read_yaml(trunk, text=config_yaml(base).replace("${", r"\${"))
+    base = read_yaml(step.parents[1], text=base.replace("${", r"\${"))
+    return _schema(base, step), others
+
+
+def _schema(base: Config, step: epath.Path) -> type[Config]:
+    """Return Config with other defaults, and the default name of a branch."""
+    base = replace(base, run=RunConfig(name=f"{step.parents[1].name}-{step.name}"))
     defaults = [(key.name, key.type, getattr(base, key.name)) for key in fields(Config)]
-    schema = make_dataclass("BranchConfig", defaults, bases=(Config,), frozen=True)
-    return schema, others
+    return make_dataclass("BranchConfig", defaults, bases=(Config,), frozen=True)
+
+
+def _directory_in(arguments: Sequence[str], step: epath.Path) -> epath.Path | None:
+    """Return the branch's directory, from the arguments for run.*; None if wrong.
+
+    The directory must be known before the base, which is recorded there.
+    """
+    from train.run.folder import run_folder
+
+    keys = {text: text.lstrip("+~").partition("=")[0] for text in arguments}
+    own = [text for text in arguments if keys[text].partition(".")[0] == "run"]
+    try:
+        config = compose(own, "branch", _schema(Config(), step))
+        return run_folder(_directory(config, step))
+    except ConfigError:  # reported with the other mistakes of the command line
+        return None
+
+
+def _directory(config: Config, step: epath.Path) -> str:
+    """Return the branch's directory: by default, next to the trunk."""
+    default_name = f"{step.parents[1].name}-{step.name}"
+    return config.run.dir or str(step.parents[2] / (config.run.name or default_name))
 
 
 def main(config: Config) -> int:
     """Start or continue the branch, and return the exit code."""
+    from train.run.folder import run_folder
     from train.start import start_run
 
     step = trunk_of(sys.argv[1:])
-    run_dir = config.run.dir or str(step.parents[2] / run_name(config))
+    run_dir = _directory(config, step)
+    if _directory_in(sys.argv[1:], step) != run_folder(run_dir):
+        rule = "must not depend on other keys in a branch; write the name out"
+        raise ConfigError([Mistake("run.name", config.run.name, rule)])
     config = replace(training_config(config), run=replace(config.run, dir=run_dir))
     command = shlex.join(["python", "-m", "train.branch", *sys.argv[1:]])
     return start_run(config, command, step)

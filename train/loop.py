@@ -250,7 +250,9 @@ class Trainer:
             )
         run, mesh = self.run, self.program.mesh.shape
         schedule_steps = run.continuation.schedule_steps
-        metadata = checkpoint_metadata(run.config, self.sources, mesh, schedule_steps)
+        metadata = checkpoint_metadata(
+            run.config, self.sources, mesh, schedule_steps, run.branch
+        )
         if failure := self.checkpoints.save(step, state, metadata, is_last):
             run.events.record("save_failed", step=step, error=failure)
             progress.note(failure)

@@ -7,8 +7,9 @@ A start takes its state from the first of these (`_find_state`):
 3. the weights that `init_from` names;
 4. a fresh initialisation.
 
-3 and 4 apply only if there are no checkpoints. If there are checkpoints, but none
-verifies, the start fails with DataError.
+3 and 4 apply only if the run has never had a checkpoint. If none verifies, or if all
+are gone although a record of the run shows that there was one, the start fails with
+DataError.
 """
 
 import logging
@@ -134,6 +135,7 @@ def _make_trainer(
         prepared.cluster,
         before_save=run.prepare_save,
         run_id=run.continuation.run_id,
+        on_sealed=run.record_save,
     )
     # The state is most likely that of the newest checkpoint.
     phases.begin(order.batch_number(max(checkpoints.saved.steps(), default=0)))
@@ -199,6 +201,8 @@ def _find_state(trainer: Trainer) -> TrainState:
         repack=program.optimizer.storage.convert,
         model=program.config.model,
     )
+    if state is None:
+        run.check_lost()
     step = 0 if state is None else int(state.step)
     run.events.lap("restore", step=step)
     _check_skips(trainer, step)

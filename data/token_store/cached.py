@@ -14,7 +14,7 @@ from data.config import DataConfig, Source
 from data.encoding import fingerprint
 from data.key_value_store import KeyValueStore
 from data.machine import cache_folder
-from data.storage import created_atomically, local_path
+from data.storage import created_atomically, local_path, remove_tree
 from data.text.corpus import find_corpus
 from data.text.records import ReadSettings
 from data.token_store.build import build_store, encoding_settings, make_folder
@@ -55,7 +55,7 @@ def cached_store(
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     path = data_cache_folder(config) / f"{name}-{digest}"
     if not (path / MANIFEST).exists():
-        shutil.rmtree(path, ignore_errors=True)  # an incomplete store
+        remove_tree(path)  # an incomplete store
         _log.info("preparing %s from %s", path, corpus.root)
         start_s = time.monotonic()
         _remove_abandoned(path)

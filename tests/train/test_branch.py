@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import yaml
 from etils import epath
 
 from data.sources import open_sources
@@ -16,14 +18,22 @@ from tests.train.doors import Door, Result, lines, state_of, steps
 from train.branch import read_schema
 from train.cli.compose import check_command_line
 from train.cli.quoting import quote_text
+from train.config import Config
 from train.errors import ConfigError
 from train.identity import training_config
 from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
-from train.run.starts import first_config, newest_start
+from train.run.starts import first_config, newest_start, record_start
 
 folder, door = doors.folder, doors.door  # fixtures
 
+LOSSES: dict[str, Callable[[epath.Path], object]] = {
+    "gone": lambda path: (path / "branch.json").unlink(),
+    "empty": lambda path: (path / "branch.json").write_text(""),
+    "torn": lambda path: (path / "branch.json").write_text('{"run": '),
+    "of other types": lambda path: (path / "branch.json").write_text('{"run": 3}'),
+    "deep": lambda path: (path / "branch.json").write_text("[" * 100_000),
+}
 LEVEL = ("schedule=constant", "checkpoint.keep_every_steps=5")
 
 
@@ -75,6 +85,7 @@ def test_a_branch_decays_and_another_is_the_trunk_to_the_bit(trunk, branch):
 
     record = json.loads((run / "branch.json").read_text())
     trunk_id = newest_start(epath.Path(trunk))["run_id"]
+    assert record.pop("config")
     assert record == {"run": str(trunk), "run_id": trunk_id, "step": 5}
     assert newest_start(epath.Path(run))["run_id"] != trunk_id
     assert digests(epath.Path(trunk)) == before
@@ -161,13 +172,83 @@ def test_a_branch_whose_copying_was_interrupted_begins_again(begin):
     assert newest_start(path)["run_id"] != identity
 
 
-def test_the_directory_of_another_run_or_branch_is_refused(begin):
+def test_the_directory_of_another_run_or_branch_is_refused(begin, trunk):
     path = begin()
-    with pytest.raises(ConfigError, match="is not a branch of"):
-        begin(step=15)
-    (path / "branch.json").unlink()
+    for lose in LOSSES.values():
+        with pytest.raises(ConfigError, match="is not a branch of"):
+            begin(step=15)
+        lose(path)
+    shutil.rmtree(path)
+    shutil.copytree(trunk, path)
     with pytest.raises(ConfigError, match="is not a branch of"):
         begin()
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=[*LOSSES])
+def test_a_branch_whose_record_is_lost_is_known_by_its_checkpoint(begin, lose):
+    path = begin()
+    record = (path / "branch.json").read_text()
+    lose(path)
+    begin()
+    assert (path / "branch.json").read_text() == record
+
+
+def change_config(trunk: Path) -> None:
+    for file in (trunk / "config.yaml", *trunk.glob("starts/*.yaml")):
+        file.write_text(file.read_text().replace("seed: 0", "seed: 1"))
+    start = yaml.safe_load((trunk / "starts/1.yaml").read_text())
+    start["changes"] = {"optimizer.learning_rate": 0.5, "data.skip_batches": [3, 4]}
+    (trunk / "starts/2.yaml").write_text(yaml.safe_dump(start))
+
+
+def begin_again(trunk: Path) -> None:
+    """Replace a trunk by another run of the same name."""
+    start = yaml.safe_load((trunk / "starts/1.yaml").read_text())
+    start |= {"run_id": "another", "changes": {"seed": 7}}
+    (trunk / "starts/1.yaml").write_text(yaml.safe_dump(start))
+
+
+FATES: dict[str, Callable[[Path], object]] = {
+    "changed": change_config,
+    "deleted": shutil.rmtree,
+    "moved": lambda trunk: trunk.rename(trunk.with_name("elsewhere")),
+    "without checkpoints": lambda trunk: shutil.rmtree(trunk / "checkpoints"),
+    "without a config": lambda trunk: (trunk / "config.yaml").unlink(),
+    "damaged": lambda trunk: (trunk / "config.yaml").write_text("["),
+    "another run": begin_again,
+}
+
+
+@pytest.mark.parametrize(
+    ("fate", "lost"),
+    [
+        *((fate, None) for fate in FATES),
+        *(("deleted", lost) for lost in (*LOSSES, "an older version's")),
+    ],
+)
+def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
+    """Its config stays the same, whatever happens later to the trunk."""
+    copy = Path(shutil.copytree(trunk, tmp_path / "trunk"))
+    words = [f"from={copy}@10", "schedule.final_fraction=0.3", "run.name=branch"]
+
+    def configured() -> Config:
+        schema, overrides = read_schema(words)
+        overrides = quote_text(overrides, schema)
+        return training_config(check_command_line(overrides, "branch", schema))
+
+    config = configured()
+    path, step = epath.Path(tmp_path / "branch"), epath.Path(copy) / "checkpoints/10"
+    begin_branch(path, config, open_sources(config.data), step, lambda: None)
+    if lost == "an older version's":
+        record_start(path, config, open_sources(config.data), 1, 20, "its id", 10)
+        origin = json.loads((path / "branch.json").read_text())
+        del origin["config"]
+        (path / "branch.json").write_text(json.dumps(origin))
+    elif lost:
+        LOSSES[lost](path)
+    FATES[fate](copy)
+    assert configured() == config
+    begin_branch(path, config, open_sources(config.data), step, lambda: None)
 
 
 def test_text_that_reads_the_environment_stays_text(trunk, tmp_path, monkeypatch):

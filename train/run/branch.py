@@ -2,24 +2,28 @@
 
 The copy has the branch's identity, config and schedule length in its description, so
 every start of the branch, the first included, continues it like any other run. The
-trunk is only read.
+trunk is only read, and only until the copy is complete: `branch.json` and each
+checkpoint of the branch record its origin, with the trunk's config at that time.
 """
 
 import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from etils import epath
 
+from data.errors import DataError
 from data.phases import Phase, batch_number, phases_of
 from data.sources import Sources
-from data.storage import copy_file, is_remote, write_atomically
-from train.cli.schema import read_yaml
-from train.config import Config
-from train.errors import ConfigError, Mistake
+from data.storage import NotAFileError, copy_file, is_remote, write_atomically
+from train.cli.schema import config_yaml, read_yaml
+from train.config import Config, DistributedConfig, RunConfig
+from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
 from train.optimizer.schedule import make_schedule
@@ -28,12 +32,21 @@ from train.run.digests import (
     copy_step,
     is_sealed,
     misplacement,
+    newest_description,
     read_description,
     saved_steps,
 )
 from train.run.jsonl_reader import part_paths
+from train.run.metrics import read_events
 from train.run.records import read_record
-from train.run.starts import checkpoint_metadata, recorded_run_id
+from train.run.starts import (
+    checkpoint_metadata,
+    existing_run,
+    first_config,
+    read_run,
+    recorded_run_id,
+    start_numbers,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +57,60 @@ _ALLOWED = {
     *("optimizer.weight_decay", "optimizer.muon_weight_decay", "optimizer.groups"),
 }
 _BATCH_KEYS = {"data.batch_schedule", "data.sequence_schedule", "data.skip_batches"}
+
+
+def base_config(path: epath.Path | None, step: epath.Path) -> str:
+    """Return the base of a branch's config as YAML, without keys of the trunk's starts.
+
+    A branch that has begun in the directory `path` has recorded its base, unless an
+    older version began it: then the base is the config of its first start. Otherwise
+    the base is the config with which the trunk has trained the checkpoint `step`.
+
+    Raises:
+        ConfigError: there is no trunk, or its config cannot be read.
+    """
+    base: Config | None = None
+    if path is not None and _has_begun(path):
+        origin = read_origin(path) or {}
+        if text := origin.get("config"):
+            return text
+        base = first_config(path)
+    if base is None:
+        trunk = existing_run(str(step.parents[1]), "from")
+        base = read_run(str(trunk), int(step.name))
+    data = base.data
+    if not data.document_mask:  # The key has no effect and may not be given.
+        data = replace(data, document_start=None)
+    own = {"run": RunConfig(), "distributed": DistributedConfig()}
+    return config_yaml(replace(base, data=data, **own))
+
+
+def read_origin(path: epath.Path) -> dict[str, Any] | None:
+    """Return the content of a branch's `branch.json`; None if the run is not a branch.
+
+    If the file is missing or damaged, the newest checkpoint provides the content.
+    """
+    if (origin := _recorded_origin(path)) is not None:
+        return origin
+    return _checked(newest_description(path / "checkpoints")[1].get("branch"))
+
+
+def _recorded_origin(path: epath.Path) -> dict[str, Any] | None:
+    try:
+        return _checked(read_record(path / RECORD, ""))
+    except DataError:
+        return None
+
+
+def _checked(origin: Any) -> dict[str, Any] | None:
+    """Return the content of a `branch.json`; None if its types are wrong."""
+    is_whole = (
+        isinstance(origin, dict)
+        and isinstance(origin.get("run"), str)
+        and isinstance(origin.get("step"), int)
+        and isinstance(origin.get("config", ""), str)
+    )
+    return origin if is_whole else None
 
 
 def begin_branch(
@@ -63,30 +130,32 @@ def begin_branch(
     Raises:
         ConfigError: there is no such checkpoint, the branch changes a key that it may
             not change, or `path` is another run.
-        DataError: the data is not that of the trunk.
+        DataError: the data is not that of the trunk, or the checkpoint is damaged.
+        Exit: CRASHED, if the checkpoint cannot be copied.
     """
     checkpoints, run = step.parents[:2]
     trunk = f"{run}@{step.name}"
-    has_begun = (path / "config.yaml").exists() or _sealed_steps(path / "checkpoints")
-    origin = {
-        "run": mask(str(run)),
-        "run_id": recorded_run_id(run),
-        "step": int(step.name),
-    }
-    record = read_record(path / RECORD, "Choose another run.name.") or {}
-    is_same = all(record.get(key) == origin[key] for key in ("run_id", "step"))
-    if (record or has_begun) and not is_same:
+    has_begun, origin = _has_begun(path), read_origin(path)
+    if origin is None and has_begun and _first_restored(path) == int(step.name):
+        # An older version began it, and recorded its origin only in branch.json.
+        origin = {"run": mask(str(run)), "run_id": None, "step": int(step.name)}
+    if (origin or has_begun) and not _is_origin_of(step, origin):
         rule = f"is the directory of a run that is not a branch of {trunk}; choose "
         raise ConfigError([Mistake("run.dir", str(path), f"{rule}another run.name")])
     if has_begun:
+        if _recorded_origin(path) is None:  # the file is lost, or damaged
+            with suppress(OSError):
+                _write_record(path, origin or {})
         return
     if is_remote(path) and not is_remote(run):
         rule = f"must be a local folder, because the trunk {run} is one"
         raise ConfigError([Mistake("run.dir", str(path), rule)])
     try:
         old, saved = _trunk(step)
-        metadata = _metadata(step, old, saved, config, sources)
-        write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
+        origin = {"run": mask(str(run)), "run_id": recorded_run_id(run)}
+        origin |= {"step": int(step.name), "config": base_config(None, step)}
+        metadata = _metadata(step, old, saved, config, sources) | {"branch": origin}
+        _write_record(path, origin)
         for part in part_paths(run, "metrics").values():
             copy_file(part, path / part.relative_to(run))
         copy_step(step, path / "checkpoints" / step.name, metadata, beat)
@@ -94,8 +163,49 @@ def begin_branch(
         rule = "names no checkpoint, or one that is damaged or of another run; "
         rule += f"{run} has those of {_sealed_steps(checkpoints)}"
         raise ConfigError([Mistake("from", trunk, rule)]) from None
+    except NotAFileError as error:
+        message = f"{step}: {error}. Begin at another checkpoint of {run}"
+        raise DataError(message) from None
+    except OSError as error:
+        message = f"{path}: {trunk} cannot be copied: {error}. The same command copies "
+        raise Exit(CRASHED, f"{message}it again") from error
     print(f"branch      of {trunk}", flush=True)
     _warn_of_jump(step, config, old, saved.get("schedule_steps"))
+
+
+def _write_record(path: epath.Path, origin: Mapping[str, Any]) -> None:
+    write_atomically(path / RECORD, json.dumps(origin, indent=1) + "\n")
+
+
+def _has_begun(path: epath.Path) -> bool:
+    """Return whether a run has a complete checkpoint, or had its first start."""
+    return bool(
+        (path / "config.yaml").exists()
+        or _sealed_steps(path / "checkpoints")
+        or start_numbers(path)
+        or part_paths(path, "events")
+    )
+
+
+def _first_restored(path: epath.Path) -> int | None:
+    """Return the step at which the first start of a run began, from its events."""
+    restored = (row for row in read_events(path) if row["event"] == "restore")
+    return next(restored, {}).get("step") or None
+
+
+def _is_origin_of(step: epath.Path, origin: Mapping[str, Any] | None) -> bool:
+    """Return whether a branch began at a checkpoint, given its recorded origin.
+
+    The trunk may have been moved, replaced or deleted.
+    """
+    if origin is None or origin["step"] != int(step.name):
+        return False
+    run = step.parents[1]
+    if origin["run"] == mask(str(run)):
+        return True
+    if run_id := recorded_run_id(run):
+        return run_id == origin.get("run_id")
+    return epath.Path(origin["run"]).name == run.name
 
 
 def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:

@@ -56,13 +56,15 @@ class Checkpoints:
         cluster: Cluster = ALONE,
         before_save: Callable[[], None] = lambda: None,
         run_id: str | None = None,
+        on_sealed: Callable[[int], None] = lambda step: None,
     ):
         """Open or create the folder, and remove the leftovers of interrupted saves.
 
         Process 0 calls `before_save` before each save; if this raises OSError, the save
-        fails. Saved steps record `run_id`; steps of another run are not restored.
+        fails. Another thread of it calls `on_sealed` with each step that is complete.
+        Saved steps record `run_id`; steps of another run are not restored.
         """
-        self._run_id = run_id
+        self._run_id, self._on_sealed = run_id, on_sealed
         self._before_save, self._cluster = before_save, cluster
         self._config, self._directory = config, directory
         if is_remote(directory) and self._cluster.is_leader:
@@ -267,6 +269,7 @@ class Checkpoints:
             hashes = {k: v for text in gathered for k, v in json.loads(text).items()}
         if cluster.is_leader:
             write_seal(folder, hashes)
+            self._on_sealed(step)
             unsealed_mark(self._directory, step).unlink(missing_ok=True)
 
     def wait(self) -> None:

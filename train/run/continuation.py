@@ -19,6 +19,7 @@ from train.identity import ChangeKind, Difference, config_differences, refused
 from train.optimizer.schedule import make_schedule
 from train.run.contents import fits_padded
 from train.run.digests import newest_description
+from train.run.history import evidence_of_checkpoint
 from train.run.metrics import read_events
 from train.run.starts import (
     check_data,
@@ -46,6 +47,7 @@ class Continuation(NamedTuple):
     earlier_skips: data.skip_batches of earlier starts, in the same form.
     rewind_to: run.rewind_to; None if an earlier start has already done this rewind.
     finished: whether the run has reached its last step and written its results.
+    evidence: which record shows that the run has had a checkpoint; empty if none does.
     """
 
     schedule_steps: int
@@ -54,6 +56,7 @@ class Continuation(NamedTuple):
     earlier_skips: list[int]
     rewind_to: int | None = None
     finished: bool = False
+    evidence: str = ""
 
 
 def compare_with_run(
@@ -69,8 +72,16 @@ def compare_with_run(
     original, last_start = first_config(path), newest_start(path)
     saved_config, description = newest_described_config(path, last_start.get("run_id"))
     run_id = last_start.get("run_id") or description.get("run_id") or uuid.uuid4().hex
+    interval = config.checkpoint.save_interval_steps
+    if original is not None:
+        interval = original.checkpoint.save_interval_steps
+    changed = last_start.get("changes", {})
+    interval = changed.get("checkpoint.save_interval_steps", interval)
+    evidence = evidence_of_checkpoint(path, interval)
     if original is None:
-        return Continuation(num_steps, run_id, skip_batches, earlier_skips=[])
+        return Continuation(
+            num_steps, run_id, skip_batches, earlier_skips=[], evidence=evidence
+        )
     rewind_to, changes = config.run.rewind_to, config_differences(original, config)
     if saved_config is not None and not is_recorded(path):
         keys = {change.key for change in changes}
@@ -110,6 +121,7 @@ def compare_with_run(
         earlier_skips=earlier_skips,
         rewind_to=rewind_to,
         finished=finished,
+        evidence=evidence,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from data.errors import DataError
 from data.sources import Sources
 from data.storage import write_atomically
 from train.config import Config
@@ -23,7 +24,7 @@ from train.distributed.processes import Cluster
 from train.errors import CRASHED, CRASHES_AGAIN, OWNED, Exit, exit_code
 from train.identity import run_dir, run_name
 from train.masking import mask, mask_values
-from train.run.branch import begin_branch
+from train.run.branch import begin_branch, read_origin
 from train.run.continuation import Continuation, compare_with_run
 from train.run.folder import check_layout, run_folder
 from train.run.jsonl import Appender
@@ -59,6 +60,7 @@ class RunDir:
     lease: the claim on the run; None except on process 0.
     write: whether this is process 0.
     validations: the evaluations so far, on process 0.
+    branch: the content of branch.json; None if the run is not a branch.
     """
 
     path: epath.Path
@@ -70,6 +72,7 @@ class RunDir:
     metrics: Appender | None = None
     validations: Validations = field(default_factory=Validations)
     tracker: Tracker = field(default_factory=Tracker)
+    branch: dict[str, Any] | None = None
 
     def __post_init__(self):
         """Prepare the report that a thread writes during training."""
@@ -92,6 +95,7 @@ class RunDir:
                     start=number,
                     schedule_steps=continuation.schedule_steps,
                     run_id=continuation.run_id,
+                    step=step,
                 )
                 self.metrics = open_metrics(self.path, step, scored_again=at_end)
             except OSError as error:
@@ -150,11 +154,43 @@ class RunDir:
         self.metrics.flush()
         self.events.flush()
 
+    def record_save(self, step: int) -> None:
+        """Record that a checkpoint is complete (run/history.py)."""
+        self.events.record("saved", step=step)
+
+    def check_lost(self) -> None:
+        """Check, if there is no checkpoint at all, that there never was one.
+
+        Raises:
+            DataError: a record of the run shows that there was one.
+        """
+        if not self.continuation.evidence:
+            return
+        again = "another run.name"
+        if self.branch is not None:
+            origin = f"{self.branch['run']}@{self.branch['step']}"
+            again = f"python -m train.branch from={origin} and another run.name"
+        raise DataError(
+            f"{self.path}: {self.continuation.evidence}, but there is no checkpoint in "
+            f"{self.path / 'checkpoints'}, and the run does not start over. Put the "
+            f"checkpoints back from a copy of the run, or begin again with {again}"
+        )
+
     def write_results(self, values: Mapping[str, Any]) -> None:
-        """Write the results, which mark the run as finished."""
+        """Write the results, which mark the run as finished.
+
+        Raises:
+            Exit: CRASHED, if they cannot be written.
+        """
         if self.write:
             text = json.dumps(json_compatible(values), indent=2, allow_nan=False) + "\n"
-            write_atomically(self.path / "results.json", text)
+            file = self.path / "results.json"
+            try:
+                write_atomically(file, text)
+            except OSError as error:
+                message = f"{file}: cannot be written: {error}. The last checkpoint is "
+                message += "complete: the same command scores it and writes the results"
+                raise Exit(CRASHED, message) from error
 
     def judge_crash(self, crash: Crash) -> int:
         """Record, on process 0, the crash of a process; return the exit code of all.
@@ -241,6 +277,7 @@ def open_run(
         if trunk is not None:
             begin = partial(begin_branch, path, config, sources, trunk)
             cluster.broadcast_progress(begin, beat)
+        branch = cluster.broadcast(lambda: read_origin(path))
         fields = cluster.broadcast(lambda: compare_with_run(path, config, sources))
         continuation = Continuation(*fields)
         data = replace(config.data, skip_batches=continuation.skip_batches)
@@ -257,6 +294,7 @@ def open_run(
             events=events or EventLog(path, write=False),
             write=cluster.is_leader,
             lease=lease,
+            branch=branch,
         )
         preemption.before_exit = run.before_exit
         preemption.judge_crash = run.judge_crash

@@ -44,7 +44,8 @@ _START_REMEDY = (
     "Put it back from a copy of the run. If there is none, delete it: then the record "
     "of the previous start counts, and the changes of this one must be given again."
 )
-_START_TYPES = {"changes": dict, "data_fingerprints": dict, "schedule_steps": int}
+_START_TYPES = {"changes": dict, "data_fingerprints": dict}
+_START_TYPES |= {"schedule_steps": int, "step": int}
 _RESULTS_REMEDY = (
     "It counts as missing, so the next start of the run scores its last checkpoint "
     "again and writes new results."
@@ -224,8 +225,11 @@ def record_start(
     start: int,
     schedule_steps: int,
     run_id: str | None = None,
+    step: int = 0,
 ) -> None:
     """Write `starts/<start>.yaml`, and `config.yaml` if it is missing.
+
+    `step` is the step that the start continues.
 
     Raises:
         OSError: the folder cannot be written.
@@ -245,6 +249,7 @@ def record_start(
         "data_fingerprints": sources.fingerprints,
         "schedule_steps": schedule_steps,
         "run_id": run_id,
+        "step": step,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "versions": versions(),
@@ -254,9 +259,16 @@ def record_start(
 
 
 def checkpoint_metadata(
-    config: Config, sources: Sources, mesh: Mapping[str, int], schedule_steps: int
+    config: Config,
+    sources: Sources,
+    mesh: Mapping[str, int],
+    schedule_steps: int,
+    branch: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the JSON that is saved with a checkpoint."""
+    """Return the JSON that is saved with a checkpoint.
+
+    `branch` is the content of branch.json if the run is a branch.
+    """
     return {
         "config": config_yaml(config),
         "data_fingerprint": sources.fingerprint,
@@ -264,6 +276,7 @@ def checkpoint_metadata(
         "schedule_steps": schedule_steps,
         "mesh": dict(mesh),
         "versions": versions(),
+        **({} if branch is None else {"branch": branch}),
     }
 
 

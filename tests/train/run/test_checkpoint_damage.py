@@ -1,5 +1,6 @@
 """Checkpoints that are damaged or were left half written are found and set aside."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from train.checkpoints import CheckpointsConfig, main
 from train.config import RunConfig
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
-from train.run.digests import SEAL, find_damage, is_sealed
+from train.run.digests import SEAL, copy_step, find_damage, is_sealed
 from train.run.restore import SavedSteps
 
 
@@ -241,3 +242,45 @@ def test_the_command_lists_and_checks(saved, folder, asked, capsys):
     assert main(asked) == 65
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "MISPLACED" in line] == ["3"]
+
+
+@pytest.mark.parametrize("name", ["precious", "../precious", "state/../../precious"])
+def test_a_name_in_a_seal_leads_to_no_other_file(saved, folder, tmp_path, name):
+    """Neither to read it nor to write it, if it is absolute or climbs."""
+    saved(1)
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    name = str(precious) if name == "precious" else name
+    seal = json.loads((folder / "1" / SEAL).read_text())
+    (folder / "1" / SEAL).write_text(json.dumps({**seal, name: [8, "a"]}))
+    assert "is not the name of a file" in (find_damage(folder / "1") or "")
+    with pytest.raises(ValueError, match="is not the name of a file"):
+        copy_step(folder / "1", folder.parent / "copy", {}, lambda: None)
+    assert precious.read_text() == "precious"
+    assert not (folder.parent / "copy").exists()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "3", '{"a": NaN', ""])
+def test_a_seal_that_is_no_table_is_damage(saved, folder, content):
+    checkpoints = saved(1, 2)
+    (folder / "2" / SEAL).write_text(content)
+    same(checkpoints.saved.restore(like()), make_state(1))
+
+
+@pytest.mark.parametrize("name", ["unsealed", "quarantine", "2"])
+@pytest.mark.parametrize("kind", ["link", "file", "pipe", "link to nothing"])
+def test_no_link_is_followed_where_a_start_deletes(saved, folder, tmp_path, name, kind):
+    saved(1)
+    other, place = tmp_path / "other", Path(folder / name)
+    other.mkdir()
+    (other / "7").write_text("precious")
+    (folder / "unsealed").rmtree(missing_ok=True)
+    if kind.startswith("link"):
+        place.symlink_to(other if kind == "link" else tmp_path / "nowhere")
+    elif kind == "file":
+        place.write_text("")
+    else:
+        os.mkfifo(place)
+    with pytest.raises(DataError, match=f"/{name}: must be a folder, and not a link"):
+        saved()
+    assert (other / "7").read_text() == "precious"

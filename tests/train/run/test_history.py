@@ -1,0 +1,77 @@
+"""Which records show that a run has had a checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from etils import epath
+
+from train.run.history import evidence_of_checkpoint
+
+INTERVAL = 10  # steps until the first save
+
+
+@pytest.fixture
+def evidence(tmp_path: Path):
+    """Write records of a run, and ask for evidence."""
+
+    def evidence(
+        events: list[tuple[str, int]],
+        metrics: int = 0,
+        results: int = 0,
+        begun_at: int = 0,
+        mark: bool = False,
+    ) -> str:
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        (run / "starts").mkdir(parents=True)
+        (run / "checkpoints" / "unsealed").mkdir(parents=True)
+        rows = [{"start": 1, "event": name, "step": step} for name, step in events]
+        (run / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        rows = [{"step": step} for step in range(1, metrics + 1)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (run / "starts" / "1.yaml").write_text(yaml.safe_dump({"step": begun_at}))
+        if results:
+            (run / "results.json").write_text(json.dumps({"step": results}))
+        if mark:
+            (run / "checkpoints" / "unsealed" / "10").write_text("")
+        return evidence_of_checkpoint(epath.Path(run), INTERVAL)
+
+    return evidence
+
+
+BEGUN = ("restore", 0)
+HAD_ONE = {
+    "a save": ([BEGUN, ("saved", 10)], {}),
+    "a save, and another that was killed": ([BEGUN, ("saved", 10)], {"mark": True}),
+    "a save, and one that failed": ([BEGUN, ("saved", 10), ("save_failed", 20)], {}),
+    "a restore": ([("restore", 10)], {}),
+    "a restore, of a start whose saves failed": (
+        [BEGUN, ("saved", 10), ("restore", 10), ("save_failed", 20)],
+        {},
+    ),
+    "results": ([], {"results": 20}),
+    "a start that continued": ([], {"begun_at": 10}),
+    "no events, but later lines": ([], {"metrics": 11}),
+    "an older version's events": ([BEGUN, ("step", 15)], {"metrics": 15}),
+}
+HAD_NONE = {
+    "nothing": ([], {}),
+    "a crash before the first save": ([BEGUN], {"metrics": 9}),
+    "a crash when the first save began": ([BEGUN], {"metrics": 10}),
+    "a kill in the first save": ([BEGUN], {"metrics": 15, "mark": True}),
+    "a full disk": ([BEGUN, ("save_failed", 10)], {"metrics": 19}),
+    "a start over": ([("saved", 10), BEGUN], {"metrics": 5}),
+}
+
+
+@pytest.mark.parametrize(("events", "others"), HAD_ONE.values(), ids=[*HAD_ONE])
+def test_a_record_shows_it(evidence, events, others):
+    assert evidence(events, **others)
+
+
+@pytest.mark.parametrize(("events", "others"), HAD_NONE.values(), ids=[*HAD_NONE])
+def test_a_run_without_one_may_begin_again(evidence, events, others):
+    assert evidence(events, **others) == ""
