@@ -13,15 +13,12 @@ import jax.numpy as jnp
 import tiktoken
 from etils import epath
 
+from data.encoding import FolderEncoding
 from data.phases import tokens_before
 from data.sources import Sources
 from data.storage import is_remote, write_atomically
-from data.tokenizer_json import (
-    SAMPLE,
-    check_same_ids,
-    tokenizer_config,
-    tokenizer_json,
-)
+from data.tokenizer_folder import GENERATION_FILE, MODEL_FILE, TOKEN_IDS
+from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files
 from model.choices import Position, Scaling
 from model.config import ModelConfig
 from model.params import named
@@ -77,11 +74,11 @@ def write_folder(
     model, length = config.model, config.data.sequence_length
     family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:
-        content = json.dumps(tokenizer_json(encoding), ensure_ascii=False)
+        files = tokenizer_files(encoding, length)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
-        check_same_ids(encoding, content, [SAMPLE, text])
-        write_atomically(folder / "tokenizer.json", content)
-        write_json(folder / "tokenizer_config.json", tokenizer_config(length))
+        check_same_ids(encoding, files["tokenizer.json"], [SAMPLE, text])
+        for name, content in files.items():
+            write_atomically(folder / name, content)
     tensors = FamilyTensors(family, model, program.infos, encoding.n_vocab)
     num_params = write_weights(folder, tensors, dict(named(params)), jnp.dtype(dtype))
     if is_writer:
@@ -89,10 +86,13 @@ def write_folder(
         text = model_card(config, encoding, num_params, step, results)
         write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
-        special_tokens = {
-            key: settings[key] for key in ("bos_token_id", "eos_token_id")
-        }
-        write_json(folder / "generation_config.json", special_tokens)
+        imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
+        settings |= json.loads(imported.get(MODEL_FILE, "{}"))
+        if generation := imported.get(GENERATION_FILE):
+            write_atomically(folder / GENERATION_FILE, generation)
+        else:
+            special_tokens = {key: settings[key] for key in TOKEN_IDS[:2]}
+            write_json(folder / GENERATION_FILE, special_tokens)
         write_json(folder / "config.json", settings)
     description = f"{format_count(num_params)} parameters in {dtype}"
     return f"{description}, a model of family {family.name}"
