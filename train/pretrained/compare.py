@@ -44,6 +44,8 @@ _MASKS = (".attn.bias", ".attn.masked_bias")
 _ENCODER = "model.visual."
 _TEXT_PREFIX = "model.language_model."
 _HEAD = "lm_head.weight"
+# The exceptions that reading a malformed index may raise.
+_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Folder:
@@ -165,7 +167,7 @@ def _read_index(folder: Path) -> tuple[dict[str, str], list[str]]:
     try:
         file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
         files = sorted({*file_of.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise _unreadable(index, error) from error
     if (folder / _SINGLE_FILE).exists() and files != [_SINGLE_FILE]:
         raise DataError(

@@ -66,7 +66,7 @@ def settings_in(path: str) -> dict[str, Any]:
         settings = json.loads((Path(path) / "config.json").read_text())
         if not isinstance(settings, dict):
             raise ValueError("config.json does not hold an object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         rule = f"must be a folder with config.json and weights, or a run's ({error})"
         raise ConfigError([Mistake(_KEY, path, rule)]) from None
     return settings
@@ -214,7 +214,7 @@ def _differing_settings(
         yield key, _Difference(*pair, is_stated=name in stated)
     for layers, our_values in rope_of(our_stated, ours, class_name).items():
         their_values, rope_keys = their_rope[layers], ROPE_KEYS[layers]
-        for name in our_values.keys() | their_values.keys():
+        for name in our_values | their_values:
             pair = our_values.get(name), their_values.get(name)
             if not _equal(*pair):
                 key = f"model.{rope_keys[name]}" if name in rope_keys else name

@@ -225,7 +225,10 @@ def test_a_type_without_a_class_has_no_defaults(tmp_path):
     family_of_folder(folder, of("deepseek v3"))
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "null", '"llama"', "{", "{}"])
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "3", "null", '"llama"', "{", "{}", pytest.param("[" * 10**5, id="deep")],
+)
 def test_a_config_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError):
