@@ -197,7 +197,7 @@ def peak():
 before, began = peak(), time.perf_counter()
 store = KeyValueStore(sys.argv[1])
 tokens = TokenArray(store, "train", int(sys.argv[2]), int(sys.argv[3]))
-rows = Concatenated(tokens, 1024, (len(tokens) - 1) // 1024, True)
+rows = Concatenated(tokens, 1024, pad=False, document_mask=True, beginning=0)
 numbers = data.batches.shuffled_rows(np.arange(64), len(rows), 0)
 _, starts = tokens.starts_within(numbers * 1024, numbers * 1024 + 1024)
 print(f"{time.perf_counter() - began:.2f} s, {peak() - before:.0f} MB, "

@@ -32,9 +32,10 @@ def padding_batch(num_rows: int, length: int) -> Batch:
 class Piece(NamedTuple):
     """Consecutive tokens of a split that are placed in one row.
 
-    column: the first input's position in the row.
-    start: the first input's index in the split. Targets begin one token later.
-    length: the number of inputs.
+    column: the piece's first position in the row.
+    start: the index in the split of its first target, if documents begin with a
+        beginning token. Otherwise, the index of its first input.
+    length: the number of positions.
     """
 
     column: int

@@ -205,6 +205,14 @@ class DataConfig:
     document_mask: Annotated[
         bool, Doc("Attention does not cross the boundaries of documents.")
     ] = True
+    document_start: Annotated[
+        bool | None,
+        Doc(
+            "The first input of each document is a beginning token, so that the "
+            "document's first token is a target too. null means true in a new run, and "
+            "in an existing run the value that it began with."
+        ),
+    ] = None
     cache_dir: Annotated[
         str | None,
         Doc("The folder of cached token stores. null means ~/.cache/longhaul."),
@@ -217,6 +225,11 @@ class DataConfig:
             "name."
         ),
     ] = field(default_factory=list)
+
+    @property
+    def has_beginning_tokens(self) -> bool:
+        """Whether the first input of each document is a beginning token."""
+        return self.document_mask and self.document_start is not False
 
     def mistakes(self) -> Mistakes:
         """List the invalid values, and the values that contradict each other."""
@@ -232,6 +245,9 @@ class DataConfig:
         if self.packing is not Packing.concat and not self.document_mask:
             rule = "needs data.document_mask=true: rows hold documents side by side"
             mistakes.append(("packing", self.packing, rule))
+        if self.document_start is not None and not self.document_mask:
+            rule = "has no effect with data.document_mask=false; leave one of them out"
+            mistakes.append(("document_start", self.document_start, rule))
         pairs = self.skip_batches
         if len(pairs) % 2 or pairs != sorted(pairs):
             rule = "must be pairs, ascending: the first and last batch to leave out"

@@ -43,6 +43,7 @@ class FolderEncoding(tiktoken.Encoding):
     splits: Patterns that cut text, one after another, before the tokenizer's own. Their
         matches and the text between matches are encoded independently.
     files: The content of the folder's files, by name (data/tokenizer_folder.py).
+    bos_token: The id of the token that the tokenizer adds before each text, or None.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class FolderEncoding(tiktoken.Encoding):
         words: Sequence[str] = (),
         splits: Sequence[str] = (),
         files: Mapping[str, str] | None = None,
+        bos_token: int | None = None,
         **arguments: Any,
     ):
         """Pass the other `arguments` to `tiktoken.Encoding`."""
@@ -60,12 +62,16 @@ class FolderEncoding(tiktoken.Encoding):
         self.splits, self.files = [*splits], dict(files or {})
         # Oniguruma, the engine of `tokenizers`, always reads ^ and $ as ends of lines.
         self._splits = [regex.compile(split, regex.MULTILINE) for split in self.splits]
+        if bos_token is not None:
+            self.decode_single_token_bytes(bos_token)  # raises KeyError for no token
+        self.bos_token = bos_token
         self.form: Form | None = form
         self.words = sorted(words, key=len, reverse=True)  # the longest is tried first
         self._word = re.compile(f"({'|'.join(map(re.escape, self.words))})")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments with which unpickling calls `__init__`."""
+        bos = {} if self.bos_token is None else {"bos_token": self.bos_token}
         return {
             "name": self.name,
             "pat_str": self._pat_str,
@@ -73,6 +79,7 @@ class FolderEncoding(tiktoken.Encoding):
             "special_tokens": self._special_tokens,
             **self.rules,
             **({"files": self.files} if self.files else {}),
+            **bos,
         }
 
     @property

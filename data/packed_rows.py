@@ -23,22 +23,30 @@ log = logging.getLogger(__name__)
 class Plan(NamedTuple):
     """The pieces by row. Row r holds pieces row_offsets[r] to row_offsets[r+1] - 1.
 
-    starts: int64 [pieces], the index in the split of each piece's first token.
-    lengths: int32 [pieces], the number of each piece's inputs.
+    starts: int64 [pieces], the index in the split of each piece's first target.
+    lengths: int32 [pieces], the number of each piece's targets.
+    is_start: bool [pieces], whether the first target is the first token of a document.
     row_offsets: int64 [rows + 1].
     """
 
     starts: np.ndarray
     lengths: np.ndarray
+    is_start: np.ndarray
     row_offsets: np.ndarray
 
 
 class Packed:
     """Rows of `length` positions that hold the pieces which a plan assigns to them."""
 
-    def __init__(self, tokens: TokenArray, length: int, plan: Plan):
-        """Make rows of the pieces of `tokens` that the plan lists."""
+    def __init__(
+        self, tokens: TokenArray, length: int, plan: Plan, beginning: int | None
+    ):
+        """Make rows of the pieces of `tokens` that the plan lists.
+
+        `beginning` is the token that precedes each document; None if there is none.
+        """
         self._tokens, self.length, self._plan = tokens, length, plan
+        self._beginning = beginning
 
     def __len__(self) -> int:
         return len(self._plan.row_offsets) - 1
@@ -49,14 +57,23 @@ class Packed:
         num_pieces = self._plan.row_offsets[numbers + 1] - first_pieces
         row, index_in_row = expand_groups(num_pieces)
         piece_numbers = first_pieces[row] + index_in_row
-        starts = self._plan.starts[piece_numbers]
         lengths = self._plan.lengths[piece_numbers].astype(np.int64)
-        tokens = self._tokens.gather(starts, lengths + 1)
+        is_start = self._plan.is_start[piece_numbers]
+        # The token before a piece is its first input, but not at a document's start.
+        num_before = np.where(is_start, 0, 1)
+        starts = self._plan.starts[piece_numbers] - num_before
+        tokens = self._tokens.gather(starts, lengths + num_before)
+        pairs = zip(tokens, num_before, strict=True)
+        targets = np.concatenate([piece[before:] for piece, before in pairs])
+        inputs = np.roll(targets, 1).astype(np.int32)
+        first_inputs = np.array([piece[0] for piece in tokens], np.int32)
+        if self._beginning is not None:
+            first_inputs[is_start] = self._beginning
+        inputs[np.cumsum(lengths) - lengths] = first_inputs
         batch = padding_batch(len(numbers), self.length)
         num_inputs = np.bincount(row, lengths, len(numbers))
         is_text = np.arange(self.length) < num_inputs[:, None]
-        batch.inputs[is_text] = np.concatenate([piece[:-1] for piece in tokens])
-        batch.targets[is_text] = np.concatenate([piece[1:] for piece in tokens])
+        batch.inputs[is_text], batch.targets[is_text] = inputs, targets
         batch.segment_ids[is_text] = np.repeat(index_in_row + 1, lengths)
         batch.positions[is_text] = expand_groups(lengths)[1]
         return batch
@@ -65,21 +82,26 @@ class Packed:
         """List the pieces of a row."""
         span = slice(*self._plan.row_offsets[number : number + 2])
         starts, lengths = self._plan.starts[span], self._plan.lengths[span].tolist()
+        starts = starts - (self._beginning is None)
         columns = np.cumsum([0, *lengths[:-1]]).tolist()
         return list(map(Piece, columns, starts.tolist(), lengths))
 
 
-def make_plan(offsets: np.ndarray, length: int, kind: Packing) -> Plan:
-    """Assign documents to rows; `offsets` are as in `packing.cut_documents`."""
-    starts, lengths = packing.cut_documents(offsets, length)
+def make_plan(
+    offsets: np.ndarray, length: int, kind: Packing, first_target: int
+) -> Plan:
+    """Assign documents to rows; the arguments are as in `packing.cut_documents`."""
+    starts, lengths, is_start = packing.cut_documents(offsets, length, first_target)
     if kind is Packing.none:
-        return Plan(starts, lengths, np.arange(len(starts) + 1))
+        return Plan(starts, lengths, is_start, np.arange(len(starts) + 1))
     assert kind is Packing.best_fit
     order, row_offsets = packing.pack(lengths, length)
-    return Plan(starts[order], lengths[order], row_offsets)
+    return Plan(starts[order], lengths[order], is_start[order], row_offsets)
 
 
-def open_plan(tokens: TokenArray, length: int, kind: Packing, file: Path) -> Plan:
+def open_plan(
+    tokens: TokenArray, length: int, kind: Packing, first_target: int, file: Path
+) -> Plan:
     """Read a plan from its file; compute and write it if it is missing or damaged.
 
     Raises DataError if the plan cannot be written.
@@ -92,7 +114,7 @@ def open_plan(tokens: TokenArray, length: int, kind: Packing, file: Path) -> Pla
             message = "%s: this plan of rows is damaged (%s) and is computed again"
             log.warning(message, file, error)
     start_s = time.monotonic()
-    plan = make_plan(tokens.offsets, length, kind)
+    plan = make_plan(tokens.offsets, length, kind, first_target)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with created_atomically(file) as partial, partial.open("wb") as output:

@@ -1,9 +1,9 @@
 """Pack whole documents into rows of T positions by best fit.
 
-A document of n tokens has n - 1 pairs of an input and a target. If it has more than T
-pairs, it is cut into pieces, and neighbouring pieces share a token, so that each pair
-is trained on exactly once. The rows depend on the documents' lengths alone. Their
-order is not random, so callers must shuffle the rows for training.
+Each token of a document is the target of a pair. The first token is left out if no
+beginning token precedes it. If a document has more than T pairs, it is cut into pieces,
+so that each pair is trained on exactly once. The rows depend on the documents' lengths
+alone. Their order is not random, so callers must shuffle the rows for training.
 
 Rows that hold pieces of the same lengths are handled as one group, after Krell et al.,
 Efficient Sequence Packing without Cross-contamination, arXiv:2107.02027. The search for
@@ -20,21 +20,30 @@ MAX_PIECES = 2**23  # The number of pieces packed at a time bounds the memory.
 _Contents = tuple[tuple[int, int], ...]  # (length, number of pieces) of one row
 
 
-def cut_documents(offsets: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_documents(
+    offsets: np.ndarray, T: int, first_target: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each document into pieces of T pairs; its last piece may have fewer.
 
-    `offsets` are int64 [documents + 1], the start of each document, and then the end
-    of the text. A document of fewer than two tokens has no pair and no piece.
+    Args:
+        offsets: int64 [documents + 1], the start of each document, and then the end of
+            the text.
+        T: the maximum number of pairs in a piece.
+        first_target: the index in a document of its first target: 0 if a beginning
+            token precedes the document, otherwise 1.
 
     Returns:
-        int64 [pieces], the start of each piece, in the order of the text.
-        int32 [pieces], the number of its pairs. A piece of m pairs uses m + 1 tokens.
+        int64 [pieces], the index of each piece's first target, in the order of the
+            text.
+        int32 [pieces], the number of its pairs.
+        bool [pieces], whether its first target is the first token of a document.
     """
-    num_pairs = np.maximum(np.diff(offsets) - 1, 0)
+    num_pairs = np.maximum(np.diff(offsets) - first_target, 0)
     document, piece_index = expand_groups(-(-num_pairs // T))
-    starts = offsets[document] + piece_index * T
+    starts = offsets[document] + piece_index * T + first_target
     lengths = np.minimum(T, num_pairs[document] - piece_index * T)
-    return starts.astype(np.int64), lengths.astype(np.int32)
+    is_start = (piece_index == 0) & (first_target == 0)
+    return starts.astype(np.int64), lengths.astype(np.int32), is_start
 
 
 def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,12 @@
 A row has inputs, the targets that follow them, segment ids, and positions that begin at
 0 with each document. `Concatenated` rows join all tokens end to end. `Packed` rows hold
 document pieces, which a plan assigns to rows.
+
+A document of m tokens has m positions. Its targets are all its tokens, and its inputs
+are the beginning token and all its tokens but the last. A row or a piece that continues
+a document begins with the token before its first target. With
+`data.document_start=false`, documents have no beginning token, so that the first token
+of a document is no target.
 """
 
 from itertools import pairwise
@@ -11,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data.batch import Batch, Piece, padding_batch
+from data.beginning import beginning_token
 from data.config import DataConfig, Packing
 from data.errors import DataError
 from data.packed_rows import Packed, open_plan
@@ -18,32 +25,50 @@ from data.text.files import Split
 from data.token_store.reader import TokenArray
 from data.token_store.store import Store
 
-_PLAN_VERSION = 3
+_PLAN_VERSION = 4
 
 
 class Concatenated:
-    """Rows that join all tokens: row r covers tokens r T to r T + T, both included.
+    """Rows that join all tokens end to end.
 
-    The last token of a row is only a target; it is also the next row's first input.
+    The targets of row r are the tokens r T to r T + T - 1, or one token later if
+    documents have no beginning token. The last target is also the next row's first
+    input, unless the next row begins with a document.
     """
 
     def __init__(
-        self, tokens: TokenArray, length: int, count: int, document_mask: bool
+        self,
+        tokens: TokenArray,
+        length: int,
+        pad: bool,
+        document_mask: bool,
+        beginning: int | None,
     ):
-        """Divide the tokens into `count` rows of `length` positions."""
-        self._tokens, self.length, self._count = tokens, length, count
-        self._document_mask = document_mask
+        """Divide the tokens into rows of `length` positions.
+
+        With `pad`, there is also a last, incomplete row. `beginning` is the token that
+        precedes each document; None if there is none.
+        """
+        self._tokens, self.length = tokens, length
+        self._document_mask, self._beginning = document_mask, beginning
+        self._first_target = int(beginning is None)
+        num_targets = max(0, len(tokens) - self._first_target)
+        self._count = -(-num_targets // length) if pad else num_targets // length
 
     def __len__(self) -> int:
         return self._count
 
     def read(self, numbers: np.ndarray) -> Batch:
         """Read rows by number, int64 [n]; raise DataError if a chunk is damaged."""
-        starts = numbers * self.length
-        lengths = np.minimum(len(self._tokens) - starts, self.length + 1)
+        # The index of each row's first input: -1 is before the split's first token.
+        starts = numbers * self.length + self._first_target - 1
+        stops = np.minimum(starts + self.length + 1, len(self._tokens))
+        first_tokens = np.maximum(starts, 0)
         tokens = np.zeros((len(numbers), self.length + 1), np.int32)
-        is_token = np.arange(self.length + 1) < lengths[:, None]
-        tokens[is_token] = np.concatenate(self._tokens.gather(starts, lengths))
+        index = starts[:, None] + np.arange(self.length + 1)
+        is_token = (index >= 0) & (index < stops[:, None])
+        gathered = self._tokens.gather(first_tokens, stops - first_tokens)
+        tokens[is_token] = np.concatenate(gathered)
         document_rows = document_columns = np.zeros(0, np.int64)
         if self._document_mask:
             document_rows, document_starts = self._tokens.starts_within(
@@ -51,12 +76,14 @@ class Concatenated:
             )
             document_columns = document_starts - starts[document_rows]
         num_remaining = len(self._tokens) - starts
-        return make_batch(tokens, document_rows, document_columns, num_remaining)
+        return make_batch(
+            tokens, document_rows, document_columns, num_remaining, self._beginning
+        )
 
     def pieces(self, number: int) -> list[Piece]:
         """List the pieces of a row, one for each document."""
         start = number * self.length
-        stop = min(start + self.length, len(self._tokens) - 1)
+        stop = min(start + self.length, len(self._tokens) - self._first_target)
         _, starts = self._tokens.starts_within(np.array([start]), np.array([stop - 1]))
         bounds = [start, *starts.tolist(), stop]
         return [Piece(a - start, a, b - a) for a, b in pairwise(bounds) if b > a]
@@ -67,8 +94,9 @@ def make_batch(
     document_rows: np.ndarray,
     document_columns: np.ndarray,
     num_remaining: np.ndarray,
+    beginning: int | None,
 ) -> Batch:
-    """Make a batch from rows of T+1 tokens. No target is a document's first token.
+    """Make a batch from rows of T+1 tokens.
 
     Args:
         tokens: int32 [rows, T+1].
@@ -76,14 +104,20 @@ def make_batch(
         document_columns: int64 [n], the column of that start, from 1 to T.
         num_remaining: int64 [rows], the number of tokens from each row's start to the
             split's end. A row with fewer than T+1 tokens ends with padding.
+        beginning: the input whose target is a document's first token. With None, that
+            token is no target.
     """
     num_rows, length = tokens.shape[0], tokens.shape[1] - 1
-    targets = tokens[:, 1:].copy()
+    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
     columns = np.arange(length, dtype=np.int32)
     positions = np.tile(columns, (num_rows, 1))
     segment_ids = np.ones_like(positions)
     if len(document_rows):
-        targets[document_rows, document_columns - 1] = -1
+        if beginning is None:
+            targets[document_rows, document_columns - 1] = -1
+        else:  # A segment begins with the beginning token, one position earlier.
+            document_columns = document_columns - 1
+            inputs[document_rows, document_columns] = beginning
         is_input = document_columns < length
         document_rows = document_rows[is_input]
         document_columns = document_columns[is_input]
@@ -91,7 +125,6 @@ def make_batch(
         start_columns[document_rows, document_columns] = document_columns
         segment_ids += np.cumsum(start_columns > 0, axis=1, dtype=np.int32)
         positions -= np.maximum.accumulate(start_columns, axis=1)
-    inputs = tokens[:, :-1].copy()
     if (num_remaining <= length).any():
         is_padding = columns >= num_remaining[:, None] - 1
         targets[is_padding] = -1
@@ -112,13 +145,15 @@ def open_rows(
     incomplete row. Raises DataError if the store is damaged or no plan can be written.
     """
     tokens, length = store.split(split), config.sequence_length
+    has_beginning = config.has_beginning_tokens
+    beginning = beginning_token(store.encoding) if has_beginning else None
     if config.packing is Packing.concat:
-        num_pairs = max(0, len(tokens) - 1)
-        count = -(-num_pairs // length) if pad else num_pairs // length
-        return Concatenated(tokens, length, count, config.document_mask)
-    name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}"
+        return Concatenated(tokens, length, pad, config.document_mask, beginning)
+    first_target = int(beginning is None)
+    name = f"{store.fingerprint[:16]}-{split}-{config.packing}-{length}-{first_target}"
     file = cache / f"{name}-v{_PLAN_VERSION}.npz"
-    return Packed(tokens, length, open_plan(tokens, length, config.packing, file))
+    plan = open_plan(tokens, length, config.packing, first_target, file)
+    return Packed(tokens, length, plan, beginning)
 
 
 def read_rows(

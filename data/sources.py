@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tiktoken
 
+from data.beginning import Beginning, beginning_of, beginning_token
 from data.config import DataConfig, Source
 from data.errors import DataError
 from data.storage import is_remote
@@ -36,6 +37,16 @@ class Sources:
     def encoding(self) -> tiktoken.Encoding:
         """The tokenizer that all stores share."""
         return next(iter(self.stores.values())).encoding
+
+    @property
+    def has_many_documents(self) -> bool:
+        """Whether there is more than one document to train on."""
+        splits = (store.manifest["splits"] for store in self.stores.values())
+        return sum(split["train"]["documents"] for split in splits) > 1
+
+    def beginning(self, config: DataConfig) -> Beginning:
+        """Return how texts begin for a model that was trained on these stores."""
+        return beginning_of(config, self.encoding, self.has_many_documents)
 
     @property
     def path(self) -> str:
@@ -115,6 +126,10 @@ def open_sources(
             f"data.sources: their tokenizers differ ({names}). Prepare all of them "
             f"with the same tokenizer"
         )
+    # An older store does not contain the BOS token of its tokenizer.
+    encodings = [store.encoding for store in stores.values()]
+    encoding = max(encodings, key=lambda e: beginning_token(e) != e.eot_token)
+    stores = {n: replace(store, encoding=encoding) for n, store in stores.items()}
     sources = Sources(stores, data_cache_folder(config))
     if to_evaluate and (count := sources.num_tokens("validation")) < 2:
         is_text = config.source in (Source.python, Source.text)
@@ -159,7 +174,7 @@ def open_sets(
         validation_set = Sources({name: store}, sources.cache)
         if validation_set.num_tokens(validation_set.held_out) < 2:
             raise DataError(f"{table}.{name}: {path} has no token to predict")
-        sets[name] = store
+        sets[name] = replace(store, encoding=sources.encoding)
     return replace(sources, sets=sets)
 
 

@@ -6,7 +6,8 @@ BPE whose merges are in the order of their ids. It must split text by patterns, 
 only normalize Unicode before that. Text between two matches of a pattern is also
 encoded. Any other tokenizer is refused with the reason, and so is a pattern that loses
 text or backtracks without end. Tokens that a post-processor would add around a text are
-left out.
+left out of its ids. The token that it would add before a text is the encoding's
+`bos_token`, with which documents begin in training.
 
 Python's unicodedata normalizes text. For characters that Unicode added recently, the
 result may differ from that of `tokenizers` (docs/log/weights.md).
@@ -66,8 +67,12 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
         eos_token = config.get("eos_token")
         if isinstance(eos_token, dict):
             eos_token = eos_token.get("content")
+        bos_token = config.get("bos_token") if config.get("add_bos_token") else None
+        if isinstance(bos_token, dict):
+            bos_token = bos_token.get("content")
         name_with_digest = f"{folder.name}:{digest[:12]}"
-        return _convert(name_with_digest, content, eos_token, (*files.items(),))
+        arguments = eos_token, bos_token, (*files.items(),)
+        return _convert(name_with_digest, content, *arguments)
     except MALFORMED as error:
         raise DataError(
             f"tokenizer {name}: its {FILE} cannot be used: {reason_of(error)}. "
@@ -97,14 +102,21 @@ def _convert(
     name: str,
     content: bytes,
     eos_token: str | None,
+    bos_token: str | None,
     files: tuple[tuple[str, str], ...],
 ) -> tiktoken.Encoding:
-    """Return the tokenizer of a tokenizer.json with this content."""
+    """Return the tokenizer of a tokenizer.json with this content.
+
+    `bos_token` is the name of the token that tokenizer_config.json adds before a text.
+    """
     tokenizer = json.loads(content)
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
     _check_model(model)
     form = _form(tokenizer.get("normalizer"))
     special = {a["content"]: a["id"] for a in added}
+    bos_id = _bos_token(tokenizer.get("post_processor"))
+    if bos_id is None and bos_token is not None:
+        bos_id = special[bos_token]
     vocabulary = [(_token(k), v) for k, v in model["vocab"].items() if k not in special]
     if END_OF_TEXT not in special:
         if eos_token not in special:
@@ -127,6 +139,7 @@ def _convert(
         words=sorted({*words}),
         splits=splits,
         files=dict(files),
+        bos_token=bos_id,
         pat_str=pattern,
         mergeable_ranks=ranks,
         special_tokens=special,
@@ -142,6 +155,22 @@ def _check_model(model: Mapping[str, Any]) -> None:
     for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if model.get(key):
             raise ValueError(f"its model has {key}={model[key]}")
+
+
+def _bos_token(post_processor: Mapping[str, Any] | None) -> int | None:
+    """Return the id of the token that a post-processor adds directly before a text."""
+    steps = [post_processor] if post_processor else []
+    if post_processor and post_processor.get("type") == "Sequence":
+        steps = post_processor["processors"]
+    bos_id = None
+    for step in steps:
+        if step.get("cls"):  # BertProcessing and RobertaProcessing
+            bos_id = int(step["cls"][1])
+        for item in step.get("single", ()):  # TemplateProcessing
+            if "Sequence" in item:
+                break
+            bos_id = int(step["special_tokens"][item["SpecialToken"]["id"]]["ids"][-1])
+    return bos_id
 
 
 def _form(normalizer: Mapping[str, Any] | None) -> Form | None:

@@ -30,8 +30,13 @@ Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξε�
 👩‍👩‍👧‍👦 🏳️‍🌈 é é    indented  \u00a0\u2003\u3000 for(i=0;i<10;++i){a+=i;}   \n   """
 
 
-def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
-    """Return the content of tokenizer.json for a tokenizer."""
+def tokenizer_json(
+    encoding: tiktoken.Encoding, beginning: int | None = None
+) -> dict[str, Any]:
+    """Return the content of tokenizer.json for a tokenizer.
+
+    `beginning` is the token that it adds before each text; None adds no token.
+    """
     ranks, names = encoding._mergeable_ranks, byte_names()
 
     def name(token: bytes) -> str:
@@ -53,6 +58,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     splits = [] if encoding.name == BYTES else splits
     options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     byte_level = {"type": "ByteLevel", **options}
+    template = None if beginning is None else _template(encoding, beginning)
     return {
         "version": "1.0",
         "truncation": None,
@@ -71,7 +77,7 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
         ],
         "normalizer": form and {"type": form},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": None,
+        "post_processor": template,
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -89,26 +95,53 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     }
 
 
-def tokenizer_files(encoding: tiktoken.Encoding, length: int) -> dict[str, str]:
+def tokenizer_files(
+    encoding: tiktoken.Encoding,
+    length: int,
+    beginning: int | None = None,
+    bos_token: str = END_OF_TEXT,
+) -> dict[str, str]:
     """Return the content of each file of an exported tokenizer, by name.
 
-    The files of an imported tokenizer are as they were. `length` is the row length.
+    The files of an imported tokenizer are as they were. The other arguments have an
+    effect only on a tokenizer that was not imported: see `tokenizer_json` and
+    `tokenizer_config`.
     """
     imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
     if _JSON in imported:
         files = {name: text for name, text in imported.items() if name in FILES}
     else:
-        files = {_JSON: json.dumps(tokenizer_json(encoding), ensure_ascii=False)}
+        files = {
+            _JSON: json.dumps(tokenizer_json(encoding, beginning), ensure_ascii=False)
+        }
     if _SETTINGS not in files:
-        files[_SETTINGS] = json.dumps(tokenizer_config(length), indent=2) + "\n"
+        files[_SETTINGS] = (
+            json.dumps(tokenizer_config(length, bos_token), indent=2) + "\n"
+        )
     return files
 
 
-def tokenizer_config(length: int) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json; `length` is the row length."""
+def _template(encoding: tiktoken.Encoding, beginning: int) -> dict[str, Any]:
+    """Return the post-processor that adds a token before each text."""
+    name = encoding.decode([beginning])
+    first = {"SpecialToken": {"id": name, "type_id": 0}}
+    text, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, second],
+        "special_tokens": {name: {"id": name, "ids": [beginning], "tokens": [name]}},
+    }
+
+
+def tokenizer_config(length: int, bos_token: str = END_OF_TEXT) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json.
+
+    `length` is the row length, and `bos_token` the name of the token before a text.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
+        "bos_token": bos_token,
         "eos_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
         "model_max_length": length,

@@ -58,7 +58,10 @@ def read_schema(arguments: list[str]) -> tuple[type[Config], list[str]]:
     trunk = step.parents[1]
     run = RunConfig(name=f"{trunk.name}-{step.name}")
     base = read_run(str(trunk), int(step.name))
-    base = replace(base, run=run, distributed=DistributedConfig())
+    data = base.data
+    if not data.document_mask:  # The key has no effect and may not be given.
+        data = replace(data, document_start=None)
+    base = replace(base, run=run, data=data, distributed=DistributedConfig())
     # Text such as ${oc.env:NAME} must stay as it is.
     base = read_yaml(trunk, text=config_yaml(base).replace("${", r"\${"))
     defaults = [(key.name, key.type, getattr(base, key.name)) for key in fields(Config)]

@@ -57,12 +57,17 @@ def config_differences(
     """List the keys whose values differ, in the order of the dataclasses.
 
     `allowed` are the keys and sections whose change is allowed. Secrets are masked
-    first, because a new password does not make another run.
+    first, because a new password does not make another run. data.document_start=null
+    equals true, and any value if neither config has a document mask.
     """
     old_values, new_values = (
         {key: mask_values(value) for key, value in flatten(config).items()}
         for config in (old, new)
     )
+    for values in (old_values, new_values):
+        values["data.document_start"] = values[
+            "data.document_start"
+        ] is not False or not (old.data.document_mask or new.data.document_mask)
     return [
         Difference(key, old_values.get(key), new_values.get(key), _kind(key, allowed))
         for key in dict.fromkeys((*old_values, *new_values))

@@ -123,7 +123,11 @@ class Prepared:
         task_fingerprints = {}
         if self._loaded_tasks:
             self.tasks = Tasks(
-                self._loaded_tasks, self._request, self.program, self.sources.encoding
+                self._loaded_tasks,
+                self._request,
+                self.program,
+                self.sources.encoding,
+                self.sources.beginning(data),
             )
             task_fingerprints = {"eval.tasks": self.tasks.fingerprint[:12]}
         order = Order(self.sources, data, self.config.seed)

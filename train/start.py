@@ -13,6 +13,7 @@ verifies, the start fails with DataError.
 
 import logging
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 from etils import epath
@@ -36,7 +37,7 @@ from train.prove.kernels import check_kernels
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
-from train.run.starts import read_results
+from train.run.starts import document_start_of, read_results
 from train.runtime import set_up
 from train.state import TrainState, best_params
 
@@ -64,7 +65,9 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
         folder = run_folder(settled_run_dir(config))
         watchdog = Watchdog(config.watchdog, folder, cluster.process, cluster.processes)
         with closing(watchdog):
-            prepared = Prepared(config, cluster, watchdog.beat)
+            value = cluster.broadcast(lambda: document_start_of(folder, config))
+            data = replace(config.data, document_start=value)
+            prepared = Prepared(replace(config, data=data), cluster, watchdog.beat)
             config, sources = prepared.config, prepared.sources
             if trunk is None:
                 prepared.check_initial_weights(folder)

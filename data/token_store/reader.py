@@ -140,6 +140,8 @@ class TokenArray:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find document starts in ranges (low, high]; the split's end counts as one.
 
+        A range that includes the split's first token has low = -1.
+
         Returns int64 [n], each start's range as an index, and int64 [n], the starts.
         """
         if self._offsets_in_memory:
@@ -148,7 +150,8 @@ class TokenArray:
             ranges, index = expand_groups(stop - first)
             return ranges, self.offsets[first[ranges] + index]
         num_chunks = len(self._index) - 1
-        firsts = self._index[np.minimum(lows // CHUNK_LENGTH, num_chunks)]
+        low_chunks = np.maximum(lows, 0) // CHUNK_LENGTH
+        firsts = self._index[np.minimum(low_chunks, num_chunks)]
         lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, num_chunks)]
         stops = np.minimum(lasts, self.num_documents) + 1
         spans = list(zip(firsts.tolist(), stops.tolist(), strict=True))

@@ -98,6 +98,7 @@ def test_an_epoch_has_every_row_once_and_each_its_own_order(numbers):
     (rows,) = Order(store, config, 0).rows.values()
     count = len(rows)
     assert count == 112
+    flat = np.concatenate([[store.encoding.eot_token], flat])
     rows = [flat[row * 16 : row * 16 + 17].tolist() for row in range(count)]
 
     def order(seed: int, epoch: int) -> list[int]:
@@ -170,12 +171,21 @@ def test_rows_respect_documents():
     end = 256
     tokens = [[1, 2, end, 3, end, end, 4], [end, end, 4, 5, 6, 7, 8]]
     row, column = np.array([0, 0, 0, 1, 1]), np.array([3, 5, 6, 1, 2])
-    batch = make_batch(np.array(tokens, np.int32), row, column, np.array([13, 9]))
+    tokens, num_remaining = np.array(tokens, np.int32), np.array([13, 9])
+    batch = make_batch(tokens, row, column, num_remaining, None)
     expected = Batch(
         inputs=[[1, 2, end, 3, end, end], [end, end, 4, 5, 6, 7]],
         targets=[[2, end, -1, end, -1, -1], [-1, -1, 5, 6, 7, 8]],
         segment_ids=[[1, 1, 1, 2, 2, 3], [1, 2, 3, 3, 3, 3]],
         positions=[[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]],
+    )
+    assert_equal(batch, expected)
+    batch = make_batch(tokens, row, column, num_remaining, 300)
+    expected = Batch(
+        inputs=[[1, 2, 300, 3, 300, 300], [300, 300, 4, 5, 6, 7]],
+        targets=[[2, end, 3, end, end, 4], [end, 4, 5, 6, 7, 8]],
+        segment_ids=[[1, 1, 2, 2, 3, 4], [1, 2, 2, 2, 2, 2]],
+        positions=[[0, 1, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4]],
     )
     assert_equal(batch, expected)
 
@@ -219,7 +229,7 @@ def test_a_set_that_holds_nothing_out_is_scored_to_its_end(tmp_path, size, packi
     ).validation_sets(by_source=False)["note"]
     assert sources.held_out == "train"
     (batch,) = validation_batches(sources, config)
-    assert (batch.targets >= 0).sum() == sources.num_tokens("train") - 1 == size - 1
+    assert (batch.targets >= 0).sum() == sources.num_tokens("train") == size
 
 
 def test_too_little_text_is_refused_with_the_remedy(config):

@@ -40,26 +40,34 @@ def totals_of_best_fit(lengths, T: int) -> list[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 16))
-def test_every_pair_of_every_document_is_in_one_row_once(documents, T):
+@pytest.mark.parametrize("first_target", [0, 1])
+def test_every_target_of_every_document_is_in_one_row_once(first_target, documents, T):
     offsets = offsets_of(documents)
-    starts, lengths = cut_documents(offsets, T)
+    starts, lengths, is_start = cut_documents(offsets, T, first_target)
     assert (starts.dtype, lengths.dtype) == (np.int64, np.int32)
     order, row_offsets = pack(lengths, T)
     assert_packed(lengths, order, row_offsets, T)
-    inputs = [
+    targets = [
         start + position
         for start, length in zip(starts[order], lengths[order], strict=True)
         for position in range(length)
     ]
-    last_tokens = set((offsets[1:] - 1).tolist())
-    expected = [token for token in range(offsets[-1]) if token not in last_tokens]
-    assert sorted(inputs) == expected
+    first_tokens = set(offsets[:-1][np.diff(offsets) > 0].tolist())
+    left_out = first_tokens if first_target else set()
+    assert sorted(targets) == [t for t in range(offsets[-1]) if t not in left_out]
+    assert {*starts[is_start].tolist()} == first_tokens - left_out
 
 
 def test_a_document_is_cut_only_where_it_must_be():
-    starts, lengths = cut_documents(offsets_of([9, 1, 0, 5, 2, 10]), 4)
-    assert starts.tolist() == [0, 4, 10, 15, 17, 21, 25]
+    offsets = offsets_of([9, 1, 0, 5, 2, 10])
+    starts, lengths, is_start = cut_documents(offsets, 4, 0)
+    assert starts.tolist() == [0, 4, 8, 9, 10, 14, 15, 17, 21, 25]
+    assert lengths.tolist() == [4, 4, 1, 1, 4, 1, 2, 4, 4, 2]
+    assert np.flatnonzero(is_start).tolist() == [0, 3, 4, 6, 7]
+    starts, lengths, is_start = cut_documents(offsets, 4, 1)
+    assert starts.tolist() == [1, 5, 11, 16, 18, 22, 26]
     assert lengths.tolist() == [4, 4, 4, 1, 4, 4, 1]
+    assert not is_start.any()
 
 
 @settings(max_examples=500, deadline=None)
@@ -87,7 +95,7 @@ def test_windows_are_packed_one_by_one(monkeypatch):
 
 @pytest.mark.parametrize("documents", [[], [0], [1, 0, 1]])
 def test_without_a_pair_there_is_no_row(documents):
-    starts, lengths = cut_documents(offsets_of(documents), 8)
+    starts, lengths, _ = cut_documents(offsets_of(documents), 8, 1)
     assert len(starts) == len(lengths) == 0
     order, row_offsets = pack(lengths, 8)
     assert_packed(lengths, order, row_offsets, 8)

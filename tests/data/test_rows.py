@@ -1,4 +1,4 @@
-"""Each pair of an input and its target is in exactly one row, and in its document."""
+"""Each token is a target in exactly one row, after the token before it."""
 
 import dataclasses
 import random
@@ -17,6 +17,7 @@ from data.sources import open_sources
 from data.token_store.reader import TokenArray
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+BEGINNING = 10**6
 quietly = settings(database=None, deadline=None, max_examples=100)
 
 
@@ -32,19 +33,46 @@ def flat(document_lengths: list[int]) -> TokenArray:
     return tokens
 
 
-def rows_of(tokens: TokenArray, kind: Packing, length: int) -> Rows:
+def rows_of(
+    tokens: TokenArray, kind: Packing, length: int, beginning: int | None
+) -> Rows:
     if kind is Packing.concat:
-        count = -(-max(0, len(tokens) - 1) // length)
-        return Concatenated(tokens, length, count, document_mask=True)
-    return Packed(tokens, length, make_plan(tokens.offsets, length, kind))
+        return Concatenated(tokens, length, True, True, beginning)
+    plan = make_plan(tokens.offsets, length, kind, int(beginning is None))
+    return Packed(tokens, length, plan, beginning)
 
 
 @pytest.mark.parametrize("kind", list(Packing))
 @given(document_lengths=lengths, length=st.integers(1, 24))
 @quietly
-def test_every_pair_is_learned_once_inside_its_document(kind, document_lengths, length):
+def test_every_token_is_learned_once_after_the_one_before_it(
+    kind, document_lengths, length
+):
+    """After the beginning token if it is a document's first, and in its document."""
     tokens = flat(document_lengths)
-    rows = rows_of(tokens, kind, length)
+    rows = rows_of(tokens, kind, length, BEGINNING)
+    batch = rows.read(np.arange(len(rows)))
+    learned = batch.targets >= 0
+    inputs, targets = batch.inputs[learned], batch.targets[learned]
+    np.testing.assert_array_equal(np.sort(targets), np.arange(1, len(tokens) + 1))
+    is_first = np.isin(targets - 1, tokens.offsets)
+    np.testing.assert_array_equal(inputs, np.where(is_first, BEGINNING, targets - 1))
+    assert not np.isin(batch.inputs[~learned], BEGINNING).any()
+    assert_segments_are_of_documents(batch, tokens)
+    for number in range(len(rows)):
+        pieces = rows.pieces(number)
+        assert_pieces_say_what_stands_there(pieces, batch.targets[number], -1)
+        assert kind is not Packing.none or len(pieces) == 1
+
+
+@pytest.mark.parametrize("kind", list(Packing))
+@given(document_lengths=lengths, length=st.integers(1, 24))
+@quietly
+def test_without_beginning_tokens_every_pair_inside_a_document_is_learned_once(
+    kind, document_lengths, length
+):
+    tokens = flat(document_lengths)
+    rows = rows_of(tokens, kind, length, None)
     if not len(rows):
         assert sum(document_lengths) == 1 or max(document_lengths) == 1
         return
@@ -56,35 +84,38 @@ def test_every_pair_is_learned_once_inside_its_document(kind, document_lengths, 
     np.testing.assert_array_equal(np.sort(batch.inputs[learned]), pairs)
     assert_segments_are_of_documents(batch, tokens)
     for number in range(len(rows)):
-        assert_pieces_say_what_stands_there(rows.pieces(number), batch, number)
-        assert kind is not Packing.none or len(rows.pieces(number)) == 1
+        pieces = rows.pieces(number)
+        assert_pieces_say_what_stands_there(pieces, batch.inputs[number], 0)
+        assert kind is not Packing.none or len(pieces) == 1
 
 
 def assert_segments_are_of_documents(batch: Batch, tokens: TokenArray) -> None:
     assert (batch.segment_ids.max(axis=1) >= 1).all()
-    for inputs, _, segments, positions in zip(*batch, strict=True):
+    for inputs, targets, segments, positions in zip(*batch, strict=True):
         for segment in range(1, int(segments.max()) + 1):
             at = np.flatnonzero(segments == segment)
             np.testing.assert_array_equal(at, np.arange(at[0], at[-1] + 1))
             np.testing.assert_array_equal(positions[at], np.arange(len(at)))
-            first = inputs[at[0]]
-            np.testing.assert_array_equal(inputs[at], first + np.arange(len(at)))
-            documents = np.searchsorted(tokens.offsets, inputs[at] - 1, "right")
+            np.testing.assert_array_equal(inputs[at][1:], targets[at][:-1])
+            seen = np.concatenate([inputs[at], targets[at]])
+            seen = seen[(seen >= 0) & (seen != BEGINNING)]
+            documents = np.searchsorted(tokens.offsets, seen - 1, "right")
             assert len(set(documents.tolist())) == 1
         padding = segments == 0
         assert not inputs[padding].any()
         assert not positions[padding].any()
+        assert (targets[padding] == -1).all()
 
 
 def assert_pieces_say_what_stands_there(
-    pieces: list[Piece], batch: Batch, number: int
+    pieces: list[Piece], row: np.ndarray, padding: int
 ) -> None:
-    shown = np.zeros_like(batch.inputs[number])
+    shown = np.full_like(row, padding)
     for piece in pieces:
         shown[piece.column :][: piece.length] = (
             piece.start + 1 + np.arange(piece.length)
         )
-    np.testing.assert_array_equal(shown, batch.inputs[number])
+    np.testing.assert_array_equal(shown, row)
 
 
 @pytest.fixture

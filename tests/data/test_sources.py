@@ -148,10 +148,7 @@ def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
     config = mixture(stores, packing=Packing.none)
     batches = list(validation_batches(sources, config))
     seen = sum(int((batch.targets >= 0).sum()) for batch in batches)
-    documents = sum(
-        s.manifest["splits"]["validation"]["documents"] for s in sources.stores.values()
-    )
-    assert seen == sources.num_tokens("validation") - documents
+    assert seen == sources.num_tokens("validation")
     encoding, (first,) = sources.encoding, validation_batches(sources, config, 1)
     texts = [encoding.decode([i for i in row if i < 256]) for row in first.inputs]
     assert {name for name in WEIGHTS for text in texts if name in text} == set(WEIGHTS)
@@ -160,15 +157,18 @@ def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
 def test_excerpts_say_what_a_batch_holds(stores, sources):
     config = mixture(stores)
     order, batch = Order(sources, config, 7), Order(sources, config, 7).read(3)
-    shown = np.zeros_like(batch.inputs)
+    end_id = sources.encoding.eot_token
+    end = sources.encoding.decode([end_id])
+    shown = np.full_like(batch.targets, -1)
     for excerpt in order.excerpts(3):
-        ids = np.frombuffer(excerpt.text.encode(), np.uint8)
+        text = excerpt.text.removesuffix(end)
+        ids = [*text.encode(), *[end_id] * (text != excerpt.text)]
         shown[excerpt.row, excerpt.column :][: len(ids)] = ids
-        assert excerpt.text.strip() in (stores / f"{excerpt.source}.jsonl").read_text()
+        assert text.strip() in (stores / f"{excerpt.source}.jsonl").read_text()
         assert excerpt.document.startswith(excerpt.source)
         if excerpt.first_token == 0:
             assert excerpt.text.startswith(excerpt.document[:6])
-    np.testing.assert_array_equal(shown, batch.inputs)
+    np.testing.assert_array_equal(shown, batch.targets)
 
 
 def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
@@ -225,7 +225,7 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
     whole = alone.validation_sets(by_source=True)["more"]
     assert (whole.held_out, whole.num_bytes("train")) == ("train", 17)
     (batch,) = validation_batches(whole, text)
-    assert (batch.targets >= 0).sum() == whole.num_tokens("train") - 1
+    assert (batch.targets >= 0).sum() == whole.num_tokens("train")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +238,8 @@ def test_sets_are_stores_or_text_with_the_tokenizer_of_the_run(stores, tmp_path)
         ({"weight_changes": [WeightChange(9, {"cod": 1})]}, "weight_changes"),
         ({"weight_changes": [WeightChange(9, {"code": nan})]}, "weight_changes"),
         ({"document_mask": False}, "packing"),
+        ({"document_mask": False, "document_start": True}, "document_start"),
+        ({"document_mask": False, "document_start": False}, "document_start"),
         ({"path": "x"}, "path"),
     ],
 )

@@ -88,3 +88,23 @@ def test_differences_are_classified():
 def test_every_key_of_the_tables_exists():
     known = [*flatten(Config()), *(f.name for f in fields(Config))]
     assert [key for key in (*ALLOWED, *HARMLESS) if key not in known] == []
+
+
+def test_documents_begin_by_default_as_the_key_says_if_it_is_given():
+    """null, the default, is true; without a document mask the key has no effect."""
+    default = DataConfig()
+
+    def differences(old: DataConfig, new: DataConfig) -> list[str]:
+        return [
+            str(diff) for diff in config_differences(Config(data=old), Config(data=new))
+        ]
+
+    given, without = (replace(default, document_start=x) for x in (True, False))
+    assert differences(default, given) == differences(given, default) == []
+    changed = "data.document_start: true -> false (refused)"
+    assert differences(default, without) == differences(given, without) == [changed]
+    name = run_name(Config())
+    assert name == "gpt-python-44136fa3"  # as before there was such a key
+    assert run_name(Config(data=given)) == name != run_name(Config(data=without))
+    unmasked = [replace(data, document_mask=False) for data in (default, without)]
+    assert differences(*unmasked) == []

@@ -9,6 +9,7 @@ from flax import nnx
 from data.batches import Batch, Order
 from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
+from model.predict_ahead import look_ahead
 from model.rope import make_rotations
 from tests.train.conftest import distance, take_steps
 from train.step import ahead_weight, make_gradients
@@ -78,6 +79,27 @@ def test_loss_and_gradients_are_those_of_documents_alone(program, params, store)
     np.testing.assert_allclose(found.losses, expected, rtol=1e-5)
     assert distance(found.grads, grads) < 1e-5
     assert min(map(float, found.losses)) > 1
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
+def test_modules_read_the_targets_of_a_document_one_after_the_other(
+    configure, store, packing
+):
+    """The first module's first input is a document's first token."""
+    keys = ("data.document_start=true", f"data.packing={packing}")
+    order = Order(store, configure(*keys).data, 0)
+    for step in range(5):
+        batch = jax.tree.map(jnp.asarray, order.read(step))
+        ahead = look_ahead(batch.inputs, batch.targets, batch.segment_ids, DEPTH)
+        for k in range(DEPTH):
+            tokens, targets = ahead.tokens_BTP[..., k], ahead.targets_BTP[..., k]
+            read = np.asarray((tokens >= 0) & (batch.segment_ids > 0))
+            rows, columns = np.nonzero(read)
+            assert len(rows)
+            expected = np.asarray(batch.targets)[rows, columns + k]
+            np.testing.assert_array_equal(np.asarray(tokens)[read], expected)
+            # A module predicts a token wherever it reads one.
+            np.testing.assert_array_equal(read, np.asarray(targets >= 0))
 
 
 def test_the_metric_is_the_mean_loss_of_the_modules(program, store):

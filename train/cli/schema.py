@@ -135,6 +135,16 @@ def config_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(mask_values(asdict(config))))
 
 
+def _complete(values: dict[str, Any]) -> None:
+    """Add what an older version trained with to the values of a run, in place.
+
+    A run whose config.yaml lacks data.document_start has no beginning tokens.
+    """
+    data = values.setdefault("data", {})
+    if isinstance(data, dict):
+        data.setdefault("document_start", False)
+
+
 def read_yaml(
     path: epath.PathLike,
     schema: type[Schema] = Config,
@@ -142,6 +152,8 @@ def read_yaml(
     text: str | None = None,
 ) -> Schema:
     """Read a config.yaml as a dataclass; missing keys get their defaults.
+
+    A run without data.document_start has no beginning tokens.
 
     Interpolations such as `${oc.env:HOME}` are not resolved, because another user may
     have written the file.
@@ -162,6 +174,8 @@ def read_yaml(
         cfg = OmegaConf.create(plain)
         _apply_changes(cfg, schema, changes)
         values: Any = OmegaConf.to_container(cfg)
+        if issubclass(schema, Config):
+            _complete(values)
     except Exception as error:
         rule = f"cannot be read: {error}; restore it from a copy of the run"
         if isinstance(error, FileNotFoundError):

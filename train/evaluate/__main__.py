@@ -128,7 +128,8 @@ def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
     program, sources, step, params = load_run(
         config.run, config.runtime, step=config.step, batch_size=config.batch_size
     )
-    tasks = Tasks(task_dict, request, program, sources.encoding)
+    beginning = sources.beginning(program.config.data)
+    tasks = Tasks(task_dict, request, program, sources.encoding, beginning)
     cluster.agree(lambda: {"tasks": tasks.fingerprint[:12]})
     metrics = tasks.score(params)
     rows = [row[:3] for row in format_scores(metrics)]

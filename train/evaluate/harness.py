@@ -8,6 +8,7 @@ Chat templates, images and several requests in one row of a batch are not suppor
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tiktoken import Encoding
 
 from data.batches import Batch
+from data.beginning import Beginning, beginning_of
 from data.encoding import END_OF_TEXT, encode
 from train.eval_step import make_score_step
 from train.feed import local_rows, place
@@ -45,17 +47,24 @@ class HarnessModel(TemplateLM):
     """A program with parameters; callers may replace `params` and `heartbeat`.
 
     Each request is scored in a separate row, padded to one of a few lengths. Contexts
-    that are too long are truncated at their start. An empty context becomes an
-    end-of-text token, which precedes each document in training.
+    that are too long are truncated at their start. Texts begin as documents do in
+    training: an empty context becomes the beginning token.
     """
 
-    def __init__(self, program: Program, encoding: Encoding):
-        """Create the scoring step without compiling it."""
+    def __init__(
+        self, program: Program, encoding: Encoding, beginning: Beginning | None = None
+    ):
+        """Create the scoring step without compiling it.
+
+        `beginning` says how texts begin. By default, the model is assumed to be trained
+        on many documents.
+        """
         super().__init__()
         self.params: Any = None
         self.heartbeat: Callable[[], None] = lambda: None
         self._program, self._encoding = program, encoding
         config = program.config
+        self._beginning = beginning or beginning_of(config.data, encoding)
         self.max_length = config.data.sequence_length
         # One microbatch of training, which fits in memory.
         self._num_rows = config.data.batch_size // config.train.accumulation_steps
@@ -73,11 +82,21 @@ class HarnessModel(TemplateLM):
         """The id of the end-of-text token, which separates documents."""
         return self._encoding.eot_token
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The id of the token that stands for an empty context."""
+        return self._beginning.token
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text; special tokens are neither added nor recognised."""
-        return encode(self._encoding, string.encode()).tolist()
+        """Encode a text as a prompt, or without the beginning token.
+
+        The harness passes `add_special_tokens=False` for a text that has another one
+        before it. Special tokens in the text are not recognised.
+        """
+        ids = encode(self._encoding, string.encode()).tolist()
+        return ids if add_special_tokens is False else self._beginning.before(ids)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -135,7 +154,8 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return the log-probability of each text, with each token scored once."""
         prefix = [self.prefix_token_id]
-        texts = [(None, prefix, self.tok_encode(r.args[0])) for r in requests]
+        encode_text = partial(self.tok_encode, add_special_tokens=False)
+        texts = [(None, prefix, encode_text(r.args[0])) for r in requests]
         return [score for score, _ in self._loglikelihood_tokens(texts)]
 
     def generate_until(
@@ -159,7 +179,7 @@ class HarnessModel(TemplateLM):
         """Yield each context's number and its continuation."""
         max_prompt = self.max_length - settings.num_tokens
         prompts = {
-            number: self.tok_encode(context)[-max_prompt:] or [self.prefix_token_id]
+            number: self.tok_encode(context)[-max_prompt:]
             for number, context in contexts.items()
         }
         numbers = sorted(prompts, key=lambda number: -len(prompts[number]))

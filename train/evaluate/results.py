@@ -6,6 +6,7 @@ from typing import Any
 
 from etils import epath
 
+from data.encoding import decode
 from data.errors import DataError
 from data.sources import Sources
 from data.token_store.store import compression_bits_per_byte
@@ -19,12 +20,13 @@ from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
 from train.run.metrics import Validation, Validations, read_events, read_validations
 from train.sample.generate import Sampling
-from train.sample.prompts import continue_rows, prompt_rows
+from train.sample.prompts import continue_rows
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # The maximum to compress: xz would take hours for more.
 _PRINTED_KEYS = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
 _SAMPLE_TOKENS = 400
+_PROMPT_TOKENS = 32  # of a sample that begins with the validation text
 
 
 def compute_results(
@@ -38,6 +40,9 @@ def compute_results(
 
     `validation_bytes` is the size of the scored text. `compressed_bytes` is the size,
     before compression, of the part of this text that is compressed for comparison.
+
+    `sample` begins as documents do. If the model was trained on a single document, it
+    begins with the first tokens of the validation text, which are `sample_prompt`.
     """
     model, score, encoding = program.config.model, scores[""], sources.encoding
     max_positions = _SAMPLE_TOKENS + 1
@@ -49,12 +54,17 @@ def compute_results(
         share = min(1.0, (score.num_targets + 1) / num_tokens)
         scored_bytes = max(1, round(share * num_bytes))
     text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
-    (sample,) = continue_rows(
+    row, prompt = [sources.beginning(program.config.data).token], ""
+    if not sources.has_many_documents:
+        # The model has hardly seen how a text begins.
+        row = _first_tokens(sources, max_positions // 2)
+        prompt = decode(encoding, row)
+    (continuation,) = continue_rows(
         program,
         params,
         encoding,
-        rows=prompt_rows(encoding, [""]),
-        num_tokens=min(_SAMPLE_TOKENS, max_positions - 1),
+        rows=[row],
+        num_tokens=min(_SAMPLE_TOKENS, max_positions - len(row)),
         sampling=Sampling(),
     )
     return {
@@ -65,8 +75,20 @@ def compute_results(
         "validation_bytes": scored_bytes,
         "compressed_bytes": len(text),
         "compressed": compression_bits_per_byte(text),  # bits per byte
-        "sample": sample,
+        "sample": prompt + continuation,
+        "sample_prompt": prompt,  # the beginning of the sample, which was given
     }
+
+
+def _first_tokens(sources: Sources, limit: int) -> list[int]:
+    """Return the first tokens of the validation text, which end with a character."""
+    (store,) = sources.stores.values()
+    tokens = store.split(sources.held_out)
+    count = min(_PROMPT_TOKENS, limit, len(tokens))
+    ids = tokens.read(0, count).tolist()
+    while len(ids) > 1 and decode(store.encoding, ids).endswith("\ufffd"):
+        ids.pop()
+    return ids
 
 
 def print_results(
@@ -102,7 +124,11 @@ def print_results(
         print(f"task        {task} {metric} {value}")
     goodput = str(goodput_of(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
-    print("sample")
+    if prompt := values.get("sample_prompt"):
+        source = "the first tokens of the validation text"
+        print(f"sample      begins with {source}, {prompt!a}")
+    else:
+        print("sample")
     print("\n".join(f"  | {line}" for line in printable(values["sample"]).split("\n")))
     print(f"to go on    {mask(_with_overrides(command, overrides))}", flush=True)
 

@@ -22,6 +22,7 @@ from urllib.request import getproxies
 
 from tiktoken import Encoding
 
+from data.beginning import Beginning
 from train.errors import ConfigError, Mistake, as_typed
 from train.program import Program
 
@@ -119,8 +120,11 @@ class Tasks:
         request: TaskRequest,
         program: Program,
         encoding: Encoding,
+        beginning: Beginning | None = None,
     ):
         """Create the harness' model without compiling it.
+
+        `beginning` is as in `HarnessModel`.
 
         Raises:
             ConfigError: if a task needs an unsupported feature.
@@ -129,7 +133,7 @@ class Tasks:
 
         self._task_dict = task_dict
         self._limit: Any = request.limit  # The harness accepts float, but declares int.
-        self._model = HarnessModel(program, encoding)
+        self._model = HarnessModel(program, encoding, beginning)
         length = self._model.max_length
         if mistakes := _mistakes(task_dict["tasks"], request.key, length):
             raise ConfigError(mistakes)

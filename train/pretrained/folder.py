@@ -71,10 +71,13 @@ def write_folder(
         DataError: if the exported tokenizer would encode text to other ids.
     """
     config, encoding = program.config, sources.encoding
+    beginning = sources.beginning(config.data)
     model, length = config.model, config.data.sequence_length
     family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:
-        files = tokenizer_files(encoding, length)
+        first = beginning.token if beginning.in_prompts else None
+        name_of_first = encoding.decode([beginning.token])
+        files = tokenizer_files(encoding, length, first, name_of_first)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
         check_same_ids(encoding, files["tokenizer.json"], [SAMPLE, text])
         for name, content in files.items():
@@ -88,6 +91,7 @@ def write_folder(
         settings = exported_settings(family, model, encoding, length, dtype)
         imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
         settings |= json.loads(imported.get(MODEL_FILE, "{}"))
+        settings["bos_token_id"] = beginning.token
         if generation := imported.get(GENERATION_FILE):
             write_atomically(folder / GENERATION_FILE, generation)
         else:

@@ -43,5 +43,5 @@ def random_batches(config: Config, count: int, seed: int) -> list[Batch]:
         is_start = rng.random((num_rows, length + 1)) < 8 / length
         is_start[:, [0, length // 3]] = False, True
         rows, columns = np.nonzero(is_start & data.document_mask)
-        batches.append(make_batch(tokens, rows, columns, num_remaining))
+        batches.append(make_batch(tokens, rows, columns, num_remaining, None))
     return batches

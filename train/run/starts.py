@@ -25,13 +25,13 @@ from etils import epath
 
 from data.errors import DataError
 from data.sources import Sources
-from data.storage import write_atomically
+from data.storage import StorageError, write_atomically
 from train.cli.schema import config_yaml, read_yaml, renamed
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import config_differences
 from train.run.digests import newest_description
-from train.run.folder import check_layout, run_folder
+from train.run.folder import access_error, check_layout, run_folder
 from train.run.metrics import read_events
 from train.run.records import damaged, read_record, record_or_warn
 from train.run.versions import versions
@@ -142,6 +142,29 @@ def first_config(path: epath.Path) -> Config | None:
     if file.exists():
         return read_yaml(file)
     return newest_described_config(path, recorded_run_id(path))[0]
+
+
+def document_start_of(path: epath.Path, config: Config) -> bool | None:
+    """Return data.document_start of a start with this config in a run's folder.
+
+    The command line's value counts, then that of the run, then the default.
+
+    Raises:
+        ConfigError, DataError: the records of the run are damaged.
+        Exit: the store of the run does not answer.
+    """
+    data = config.data
+    if data.document_start is not None:
+        return data.document_start
+    try:
+        check_layout(path)
+        original = first_config(path)
+        changes = newest_start(path).get("changes", {})
+    except StorageError as error:
+        raise access_error(str(path), error) from error
+    if original is None:
+        return True if data.document_mask else None
+    return changes.get("data.document_start", original.data.document_start)
 
 
 def is_recorded(path: epath.Path) -> bool:

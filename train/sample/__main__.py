@@ -1,6 +1,7 @@
 """`python -m train.sample run.dir=... prompt=...`: generate text from a checkpoint."""
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from train.cli.rules import must_name_run
 from train.config import Config, Count, NotNegative, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake
 from train.identity import run_dir
+
+log = logging.getLogger(__name__)
 
 Continue = Callable[[Sequence[str], int], list[str]]  # (prompts, seed) -> texts
 _COMPILE_EVENTS = (
@@ -135,13 +138,19 @@ def main(config: SampleConfig) -> int:
             raise ConfigError(mistakes)
     program, sources, _, params = load_run(config.run, config.runtime, config.step)
     encoding = sources.encoding
+    beginning = sources.beginning(program.config.data)
+    if "" in prompts and not sources.has_many_documents:
+        log.warning(
+            "the model was trained on a single document, so it has hardly seen how a "
+            "text begins: give it a prompt"
+        )
 
     def continue_prompts(prompts: Sequence[str], seed: int) -> list[str]:
         return continue_rows(
             program,
             params,
             encoding,
-            rows=prompt_rows(encoding, prompts),
+            rows=prompt_rows(encoding, prompts, beginning),
             num_tokens=config.num_tokens,
             sampling=Sampling(config.temperature, config.top_k, config.top_p),
             seed=seed,

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tiktoken import Encoding
 
+from data.beginning import Beginning
 from data.encoding import decode, encode
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
@@ -22,10 +23,12 @@ from train.sample.speculate import DraftCount, generate_ahead
 _MIN_COLUMNS = 64
 
 
-def prompt_rows(encoding: Encoding, prompts: Sequence[str]) -> list[list[int]]:
-    """Encode each prompt; an empty prompt becomes an end-of-text token."""
+def prompt_rows(
+    encoding: Encoding, prompts: Sequence[str], beginning: Beginning
+) -> list[list[int]]:
+    """Encode each prompt as the beginning of a text."""
     rows = (encode(encoding, prompt.encode()).tolist() for prompt in prompts)
-    return [row or [encoding.eot_token] for row in rows]
+    return [beginning.before(row) for row in rows]
 
 
 def continue_rows(

@@ -8,6 +8,7 @@ import pytest
 from etils import epath
 
 import train.evaluate.results
+from data.beginning import beginning_of
 from data.tokenizer import load_tokenizer
 from train.cli.command import compose
 from train.evaluate.results import compute_results, print_results, score_lines
@@ -67,8 +68,11 @@ def left_by(monkeypatch, num_batches: int, num_targets: int) -> dict[str, Any]:
     )
     config = compose([f"eval.final_num_batches={num_batches}"])
     program: Any = SimpleNamespace(config=config)
+    encoding = load_tokenizer("bytes")
     sources: Any = SimpleNamespace(
-        encoding=load_tokenizer("bytes"),
+        encoding=encoding,
+        beginning=lambda data: beginning_of(data, encoding),
+        has_many_documents=True,
         num_tokens=lambda split: 10_001,
         num_bytes=lambda split: len(TEXT),
         text=lambda split, limit: TEXT[:limit],

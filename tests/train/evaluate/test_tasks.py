@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data.encoding import encode
+from data.encoding import FolderEncoding, encode
 from data.tokenizer import load_tokenizer
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
@@ -24,6 +24,7 @@ from train.evaluate.tasks import TaskRequest, Tasks, load_tasks, task_metrics
 
 pytest.importorskip("lm_eval")
 
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from train.evaluate.harness import HarnessModel, parse_generation, split_into_windows
@@ -60,17 +61,28 @@ def together(programs, params):
     return of_requests(programs(*SMALL, devices=1), params, REQUESTS)
 
 
-def by_hand(program, params, context: str, text: str) -> tuple[float, bool]:
-    """Score a text behind a context token by token, each with all that fits before."""
+def by_hand(
+    program,
+    params,
+    context: str,
+    text: str,
+    first: tuple[int, ...] = (),
+    num_tokens: int = BYTES.n_vocab,
+) -> tuple[float, bool]:
+    """Score a text behind a context token by token, each with all that fits before.
+
+    `first` are tokens before the context, and `num_tokens` the tokenizer's size.
+    """
     model = bind(program.model, params)
     execution = program.execution._replace(placement=ONE_DEVICE)
     before, tokens = (encode(BYTES, part.encode()).tolist() for part in (context, text))
+    before = [*first, *before]
     whole, T = [*before, *tokens], program.config.data.sequence_length
 
     @jax.jit
     def log_probabilities(row):
         x, *_ = model.features(row[None], jnp.arange(T)[None], None, execution)
-        logits = model.logits(x, execution)[0, :, : BYTES.n_vocab]
+        logits = model.logits(x, execution)[0, :, :num_tokens]
         return jax.nn.log_softmax(logits)
 
     nats, greedy = 0.0, True
@@ -93,6 +105,53 @@ def test_many_at_once_are_what_each_is_by_hand(programs, params, together):
     for request, score in list(zip(REQUESTS, together, strict=True))[::2]:
         nats, greedy = by_hand(program, params, *request)
         assert score == (pytest.approx(nats, rel=1e-5), greedy)
+
+
+def imported(bos_token: int | None) -> FolderEncoding:
+    return FolderEncoding(
+        "imported",
+        pat_str=r"(?s:.+)",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<|endoftext|>": 256, "<s>": 257},
+        bos_token=bos_token,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["true", "false"])
+@pytest.mark.parametrize(
+    ("encoding", "begin", "before_prompts"),
+    [(BYTES, 256, True), (imported(257), 257, True), (imported(None), 256, False)],
+    ids=["bytes", "adds", "plain"],
+)
+def test_texts_begin_as_documents_do_in_training(
+    programs, params, rule, encoding, begin, before_prompts
+):
+    """With the BOS of an imported tokenizer that adds one, otherwise end-of-text."""
+    program = programs(*SMALL, f"data.document_start={rule}", devices=1)
+    model = HarnessModel(program, encoding)
+    model.params = jax.device_put(params, program.shardings.params)
+    first = (begin,) if before_prompts else ()
+    if rule == "false":
+        begin, first = 256, ()
+    requests = [("", " b"), ("def f(x):", " return x"), ("a" * 70, " b")]
+    found = model.loglikelihood(instances(requests, "loglikelihood"))
+    texts = ["def f(x):", "x" * 100]
+    rolled = model.loglikelihood_rolling(
+        instances([(text,) for text in texts], "loglikelihood_rolling")
+    )
+    score = partial(by_hand, program, params, num_tokens=encoding.n_vocab)
+    for (context, text), (nats, _) in zip(requests, found, strict=True):
+        before = first if context else (begin,)
+        expected, _ = score(context, text, first=before)
+        assert nats == pytest.approx(expected, rel=1e-5)
+    for text, nats in zip(texts, rolled, strict=True):
+        expected, _ = score("", text, first=(begin,))
+        assert nats == pytest.approx(expected, rel=1e-5)
+
+
+def instances(requests, kind) -> list[Instance]:
+    return [Instance(kind, {}, request, 0) for request in requests]
 
 
 def test_the_likeliest_tokens_are_greedy(programs, params):

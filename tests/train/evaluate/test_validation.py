@@ -14,10 +14,12 @@ from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.evaluate.validation import evaluate
 
+RULE = ("model.num_layers=1", "data.document_start=true")
+
 
 @pytest.fixture(scope="module")
 def params(programs):
-    config = programs("model.num_layers=1", devices=1).config.model
+    config = programs(*RULE, devices=1).config.model
     return params_of(GPT(config, nnx.Rngs(4)))
 
 
@@ -28,21 +30,18 @@ def scored(program, params, store, num_batches):
 
 @pytest.fixture(scope="module")
 def whole(programs, params, store):
-    return scored(programs("model.num_layers=1", devices=1), params, store, -1)
+    return scored(programs(*RULE, devices=1), params, store, -1)
 
 
-def test_each_token_that_has_one_before_it_is_scored_once(whole, store):
-    """The first token of each document has none."""
-    (only,) = store.stores.values()
-    tokens = only.split("validation")
-    assert whole.num_targets == len(tokens) - (len(tokens.offsets) - 1)
+def test_each_token_is_scored_once(whole, store):
+    assert whole.num_targets == store.num_tokens("validation")
 
 
 def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
     programs, params, store, whole
 ):
     """Row by row in numpy, from the logits."""
-    program = programs("model.num_layers=1", devices=1)
+    program = programs(*RULE, devices=1)
     model = bind(program.model, params)
     execution = program.execution._replace(placement=ONE_DEVICE)
 
@@ -62,15 +61,14 @@ def test_the_loss_is_the_mean_over_tokens_and_bits_are_per_byte(
         count += len(rows)
     assert whole.num_targets == count
     assert whole.loss == pytest.approx(nats / count, rel=1e-5)
-    # Of all tokens, ends of documents among them, over the bytes of the text.
-    tokens = store.num_tokens("validation")
-    bits = whole.loss * tokens / math.log(2) / store.num_bytes("validation")
-    assert whole.bits_per_byte == pytest.approx(bits)
+    # The sum over all tokens, ends of documents among them, over the text's bytes.
+    bits = nats / math.log(2) / store.num_bytes("validation")
+    assert whole.bits_per_byte == pytest.approx(bits, rel=1e-5)
 
 
 def test_as_many_batches_as_asked_for(programs, params, store, whole):
-    found = scored(programs("model.num_layers=1", devices=1), params, store, 2)
-    batches = list(validation_batches(store, programs(devices=1).config.data, 2))
+    found = scored(programs(*RULE, devices=1), params, store, 2)
+    batches = list(validation_batches(store, programs(*RULE, devices=1).config.data, 2))
     assert len(batches) == 2
     assert found.num_targets == sum((b.targets >= 0).sum() for b in batches)
     assert found.num_targets < whole.num_targets
@@ -85,7 +83,7 @@ def test_on_a_mesh_in_microbatches_the_score_is_the_same(
     programs, params, store, whole, mesh, count, parts
 ):
     """And no more than one of them passes through the layers at once."""
-    typed = ("model.num_layers=1", *mesh)
+    typed = (*RULE, *mesh)
     cut = programs(*typed, f"train.accumulation_steps={parts}", devices=count)
     found = scored(cut, params, store, -1)
     assert found.num_targets == whole.num_targets

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from data.encoding import FolderEncoding
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
@@ -28,7 +29,11 @@ from train.cli.command import compose
 from train.errors import ConfigError
 from train.pretrained import families, weights
 from train.pretrained.families import family_of
-from train.pretrained.folder import exported_settings, require_empty_folder
+from train.pretrained.folder import (
+    exported_settings,
+    require_empty_folder,
+    write_folder,
+)
 from train.pretrained.tensors import FamilyTensors
 from train.pretrained.weights import write_weights
 from train.run.folder import run_folder
@@ -211,3 +216,38 @@ def test_the_tokenizer_is_the_same():
     check_same_ids(BYTES, content, [SAMPLE])
     theirs = tokenizers.Tokenizer.from_str(content)
     assert theirs.decode(theirs.encode(SAMPLE).ids) == SAMPLE
+
+
+@pytest.mark.parametrize("bos_token", [None, 257])
+@pytest.mark.parametrize("rule", ["true", "false"])
+def test_the_folder_begins_texts_as_training_began_documents(
+    programs, store, tmp_path, rule, bos_token
+):
+    """With the BOS that an imported tokenizer adds, otherwise with end-of-text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    if bos_token is not None:
+        encoding = FolderEncoding(
+            "imported",
+            pat_str=r"\S+|\s+",
+            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+            special_tokens={"<|endoftext|>": 256, "<s>": 257},
+            bos_token=bos_token,
+        )
+        stores = {n: replace(s, encoding=encoding) for n, s in store.stores.items()}
+        store = replace(store, stores=stores)
+    typed = (*MODELS["llama"], "model.num_layers=2", f"data.document_start={rule}")
+    program = programs(*typed, devices=1)
+    params = perturbed(program.config.model)
+    folder = require_empty_folder(str(tmp_path / "out"))
+    write_folder(folder, program, params, store, 0, "float32", True)
+    first = bos_token or 256
+    if rule == "false":
+        first = 256
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["bos_token_id"] == first
+    written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert written.token_to_id(settings["bos_token"]) == first
+    before = [first] if rule == "true" else []
+    assert written.encode("a b").ids == [*before, *b"a b"]
+    assert written.encode("a b", add_special_tokens=False).ids == [*b"a b"]

@@ -15,7 +15,7 @@ from train.cli.schema import config_yaml
 from train.config import Config, Schedule, ScheduleConfig
 from train.errors import ConfigError, exit_code
 from train.run.continuation import compare_with_run
-from train.run.starts import read_run, record_start
+from train.run.starts import document_start_of, read_run, record_start
 
 WSD, COSINE, CONSTANT = map(
     ScheduleConfig, (Schedule.wsd, Schedule.cosine, Schedule.constant)
@@ -191,3 +191,52 @@ def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
         return
     with pytest.raises(ConfigError, match=refused):
         compare_with_run(epath.Path(tmp_path), moved, sources)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("recorded", ["missing", "config lost", True, False, None])
+def test_documents_begin_as_they_did_when_the_run_began(
+    tmp_path, given, mask, recorded
+):
+    """A run that an older version recorded has no beginning tokens."""
+    began = recorded if recorded in (True, None) else False
+    first = Config(data=DataConfig(document_mask=mask, document_start=began))
+    folder, text = epath.Path(tmp_path), config_yaml(first)
+    if recorded == "config lost":  # the checkpoint of a newer version has the key
+        file = folder / "checkpoints/5/_CHECKPOINT_METADATA"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"custom_metadata": {"config": text, "step": 5}}))
+    else:
+        write_run(tmp_path, first, (0, {}))
+        if recorded == "missing":
+            line = "  document_start: false\n"
+            assert line in text
+            (folder / "config.yaml").write_text(text.replace(line, ""))
+    if recorded != "config lost":
+        assert read_run(str(tmp_path)).data == first.data
+    now = replace(first, data=replace(first.data, document_start=given))
+    value = document_start_of(folder, now)
+    assert value == (began if given is None else given)
+    now = replace(first, data=replace(first.data, document_start=value))
+    sources: Any = SimpleNamespace(fingerprints={})
+    is_same = not mask or given is None or given == (began is not False)
+    if is_same:
+        compare_with_run(folder, now, sources)
+    else:
+        with pytest.raises(ConfigError, match=r"data\.document_start = ") as error:
+            compare_with_run(folder, now, sources)
+        assert len(error.value.mistakes) == 1
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_documents_of_a_new_run_begin_with_the_token(tmp_path, mask):
+    config = Config(data=DataConfig(document_mask=mask))
+    assert document_start_of(epath.Path(tmp_path), config) is (True if mask else None)
+
+
+def test_a_start_that_was_allowed_another_beginning_is_followed(tmp_path):
+    write_run(tmp_path, Config(), (0, {}), (5, {"data.document_start": False}))
+    assert document_start_of(epath.Path(tmp_path), Config()) is False
+    assert read_run(str(tmp_path), 3).data.has_beginning_tokens
+    assert not read_run(str(tmp_path), 7).data.has_beginning_tokens

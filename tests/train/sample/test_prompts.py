@@ -17,7 +17,7 @@ PROMPTS = ["def f(x):", "", "import os\n" * 8, "class"]
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs("model.num_layers=1", devices=1)
+    return programs("model.num_layers=1", "data.document_start=true", devices=1)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,8 @@ def continued(program, store):
     encoding = store.encoding
 
     def continued(prompts, num_tokens=8, program=program, stop=()):
-        rows = prompt_rows(encoding, prompts)
+        beginning = store.beginning(program.config.data)
+        rows = prompt_rows(encoding, prompts, beginning)
         arguments = (program, params, encoding, rows, num_tokens, GREEDY)
         return continue_rows(*arguments, stop=stop)
 
@@ -83,5 +84,5 @@ def test_learned_positions_bound_prompt_and_tokens(continued, program):
     learned = {"position": Position.learned, "max_sequence_length": 16}
     config = program.config
     config = replace(config, model=replace(config.model, **learned))
-    with pytest.raises(ConfigError, match="must be at most 7"):
+    with pytest.raises(ConfigError, match="must be at most 6"):
         continued(["def f(x):"], program=replace(program, config=config))
