@@ -195,6 +195,10 @@ def _layer_rope(
         raise ValueError(
             f"rope_parameters must hold settings of {' and '.join(_LAYERS)}"
         )
+    if scaling and "full_attention" not in parameters:
+        raise ValueError(
+            "rope_parameters lacks full_attention, and rope_scaling is set"
+        )
     is_global = layers == "full_attention"
     rope = dict(parameters.get(layers) or {})
     if is_global and scaling:

@@ -137,11 +137,11 @@ def test_what_a_family_does_not_read_is_not_advised(tmp_path):
     ("name", "left_out", "said"),
     [
         ("mistral", "sliding_window", "model.window is 7, there 4096"),
-        ("gemma2", "query_pre_attn_scalar", "query_scale_dim is 48, there 256"),
+        ("gemma2", "query_pre_attn_scalar", "there 256"),
         ("gemma2", "attn_logit_softcapping", "attention_soft_cap is 2.0, there 50.0"),
         ("gemma2", "tie_word_embeddings", None),
         ("gemma3", "head_dim", "head_dim is 48, there 256"),
-        ("qwen3", "tie_word_embeddings", None),
+        ("qwen3", "tie_word_embeddings", "tied_head is true, there false"),
         ("qwen3", "num_key_value_heads", "there 32"),
         (
             "llama with biases, tied",
@@ -202,6 +202,11 @@ def test_what_is_left_out_is_the_default_of_the_class(tmp_path, name, left_out, 
         ("llama", {"hidden_size": "wide"}, "embed_dim is"),
         ("llama", {"rope_parameters": [1]}, "cannot use"),
         ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "must hold settings of"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {}}},
+            "lacks full_attention",
+        ),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "divided by kind"),
     ],
 )
