@@ -11,11 +11,12 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import regex
 import tiktoken
 
 from data.errors import DataError
@@ -39,6 +40,9 @@ class FolderEncoding(tiktoken.Encoding):
 
     form: The Unicode form to which text is normalized; None leaves text unchanged.
     words: Added tokens outside of the BPE vocabulary that are recognized in text.
+    splits: Patterns that cut text, one after another, before the tokenizer's own. Their
+        matches and the text between matches are encoded independently.
+    files: The content of the folder's files, by name (data/tokenizer_folder.py).
     bos_token: The id of the token that the tokenizer adds before each text, or None.
     """
 
@@ -48,11 +52,16 @@ class FolderEncoding(tiktoken.Encoding):
         *,
         form: Form | None = None,
         words: Sequence[str] = (),
+        splits: Sequence[str] = (),
+        files: Mapping[str, str] | None = None,
         bos_token: int | None = None,
         **arguments: Any,
     ):
         """Pass the other `arguments` to `tiktoken.Encoding`."""
         super().__init__(name, **arguments)
+        self.splits, self.files = [*splits], dict(files or {})
+        # Oniguruma, the engine of `tokenizers`, always reads ^ and $ as ends of lines.
+        self._splits = [regex.compile(split, regex.MULTILINE) for split in self.splits]
         if bos_token is not None:
             self.decode_single_token_bytes(bos_token)  # raises KeyError for no token
         self.bos_token = bos_token
@@ -69,22 +78,26 @@ class FolderEncoding(tiktoken.Encoding):
             "mergeable_ranks": self._mergeable_ranks,
             "special_tokens": self._special_tokens,
             **self.rules,
+            **({"files": self.files} if self.files else {}),
             **bos,
         }
 
     @property
     def rules(self) -> dict[str, Any]:
         """The rules by which text is normalized and split."""
-        form = {"form": self.form} if self.form else {}
-        return form | ({"words": self.words} if self.words else {})
+        rules = {"form": self.form, "words": self.words, "splits": self.splits}
+        return {name: rule for name, rule in rules.items() if rule}
 
     def split_words(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of `words` in a text, and the normalized text between words."""
+        """Yield the ids of `words` in a text, and the pieces of normalized text."""
         for index, span in enumerate(self._word.split(text) if self.words else [text]):
             if index % 2:  # one of `words`
                 yield self._special_tokens[span]
-            else:
-                yield unicodedata.normalize(self.form, span) if self.form else span
+                continue
+            pieces = [unicodedata.normalize(self.form, span) if self.form else span]
+            for split in self._splits:
+                pieces = [cut for piece in pieces for cut in _isolate(split, piece)]
+            yield from pieces
 
     @functools.cached_property
     def gapless_encoding(self) -> tiktoken.Encoding:
@@ -103,6 +116,19 @@ class FolderEncoding(tiktoken.Encoding):
             mergeable_ranks=self._mergeable_ranks,
             special_tokens=self._special_tokens,
         )
+
+
+def _isolate(pattern: regex.Pattern[str], text: str) -> Iterator[str]:
+    """Yield the matches of a pattern, and the text between matches."""
+    start = 0
+    for match in pattern.finditer(text):
+        if match.start() > start:
+            yield text[start : match.start()]
+        if match.end() > match.start():
+            yield match[0]
+        start = match.end()
+    if start < len(text) or not text:
+        yield text[start:]
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:

@@ -1,7 +1,9 @@
 """Check a tokenizer's file before tiktoken loads it, because tiktoken may panic."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+import regex
 
 from data.encoding import FolderEncoding, encode_piece
 from data.tokenizer_json import SAMPLE
@@ -69,3 +71,22 @@ def check_pattern(pattern: str) -> None:
             encode_piece(encoding, text)
     except ValueError as error:
         raise ValueError(f"its pattern fails on a sample of text ({error})") from error
+
+
+def check_splits(patterns: Sequence[str]) -> None:
+    """Check that patterns cut a sample of text within a minute, and never match "".
+
+    Raises ValueError if they do not.
+    """
+    for pattern in patterns:
+        try:
+            if "&&" in pattern:
+                raise ValueError("it intersects sets, which differs between engines")
+            compiled = regex.compile(pattern, regex.MULTILINE)
+            for text in (SAMPLE, *(run * _REPEATS for run in _RUNS)):
+                if any(not x[0] for x in compiled.finditer(text, timeout=60)):
+                    raise ValueError("it matches empty text")
+        except (ValueError, TimeoutError, regex.error) as error:
+            raise ValueError(
+                f"its pattern {pattern!r} cannot be used ({error})"
+            ) from error

@@ -2,8 +2,8 @@
 
 A tokenizer is accepted only if tiktoken gives the same ids as `tokenizers` for every
 text that does not contain the name of a special token. The tokenizer must be byte-level
-BPE whose merges are in the order of their ids. It must split text by one pattern, and
-may only normalize Unicode before that. Text between two matches of the pattern is also
+BPE whose merges are in the order of their ids. It must split text by patterns, and may
+only normalize Unicode before that. Text between two matches of a pattern is also
 encoded. Any other tokenizer is refused with the reason, and so is a pattern that loses
 text or backtracks without end. Tokens that a post-processor would add around a text are
 left out of its ids. The token that it would add before a text is the encoding's
@@ -26,10 +26,18 @@ import tiktoken
 from data.encoding import END_OF_TEXT, FolderEncoding, Form
 from data.errors import DataError
 from data.storage import check_regular
-from data.tokenizer_checks import check_pattern, checked_ranks, reason_of
-from data.tokenizer_json import POSSESSIVE_COUNT, byte_names, merges_of
+from data.tokenizer_checks import (
+    check_pattern,
+    check_splits,
+    checked_ranks,
+    reason_of,
+)
+from data.tokenizer_json import FILES, POSSESSIVE_COUNT, byte_names, merges_of
 
 FILE = "tokenizer.json"
+# An export writes this file as it was, and these settings of the model's.
+GENERATION_FILE, MODEL_FILE = "generation_config.json", "config.json"
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 # The exceptions that reading a malformed file may raise.
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError)
 MALFORMED += (RecursionError, OverflowError)
@@ -48,9 +56,12 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
     """
     folder = Path(name).expanduser()
     try:
+        if not (folder / FILE).exists() and (folder / "tokenizer.model").exists():
+            raise ValueError("there is none, only a SentencePiece model")
         content = _read(folder / FILE)
-        settings = folder / "tokenizer_config.json"
-        config = json.loads(_read(settings)) if settings.exists() else {}
+        files = _read_files(folder)
+        config = json.loads(files.get("special_tokens_map.json", "{}"))
+        config |= json.loads(files.get("tokenizer_config.json", "{}"))
         digest = hashlib.sha256(content).hexdigest()
         if sha256 is not None and digest != sha256.lower():
             raise ValueError(f"SHA-256 is {digest}, but the config gives {sha256}")
@@ -61,7 +72,8 @@ def load_folder(name: str, sha256: str | None = None) -> tiktoken.Encoding:
         if isinstance(bos_token, dict):
             bos_token = bos_token.get("content")
         name_with_digest = f"{folder.name}:{digest[:12]}"
-        return _convert(name_with_digest, content, eos_token, bos_token)
+        arguments = eos_token, bos_token, (*files.items(),)
+        return _convert(name_with_digest, content, *arguments)
     except MALFORMED as error:
         raise DataError(
             f"tokenizer {name}: its {FILE} cannot be used: {reason_of(error)}. "
@@ -80,9 +92,24 @@ def _read(file: Path) -> bytes:
     return file.read_bytes()
 
 
+def _read_files(folder: Path) -> dict[str, str]:
+    """Return the content of each file that an export writes as it was."""
+    names = (*FILES, GENERATION_FILE)
+    files = {x: _read(folder / x).decode() for x in names if (folder / x).exists()}
+    if (folder / MODEL_FILE).exists():
+        settings = json.loads(_read(folder / MODEL_FILE))
+        ids = {key: settings[key] for key in TOKEN_IDS if key in settings}
+        files[MODEL_FILE] = json.dumps(ids)
+    return files
+
+
 @functools.cache
 def _convert(
-    name: str, content: bytes, eos_token: str | None, bos_token: str | None
+    name: str,
+    content: bytes,
+    eos_token: str | None,
+    bos_token: str | None,
+    files: tuple[tuple[str, str], ...],
 ) -> tiktoken.Encoding:
     """Return the tokenizer of a tokenizer.json with this content.
 
@@ -90,8 +117,7 @@ def _convert(
     """
     tokenizer = json.loads(content)
     model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise ValueError("it is no byte-level BPE, but a SentencePiece model")
+    _check_model(model)
     form = _form(tokenizer.get("normalizer"))
     special = {a["content"]: a["id"] for a in added}
     bos_id = _bos_token(tokenizer.get("post_processor"))
@@ -110,17 +136,31 @@ def _convert(
             words.append(token["content"])
     ranks = checked_ranks(vocabulary, special)
     _check_merges(model, ranks)
-    pattern = _pattern(tokenizer.get("pre_tokenizer"))
+    *splits, pattern = _patterns(tokenizer.get("pre_tokenizer"))
+    check_splits(splits)
     check_pattern(pattern)
     return FolderEncoding(
         name,
         form=form,
         words=sorted({*words}),
+        splits=splits,
+        files=dict(files),
         bos_token=bos_id,
         pat_str=pattern,
         mergeable_ranks=ranks,
         special_tokens=special,
     )
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    """Raise ValueError if a model is no byte-level BPE without further rules."""
+    kind = model.get("type", "BPE" if "merges" in model else None)
+    if kind != "BPE" or model.get("byte_fallback"):
+        kind = "SentencePiece's BPE with byte_fallback" if kind == "BPE" else kind
+        raise ValueError(f"its model is {kind}, and no byte-level BPE")
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(key):
+            raise ValueError(f"its model has {key}={model[key]}")
 
 
 def _bos_token(post_processor: Mapping[str, Any] | None) -> int | None:
@@ -176,30 +216,42 @@ def _check_merges(model: Mapping[str, Any], ranks: dict[bytes, int]) -> None:
         raise ValueError("some tokens are made by no merge")
 
 
-def _pattern(pre_tokenizer: Mapping[str, Any] | None) -> str:
-    """Return the pattern by which text is split."""
+def _patterns(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
+    """Return the patterns by which text is split, one after another."""
     steps = [pre_tokenizer or {}]
     if steps[0].get("type") == "Sequence":
         steps = steps[0]["pretokenizers"]
-    *splits, byte_level = steps
+    *splits, byte_level = steps or [{}]
     has_prefix_space = byte_level.get("add_prefix_space")
-    if byte_level.get("type") == "ByteLevel" and not has_prefix_space:
-        match splits, byte_level.get("use_regex", True):
-            case [], True:
-                return _BYTE_LEVEL_PATTERN
-            case [], False:
-                return r"(?s:.+)"
-            case [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": str(pattern)},
-                    "behavior": "Isolated",
-                    "invert": False,
-                }
-            ], False if pattern:
-                if not re.search(POSSESSIVE_COUNT, pattern):
-                    return pattern
+    if byte_level.get("type") != "ByteLevel" or has_prefix_space:
+        raise ValueError(f"text is cut in another way ({pre_tokenizer})")
+    patterns = [_split_pattern(split) for split in splits]
+    if byte_level.get("use_regex", True):
+        patterns.append(_BYTE_LEVEL_PATTERN)
+    return patterns or [r"(?s:.+)"]
+
+
+def _split_pattern(step: Mapping[str, Any]) -> str:
+    """Return the pattern whose matches a step of the pre-tokenizer isolates."""
+    match step:
+        case {
+            "type": "Split",
+            "pattern": {"Regex": str(pattern)},
+            "behavior": "Isolated",
+            "invert": False,
+        } if pattern:
+            if re.search(POSSESSIVE_COUNT, pattern):
                 raise ValueError(
                     "its pattern repeats a count, which tiktoken reads differently"
                 )
-    raise ValueError(f"text is cut in another way ({pre_tokenizer})")
+            return pattern
+        case {
+            "type": "Split",
+            "pattern": {"String": str(text)},
+            "behavior": "Isolated",
+            "invert": False,
+        } if text:
+            return re.escape(text)
+        case {"type": "Digits"}:
+            return r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
+    raise ValueError(f"text is cut in another way ({step})")

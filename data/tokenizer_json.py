@@ -6,6 +6,7 @@ as GPT-2's file does, and lists the merges that the ranks imply.
 """
 
 import itertools
+import json
 import re
 from typing import Any
 
@@ -14,6 +15,12 @@ import tiktoken
 from data.encoding import BYTES, END_OF_TEXT, FolderEncoding, encode, short_pieces
 from data.errors import DataError
 
+_JSON, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+# The files of an imported tokenizer that an export writes as they were.
+FILES = (
+    *(_JSON, _SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
 POSSESSIVE_COUNT = r"\{\d+(,\d*)?\}\+"  # a possessive repetition such as {1,3}+
 # Text in many scripts, for which an exported tokenizer must give the same ids as ours.
 SAMPLE = """The quick brown fox — it's 12,345.67 km away, isn't it?\tI'LL SAY\r\n\n\n
@@ -43,10 +50,12 @@ def tokenizer_json(
     are_consecutive = added == [*range(max_rank + 1, max_rank + 1 + len(added))]
     in_vocab = {t: rank for t, rank in pairs if rank < max_rank or not are_consecutive}
     pattern = {"Regex": convert_for_oniguruma(encoding._pat_str)}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated"}
-    splits = [] if encoding.name == BYTES else [split | {"invert": False}]
     rules = encoding.rules if isinstance(encoding, FolderEncoding) else {}
     form, words = rules.get("form"), rules.get("words", ())
+    patterns = [{"Regex": split} for split in rules.get("splits", ())] + [pattern]
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits = [split | {"pattern": pattern} for pattern in patterns]
+    splits = [] if encoding.name == BYTES else splits
     options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     byte_level = {"type": "ByteLevel", **options}
     template = None if beginning is None else _template(encoding, beginning)
@@ -84,6 +93,32 @@ def tokenizer_json(
             "merges": [[name(a), name(b)] for a, b in merges_of(ranks)],
         },
     }
+
+
+def tokenizer_files(
+    encoding: tiktoken.Encoding,
+    length: int,
+    beginning: int | None = None,
+    bos_token: str = END_OF_TEXT,
+) -> dict[str, str]:
+    """Return the content of each file of an exported tokenizer, by name.
+
+    The files of an imported tokenizer are as they were. The other arguments have an
+    effect only on a tokenizer that was not imported: see `tokenizer_json` and
+    `tokenizer_config`.
+    """
+    imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
+    if _JSON in imported:
+        files = {name: text for name, text in imported.items() if name in FILES}
+    else:
+        files = {
+            _JSON: json.dumps(tokenizer_json(encoding, beginning), ensure_ascii=False)
+        }
+    if _SETTINGS not in files:
+        files[_SETTINGS] = (
+            json.dumps(tokenizer_config(length, bos_token), indent=2) + "\n"
+        )
+    return files
 
 
 def _template(encoding: tiktoken.Encoding, beginning: int) -> dict[str, Any]:
@@ -128,6 +163,9 @@ def check_same_ids(encoding: tiktoken.Encoding, content: str, texts: list[str]) 
         )
 
     exported = tokenizers.Tokenizer.from_str(content)
+    exported.encode_special_tokens = True  # a name of a special token is text
+    exported.no_truncation()
+    exported.no_padding()
     for token, rank in encoding._special_tokens.items():
         if (exported_id := exported.token_to_id(token)) not in (None, rank):
             raise export_error(f"{token} would be {exported_id} instead of {rank}")

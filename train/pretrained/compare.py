@@ -4,9 +4,11 @@ The folder comes from transformers or `train.export`. Settings, tensor names and
 are compared before weights are read.
 """
 
+import functools
 import hashlib
 import json
-import shlex
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,37 +22,38 @@ from data.storage import check_regular
 from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
-from train.errors import ConfigError, Mistake, as_typed
-from train.pretrained.families import FAMILIES
-from train.pretrained.family import NOT_NULL, Family
-from train.pretrained.folder_settings import (
-    KEYS,
-    NOT_COMPARED,
-    NULL_IS_NONE,
-    PREDICTION_LAYERS,
-    ROPE_KEYS,
-    pattern_of,
-    rope_of,
-    with_layer_types,
+from train.errors import ConfigError, Mistake
+from train.pretrained.family import Family
+from train.pretrained.folder_family import (
+    class_of,
+    family_of_folder,
+    resolved_settings,
+    settings_in,
 )
+from train.pretrained.folder_settings import PREDICTION_LAYERS
 from train.pretrained.fused import Part, parts_of_experts
 from train.pretrained.tensors import FamilyTensors
 from train.program import Program
 
 _KEY = "init_from"
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _COMPARED_ROWS = 4096  # The number of rows that are compared at once.
 _REMEDY = "Fetch or export the folder again"
-# Older files also contain masks and rotary frequencies, which are ignored.
-_IGNORED_TENSORS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+# The ends of names of masks and rotary frequencies, which older files also contain.
+_FREQUENCIES = (".rotary_emb.inv_freq",)
+_MASKS = (".attn.bias", ".attn.masked_bias")
 # The encoder of images in a published model, whose text model has a prefix.
-_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _ENCODER = "model.visual."
 _TEXT_PREFIX = "model.language_model."
+_HEAD = "lm_head.weight"
+# The exceptions that reading a malformed index may raise.
+_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Folder:
     """An opened folder of weights: its settings, and its tensors' shapes by name.
+
+    `not_read` has a phrase for each kind of tensors and files that are not read.
 
     Closing `stack` closes the files.
 
@@ -67,10 +70,18 @@ class Folder:
             rule = 'needs the package safetensors; pip install -e ".[export]"'
             raise ConfigError([Mistake(_KEY, path, rule)]) from None
         folder = Path(path)
-        self.settings = _settings_in(path)
+        self._path, self._family = path, family
+        if (folder / "adapter_config.json").exists():
+            rule = "holds an adapter (adapter_config.json), which cannot be read; "
+            rule += "merge it into its model (peft: merge_and_unload), and save that"
+            raise ConfigError([Mistake(_KEY, path, rule)])
+        self.settings = settings_in(path)
         file_of, files = _read_index(folder)
         self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
+        self.not_read = Counter(_other_weights(folder, files))
         stored_names = set[str]()
+        is_rotary = family.needs["position"] is Position.rotary
+        is_composite = class_of(self.settings)[0] != self.settings.get("model_type")
         prefix = family.embedding_tensor.split(".")[0] + "."
         for file in files:
             try:
@@ -80,20 +91,29 @@ class Folder:
                 raise _unreadable(folder / file, error) from error
             stored_names |= {*opened.keys()}
             for name in opened.keys():  # noqa: SIM118, a safetensors file is not iterable
-                if name.startswith(_ENCODER):
+                if is_composite and name.startswith(_ENCODER):
+                    self.not_read["of the encoder of images"] += 1
                     continue
                 # GPT-2's files on the hub lack the prefix.
                 has_prefix = name.startswith((prefix, "lm_head", "mtp."))
                 full_name = name if has_prefix else prefix + name
-                full_name = full_name.replace(_TEXT_PREFIX, prefix)
-                if not full_name.endswith(_IGNORED_TENSORS):
-                    shape = tuple(opened.get_slice(name).get_shape())
-                    parts = {full_name: Part(shape)}
-                    if family.has_single_experts:
-                        parts = parts_of_experts(full_name, shape) or parts
-                    for part_name, part in parts.items():
-                        self.shapes[part_name] = part.shape
-                        self._files[part_name] = opened, name, file, part
+                if is_composite:
+                    full_name = full_name.replace(_TEXT_PREFIX, prefix)
+                if full_name.endswith(_FREQUENCIES if is_rotary else _MASKS):
+                    self.not_read["of masks or rotary frequencies"] += 1
+                    continue
+                shape = tuple(opened.get_slice(name).get_shape())
+                parts = {full_name: Part(shape)}
+                if family.has_single_experts:
+                    parts = parts_of_experts(full_name, shape) or parts
+                for part_name, part in parts.items():
+                    if part_name in self.shapes:
+                        raise DataError(
+                            f"{folder / file}: has {name}, and {self.file(part_name)} "
+                            f"has the same tensor. {_REMEDY}"
+                        )
+                    self.shapes[part_name] = part.shape
+                    self._files[part_name] = opened, name, file, part
         if missing_names := {*file_of} - stored_names:
             missing = min(missing_names)
             file, rule = folder / file_of[missing], f"which {_INDEX} says it holds"
@@ -119,6 +139,11 @@ class Folder:
         """Return the name of the file that contains a tensor."""
         return self._files[name][2]
 
+    @functools.cached_property
+    def resolved(self) -> dict[str, Any]:
+        """The settings, with the defaults of the class in transformers."""
+        return resolved_settings(self._path, self._family)
+
     @property
     def digest(self) -> str:
         """The hash of settings, names and shapes."""
@@ -141,13 +166,26 @@ def _read_index(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the file of each tensor (empty without an index), and all files."""
     index = folder / _INDEX
     if not index.exists():
-        return {}, ["model.safetensors"]
+        return {}, [_SINGLE_FILE]
     try:
         check_regular(index)
         file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return file_of, sorted({*map(checked_name, file_of.values())})
+        files = sorted({*map(checked_name, file_of.values())})
     except _MALFORMED as error:
         raise _unreadable(index, error) from error
+    if (folder / _SINGLE_FILE).exists() and files != [_SINGLE_FILE]:
+        raise DataError(
+            f"{index}: lists other files than {_SINGLE_FILE}, which the folder holds "
+            f"too and transformers would read instead. Delete what is out of date"
+        )
+    return file_of, files
+
+
+def _other_weights(folder: Path, files: Sequence[str]) -> dict[str, int]:
+    """Return a phrase and 1 for each file of weights that is not read."""
+    suffixes = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+    names = sorted(x.name for x in folder.iterdir() if x.name.endswith(suffixes))
+    return {f"in {name}": 0 for name in names if name not in files}
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:
@@ -178,119 +216,33 @@ def tensors_of_folder(
     return FamilyTensors(family, program.config.model, program.infos, vocab_size)
 
 
-def modules_not_read(folder: Folder, model: ModelConfig) -> set[str]:
+def modules_not_read(folder: Folder, family: Family, model: ModelConfig) -> set[str]:
     """Return the tensors of prediction modules if the model has no modules."""
-    count = max(folder.settings.get(key) or 0 for key in PREDICTION_LAYERS)
-    layers = range(model.num_layers, model.num_layers + count)
-    prefixes = *(f"model.layers.{layer}." for layer in layers), "mtp."
-    names = {name for name in folder.shapes if name.startswith(prefixes)}
-    return set() if model.predict_ahead else names
-
-
-def _settings_in(path: str) -> dict[str, Any]:
-    """Return the content of a folder's config.json."""
-    try:
-        file = Path(path) / "config.json"
-        check_regular(file)
-        settings = json.loads(file.read_text())
-        if not isinstance(settings, dict):
-            raise ValueError("config.json does not hold names and values")
-        return settings
-    except (OSError, ValueError, RecursionError) as error:
-        rule = f"must be a folder with config.json and weights, or a run's ({error})"
-        raise ConfigError([Mistake(_KEY, path, rule)]) from None
-
-
-def family_of_folder(path: str, model: ModelConfig) -> Family:
-    """Return the family of a folder, and check that its settings agree with `model`.
-
-    Raises:
-        ConfigError: if settings differ. The message lists the overrides of `model.*`
-            that adopt the folder's settings.
-    """
-    theirs = _settings_in(path)
-    kind, quantization = theirs.get("model_type"), theirs.get("quantization_config")
-    candidates = [f for f in FAMILIES if kind in (f.name, *f.compatible_types)]
-    if quantization:
-        rule = f"holds quantized weights ({quantization.get('quant_method')}), which "
-        rule += "cannot be read; load it in transformers with dequantize=True in its "
-        rule += "quantization_config, and start from the folder that save_pretrained "
-        rule += "writes"
-    elif not candidates:
-        rule = f"holds a model of type {kind}, which is none of "
-        rule += ", ".join(family.name for family in FAMILIES)
-    else:
-        family = min(candidates, key=lambda family: len(family.unmet_needs(model)))
-        theirs = theirs | theirs.get("text_config", {})
-        differing = {
-            f"model.{key}": (value, None if callable(family.needs[key]) else need)
-            for key, (value, need) in family.unmet_needs(model).items()
-        }
-        differing |= _differing_settings(theirs, family, model)
-        if theirs.get("vocab_size", 0) > (model.vocab_size or 0):
-            differing["model.vocab_size"] = model.vocab_size, theirs["vocab_size"]
-        if not differing:
-            return family
-        our_settings, keys = family.settings(model), KEYS | family.keys
-        for name, key in keys.items():  # set null keys to the folder's values
-            their_value = theirs.get(name) if name in our_settings else None
-            if their_value is not None and getattr(model, key) is None:
-                if name == "layer_types":
-                    their_value = pattern_of(their_value, key)
-                differing.setdefault(f"model.{key}", (None, their_value))
-        rule = f"holds a model of type {kind}, and model.* makes another:"
-        for key, (our_value, their_value) in differing.items():
-            their_value = "set" if their_value is NOT_NULL else as_typed(their_value)
-            rule += f"\n  {key} is {as_typed(our_value)}, there {their_value}"
-        overrides = [
-            f"{key}={as_typed(their_value)}"
-            for key, (_, their_value) in differing.items()
-            if key.startswith("model.") and their_value is not NOT_NULL
-        ]
-        if overrides:
-            rule += f"\nto take its settings type {shlex.join(overrides)}"
-    raise ConfigError([Mistake(_KEY, path, rule)])
-
-
-def _differing_settings(
-    theirs: dict[str, Any], family: Family, model: ModelConfig
-) -> dict[str, tuple[Any, Any]]:
-    """Return (model's value, config.json's value) for each setting that differs.
-
-    The keys of the dict are keys of `model.*`, or names of settings without a key.
-    """
-    ours = {"sliding_window": model.window, "tie_word_embeddings": model.tied_head}
-    ours |= family.settings(model)
-    theirs = with_layer_types(theirs, model.num_layers)
-    if not theirs.get("use_sliding_window", True):
-        theirs = {**theirs, "sliding_window": None}
-    not_compared = NOT_COMPARED + PREDICTION_LAYERS * (not model.predict_ahead)
-    plain_settings = {
-        k: v for k, v in ours.items() if k[:5] != "rope_" and k not in not_compared
+    if model.predict_ahead or not family.ahead_names:
+        return set()
+    settings = folder.resolved
+    counts = [x for key in PREDICTION_LAYERS if isinstance(x := settings.get(key), int)]
+    layers = range(model.num_layers, model.num_layers + max(counts, default=0))
+    is_layer = re.compile(r"model\.layers\.(\d+)\.")
+    return {
+        name
+        for name in folder.shapes
+        if name.startswith("mtp.")
+        or ((match := is_layer.match(name)) and int(match[1]) in layers)
     }
-    groups = [(plain_settings, theirs, KEYS | family.keys)]
-    if family.needs["position"] is Position.rotary:
-        their_rope, our_rope = rope_of(theirs), rope_of(ours)
-        for layers, keys in ROPE_KEYS.items():
-            our_values = our_rope.get(layers, {})
-            their_values = their_rope.get(layers, {})
-            if our_values.get("rope_type") != their_values.get("rope_type"):
-                unset = dict.fromkeys(keys.keys() & their_values.keys())
-                our_values = unset | our_values
-            groups.append((our_values, their_values, keys))
-    differing = dict[str, tuple[Any, Any]]()
-    for our_values, their_values, keys in groups:
-        for name, value in our_values.items():
-            their_value = their_values.get(name)
-            means_none = name in their_values and name in NULL_IS_NONE
-            if (their_value is not None or means_none) and their_value != value:
-                key = f"model.{keys[name]}" if name in keys else name
-                if name == "layer_types" and their_value is not None:
-                    layers = value, their_value
-                    value, their_value = (pattern_of(x, keys[name]) for x in layers)
-                pair = ("none" if x == "default" else x for x in (value, their_value))
-                differing[key] = next(pair), next(pair)
-    return differing
+
+
+def _table_differences(folder: Folder, family: Family) -> Iterator[str]:
+    """Yield a phrase for each table without the rows that config.json announces."""
+    sizes = {family.embedding_tensor: "vocab_size"}
+    if family.needs["position"] is Position.learned:
+        sizes["transformer.wpe.weight"] = family.length_key
+    for name, key in sizes.items():
+        rows, announced = folder.shapes.get(name, (0,))[0], folder.resolved[key]
+        if rows not in (0, announced):
+            by_default = " by default" * (key not in class_of(folder.settings)[1])
+            rule = f"has {rows} rows in {name}, but {key} in config.json is {announced}"
+            yield f"{rule}{by_default}, with which transformers cannot load it"
 
 
 def _tensor_differences(
@@ -305,10 +257,20 @@ def _tensor_differences(
         yield f"{rule}set model.vocab_size={num_tokens} ({file})"
         return
     ours = tensors.shapes(dict(named(program.state.params)))
-    ignored, copies = modules_not_read(folder, model), tensors.copies
+    ignored = modules_not_read(folder, tensors.family, model)
+    copies, embedding = tensors.copies, tensors.family.embedding_tensor
     theirs = {k: v for k, v in folder.shapes.items() if k not in ignored}
-    if model.tied_head:
-        theirs.pop("lm_head.weight", None)
+    yield from _table_differences(folder, tensors.family)
+    if _HEAD in theirs and embedding in theirs:
+        is_shared = theirs[_HEAD] == theirs[embedding]
+        is_shared = is_shared and folder.equal(_HEAD, embedding)
+        if model.tied_head:
+            del theirs[_HEAD]
+            if not is_shared:
+                rule = f"has {_HEAD}, which differs from {embedding}"
+                yield f"{rule}; set model.tied_head=false"
+        elif is_shared and folder.resolved["tie_word_embeddings"]:
+            yield "uses its embedding as the head's weight; set model.tied_head=true"
     for name in sorted({*ours} - {*theirs} - {*copies}):
         yield f"lacks the tensor {name} {list(ours[name])}"
     for name in sorted({*theirs} - {*ours}):

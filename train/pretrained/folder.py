@@ -14,15 +14,12 @@ import tiktoken
 from etils import epath
 
 from data.beginning import beginning_of
+from data.encoding import FolderEncoding
 from data.phases import tokens_before
 from data.sources import Sources
 from data.storage import is_remote, write_atomically
-from data.tokenizer_json import (
-    SAMPLE,
-    check_same_ids,
-    tokenizer_config,
-    tokenizer_json,
-)
+from data.tokenizer_folder import GENERATION_FILE, MODEL_FILE, TOKEN_IDS
+from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files
 from model.choices import Position, Scaling
 from model.config import ModelConfig
 from model.params import named
@@ -81,12 +78,12 @@ def write_folder(
     family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:
         first = beginning.token if beginning.in_prompts else None
-        content = json.dumps(tokenizer_json(encoding, first), ensure_ascii=False)
+        name_of_first = encoding.decode([beginning.token])
+        files = tokenizer_files(encoding, length, first, name_of_first)
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
-        check_same_ids(encoding, content, [SAMPLE, text])
-        write_atomically(folder / "tokenizer.json", content)
-        settings = tokenizer_config(length, encoding.decode([beginning.token]))
-        write_json(folder / "tokenizer_config.json", settings)
+        check_same_ids(encoding, files["tokenizer.json"], [SAMPLE, text])
+        for name, content in files.items():
+            write_atomically(folder / name, content)
     tensors = FamilyTensors(family, model, program.infos, encoding.n_vocab)
     num_params = write_weights(folder, tensors, dict(named(params)), jnp.dtype(dtype))
     if is_writer:
@@ -94,11 +91,14 @@ def write_folder(
         text = model_card(config, encoding, num_params, step, results)
         write_atomically(folder / "README.md", text)
         settings = exported_settings(family, model, encoding, length, dtype)
+        imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
+        settings |= json.loads(imported.get(MODEL_FILE, "{}"))
         settings["bos_token_id"] = beginning.token
-        special_tokens = {
-            key: settings[key] for key in ("bos_token_id", "eos_token_id")
-        }
-        write_json(folder / "generation_config.json", special_tokens)
+        if generation := imported.get(GENERATION_FILE):
+            write_atomically(folder / GENERATION_FILE, generation)
+        else:
+            special_tokens = {key: settings[key] for key in TOKEN_IDS[:2]}
+            write_json(folder / GENERATION_FILE, special_tokens)
         write_json(folder / "config.json", settings)
     description = f"{format_count(num_params)} parameters in {dtype}"
     return f"{description}, a model of family {family.name}"

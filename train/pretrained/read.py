@@ -13,12 +13,9 @@ import jax
 import numpy as np
 
 from model.params import named
-from train.pretrained.compare import (
-    Folder,
-    family_of_folder,
-    modules_not_read,
-    tensors_of_folder,
-)
+from train.pretrained.compare import Folder, modules_not_read, tensors_of_folder
+from train.pretrained.family import Family
+from train.pretrained.folder_family import family_of_folder
 from train.pretrained.tensors import FamilyTensors
 from train.program import Program
 from train.state import TrainState
@@ -39,13 +36,8 @@ def read_folder(path: str, program: Program) -> TrainState:
     with ExitStack() as stack:
         folder = Folder(path, family, stack)
         tensors = tensors_of_folder(folder, family, program)
-        num_unread = len(modules_not_read(folder, program.config.model))
-        if num_unread and jax.process_index() == 0:
-            print(
-                f"weights     {num_unread:,} tensors of prediction modules are not "
-                f"read, because model.predict_ahead=0",
-                flush=True,
-            )
+        if jax.process_index() == 0:
+            _say_what_is_not_read(folder, family, program)
         abstract = dict(named(program.state.params))
         num_rows = {name: tensors.num_vocab_rows(abstract, name) for name in abstract}
         larger = {name for name, n in num_rows.items() if n > tensors.vocab_size}
@@ -54,6 +46,19 @@ def read_folder(path: str, program: Program) -> TrainState:
         leaves = [reader.param(name, state.params.get(name)) for name in abstract]
     params = jax.tree.unflatten(jax.tree.structure(program.state.params), leaves)
     return state._replace(params=params)
+
+
+def _say_what_is_not_read(folder: Folder, family: Family, program: Program) -> None:
+    """Print a line for each kind of tensors, and each file, that are not read."""
+    if num_unread := len(modules_not_read(folder, family, program.config.model)):
+        print(
+            f"weights     {num_unread:,} tensors of prediction modules are not read, "
+            f"because model.predict_ahead=0",
+            flush=True,
+        )
+    for what, count in folder.not_read.items():
+        number = f"{count:,} tensors" if count else "the weights"
+        print(f"weights     {number} {what} are not read", flush=True)
 
 
 def _initial_state(program: Program, names: Collection[str]) -> TrainState:

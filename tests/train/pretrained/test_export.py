@@ -4,6 +4,7 @@ import json
 import math
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ from tests.train.pretrained.conftest import (
 )
 from train.cli.command import compose
 from train.errors import ConfigError
-from train.pretrained import weights
+from train.pretrained import families, weights
 from train.pretrained.families import family_of
 from train.pretrained.folder import (
     exported_settings,
@@ -163,6 +164,12 @@ def test_what_no_family_holds_is_refused_with_all_that_differs(composed):
         with pytest.raises(ConfigError, match="must be") as error:
             family_of(composed(*overrides).model)
         assert {mistake.key for mistake in error.value.mistakes} == expected
+
+
+def test_the_guide_names_all_families():
+    guide = Path(families.__file__).parents[2] / "docs/guides/exporting.md"
+    text = guide.read_text()
+    assert [f.name for f in families.FAMILIES if f"`{f.name}`" not in text] == []
 
 
 def test_a_named_family_must_fit(configure):

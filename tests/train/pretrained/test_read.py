@@ -239,6 +239,101 @@ def test_an_index_is_held_to_its_files(llama):
             check_folder(str(folder), program())
 
 
+def test_a_head_of_its_own_is_never_dropped(programs, tmp_path):
+    """Transformers uses it, although config.json says that the head is tied."""
+    tied = (*MODELS["llama with biases, tied"], "model.num_layers=2", VOCABULARY)
+    program = programs(*tied, devices=1)
+    export(tmp_path, program, perturbed(program.config.model))
+    file = tmp_path / "model.safetensors"
+    arrays = load_file(file)
+    embedding = arrays["model.embed_tokens.weight"]
+    untied = programs(*tied, "model.tied_head=false", devices=1)
+    with pytest.raises(ConfigError, match="tied_head is false, there true"):
+        check_folder(str(tmp_path), untied)
+    save_file(arrays | {"lm_head.weight": embedding}, file)
+    check_folder(str(tmp_path), program)
+    with pytest.raises(ConfigError, match=r"set model\.tied_head=true"):
+        check_folder(str(tmp_path), untied)
+    save_file(arrays | {"lm_head.weight": embedding + 1}, file)
+    with pytest.raises(ConfigError, match=r"set model\.tied_head=false"):
+        check_folder(str(tmp_path), program)
+    check_folder(str(tmp_path), untied)
+
+
+def changed_tensors(folder, **more) -> None:
+    """Add tensors to a folder."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | more, file)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.up_proj.bias"),
+        *("model.layers.0.self_attn.q_norm.weight", "model.norm.bias", "lm_head.bias"),
+        *("model.layers.0.attn.bias", "model.layers.0.self_attn.masked_bias"),
+        *("model.layers.2.input_layernorm.weight", "mtp.fc.weight", "score.weight"),
+        *("model.visual.patch_embed.weight", "model.language_model.norm.weight"),
+        *("model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.sinks"),
+    ],
+)
+def test_tensors_that_the_model_lacks_are_refused(llama, name):
+    folder, program = llama
+    changed_tensors(folder, **{name: np.zeros(4, np.float32)})
+    change(folder, num_nextn_predict_layers=10**12)
+    with pytest.raises(ConfigError, match="that the model lacks"):
+        check_folder(str(folder), program())
+
+
+def test_what_is_not_read_is_said(llama, capsys):
+    folder, program = llama
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    changed_tensors(folder, **{name: np.ones(4, np.float32)})
+    (folder / "consolidated.safetensors").write_bytes(b"")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    start_from(str(folder), program())
+    said = capsys.readouterr().out
+    assert "1 tensors of masks or rotary frequencies are not read" in said
+    assert "the weights in consolidated.safetensors are not read" in said
+    assert "the weights in pytorch_model.bin are not read" in said
+
+
+def test_adapters_and_repeated_tensors_are_refused(llama):
+    folder, program = llama
+    changed_tensors(folder, **{"norm.weight": np.ones(4, np.float32)})
+    with pytest.raises(DataError, match="has the same tensor"):
+        check_folder(str(folder), program())
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        check_folder(str(folder), program())
+
+
+def test_an_index_beside_a_file_of_another_save_is_refused(llama):
+    folder, program = llama
+    other = folder / "model-00001-of-00001.safetensors"
+    other.write_bytes((folder / "model.safetensors").read_bytes())
+    listed = dict.fromkeys(load_file(other), other.name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(DataError, match="would read instead"):
+        check_folder(str(folder), program())
+    (folder / "model.safetensors").unlink()
+    check_folder(str(folder), program())
+
+
+@pytest.mark.parametrize("size", [256, 258, None])
+def test_a_vocabulary_of_another_size_is_refused(llama, size):
+    """Transformers cannot load it; null stands for what is left out."""
+    folder, program = llama
+    change(folder, vocab_size=size)
+    if size is None:
+        settings = json.loads((folder / "config.json").read_text())
+        del settings["vocab_size"]
+        (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"vocab_size (is|in)"):
+        check_folder(str(folder), program())
+
+
 @pytest.fixture
 def glm(programs, exported):
     """A folder of a GLM and its program."""

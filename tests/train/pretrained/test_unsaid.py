@@ -8,9 +8,9 @@ import pytest
 from tests.train.pretrained.conftest import BYTES, FAMILY_NAMES, LENGTH, MODELS
 from train.cli.command import compose
 from train.errors import ConfigError
-from train.pretrained.compare import family_of_folder
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
+from train.pretrained.folder_family import family_of_folder
 
 
 def of(name: str, *more: str):
@@ -32,11 +32,15 @@ def write(folder: Path, name: str, **changed: object) -> str:
 @pytest.mark.parametrize(
     ("name", "said", "pattern"),
     [
-        ("gemma2", {"sliding_window_pattern": 3}, "local,local,global"),
+        # transformers does not read this in Gemma 2, nor the second of Gemma 3.
+        ("gemma2", {"sliding_window_pattern": 3}, "local,global"),
         ("gemma3", {}, "local,local,local,local,local,global"),
         ("gemma3", {"sliding_window_pattern": 3}, "local,local,global"),
-        ("gemma3", {"_sliding_window_pattern": 4}, "local,local,local,global"),
-        ("gemma3", {"num_hidden_layers": None}, "local,local,local,local,local,global"),
+        (
+            "gemma3",
+            {"_sliding_window_pattern": 4},
+            "local,local,local,local,local,global",
+        ),
         ("gpt-oss", {}, "local,global"),
         ("olmo3", {}, "local,local,local,global"),
     ],
@@ -127,3 +131,110 @@ def test_what_a_family_does_not_read_is_not_advised(tmp_path):
         family_of_folder(folder, of("qwen2", "model.embed_dim=64"))
     assert "model.window" not in str(error.value)
     assert "layer_pattern" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "said"),
+    [
+        ("mistral", "sliding_window", "model.window is 7, there 4096"),
+        ("gemma2", "query_pre_attn_scalar", "there 256"),
+        ("gemma2", "attn_logit_softcapping", "attention_soft_cap is 2.0, there 50.0"),
+        ("gemma2", "tie_word_embeddings", None),
+        ("gemma3", "head_dim", "head_dim is 48, there 256"),
+        ("qwen3", "tie_word_embeddings", "tied_head is true, there false"),
+        ("qwen3", "num_key_value_heads", "there 32"),
+        (
+            "llama with biases, tied",
+            "tie_word_embeddings",
+            "tied_head is true",
+        ),
+        ("deepseek v3", "routed_scaling_factor", "there 2.5"),
+        ("deepseek v3", "q_lora_rank", "query_rank is"),
+        ("deepseek v3", "n_group", "there 8"),
+        ("gpt-oss", "swiglu_limit", "swiglu_limit is 0.5, there 7.0"),
+        ("gpt-oss", "rms_norm_eps", None),
+        ("mixtral", "num_experts_per_tok", None),
+        ("glm 4.5", "first_k_dense_replace", None),
+        ("gpt2", "vocab_size", "vocab_size is 257, there 50257"),
+    ],
+)
+def test_what_is_left_out_is_the_default_of_the_class(tmp_path, name, left_out, said):
+    model = of(name)
+    aliases = {"num_experts": None, "num_local_experts": None}
+    more = aliases if left_out == "num_experts" else {}
+    folder = write(tmp_path, name, **{left_out: None}, **more)
+    if said is None:
+        family_of_folder(folder, model)
+        return
+    with pytest.raises(ConfigError, match="leaves it out") as error:
+        family_of_folder(folder, model)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is false"),
+        ("gpt2", {"hidden_size": 99}, "embed_dim is"),
+        ("mixtral", {"num_experts": 99}, "num_experts is"),
+        ("deepseek v3", {"num_local_experts": 99}, "num_experts is"),
+        ("deepseek v3", {"rope_interleave": False}, "rope_interleave is true"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, None),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 8},
+            "window is null, there 8, which Longhaul does not have in this family",
+        ),
+        ("llama", {"layer_types": ["attention"]}, None),
+        ("gemma3", {"layer_types": ["full_attention"]}, "has 1 entries"),
+        ("llama", {"per_layer_config": {"0": {"head_dim": 2}}}, "per_layer_config"),
+        ("llama", {"text_config": {"hidden_size": 2}}, "states text_config"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "lack factor"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lack low_f"),
+        ("llama", {"num_attention_heads": 0, "head_dim": None}, "cannot use"),
+        ("gemma2", {"num_hidden_layers": 10**12, "layer_types": None}, "above 100000"),
+        ("llama", {"hidden_size": "wide"}, "embed_dim is"),
+        ("llama", {"rope_parameters": [1]}, "cannot use"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "must hold settings of"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {}}},
+            "lacks full_attention",
+        ),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "divided by kind"),
+    ],
+)
+def test_other_settings_are_read_as_transformers_reads_them(
+    tmp_path, name, changed, said
+):
+    model, folder = of(name), write(tmp_path, name, **changed)
+    if said is None:
+        family_of_folder(folder, model)
+        return
+    with pytest.raises(ConfigError) as error:
+        family_of_folder(folder, model)
+    assert said in str(error.value)
+
+
+def test_a_type_without_a_class_has_no_defaults(tmp_path):
+    folder = write(tmp_path, "deepseek v3", model_type="kimi_k2", n_group=None)
+    with pytest.raises(ConfigError, match=r"kimi_k2, for which .* must state n_group"):
+        family_of_folder(folder, of("deepseek v3"))
+    folder = write(tmp_path, "deepseek v3", model_type="kimi_k2")
+    family_of_folder(folder, of("deepseek v3"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "3", "null", '"llama"', "{", "{}", pytest.param("[" * 10**5, id="deep")],
+)
+def test_a_config_that_is_no_object_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError):
+        family_of_folder(str(tmp_path), of("llama"))
