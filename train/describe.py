@@ -49,14 +49,15 @@ def describe_program(program: Program) -> None:
     print(f"state       {format_bytes(state_bytes)} a device, with optimizer")
     _describe_layers(program)
     _describe_loss(program)
-    rows, length = config.data.batch_size, config.data.sequence_length
-    print(f"step        {rows} rows x {length} = {program.tokens_per_step:,} tokens")
-    for phase in phases_of(config.data):
-        if phase.first_batch or (phase.rows, phase.length) != (rows, length):
-            shape = f"{phase.rows} rows x {phase.length}"
-            tokens = f"{phase.tokens_per_batch:,} tokens"
-            print(f"            {shape} = {tokens} from batch {phase.first_batch:,} on")
+    phases = phases_of(config.data)
+    for n, phase in enumerate(phases):
+        title = "" if n else "step"
+        text = f"{phase.rows} rows x {phase.length} = {phase.tokens_per_batch:,} tokens"
+        since = f" from batch {phase.first_batch:,} on" if len(phases) > 1 else ""
+        print(f"{title:<11} {text}{since}")
     flops = format_flops(program.flops_per_step)
+    if len(phases) > 1:
+        flops += f" for {program.tokens_per_step:,} tokens"
     has_states = Mixer.gated_delta in config.model.mixers
     formula = "6 N + 12 L C T" + " or 18 L S" * has_states
     print(f"            {flops} of the model ({formula} per token)")

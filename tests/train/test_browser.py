@@ -1,11 +1,15 @@
-"""A browser opens both pages without errors and shows the figures of the JSON."""
+"""A browser opens every page without errors, draws it, and shows the JSON's figures."""
 
+import html
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,66 +18,198 @@ from train.units import format_bytes, format_count
 pytestmark = pytest.mark.slow
 SMALL = [
     *("model.num_layers=2", "model.embed_dim=32", "data.batch_size=4"),
-    *("data.sequence_length=32", "runtime.cpu_devices=1", "tracker=none"),
+    *("data.sequence_length=32", "tracker=none", "data=text", "data.path=text"),
 ]
+CPU = "runtime.cpu_devices=1"
+OPTIONS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+    *("--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--virtual-time-budget=5000", "--enable-logging=stderr"),
+]
+# Uses each control of a page, and notes what is then seen.
+SCRIPT = """<script>
+const visible = selector => [...document.querySelectorAll(selector)].filter(part => {
+  const {width, height} = part.getBoundingClientRect();
+  return part.getTotalLength ? part.getTotalLength() > 0 : width * height > 0;
+}).length;
+const views = [];
+const look = name => {
+  for (const plot of document.querySelectorAll(".plot"))
+    plot.dispatchEvent(new PointerEvent("pointermove", {clientX: 200, clientY: 200}));
+  views.push({name, text: document.body.innerText, lines: visible("path.line"),
+    cells: visible("path.cells"), bars: visible(".bar i"),
+    buttons: visible(".cells button")});
+};
+look("");
+for (const name of [...document.querySelectorAll(".axes button")].map(b => b.value)) {
+  document.querySelector(`.axes button[value="${name}"]`).click();
+  look(name);
+}
+for (const select of document.querySelectorAll("select")) {
+  select.selectedIndex = select.options.length - 1;
+  select.dispatchEvent(new Event("change"));
+  look(`last ${select.id}`);
+}
+document.body.insertAdjacentHTML("beforeend", '<pre id="seen"></pre>');
+document.getElementById("seen").textContent = JSON.stringify(views);
+</script>"""
 
 
-def run(*command: str, folder: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(
-        [sys.executable, "-m", *command, *SMALL],
-        cwd=folder,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
+class Seen(NamedTuple):
+    """What a browser shows of a page.
+
+    data: the JSON in the page.
+    views: the text and the number of drawn parts, first and after each control is used.
+    """
+
+    data: dict[str, Any]
+    views: dict[str, dict[str, Any]]
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.views[""]
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    """Return a function that opens a page and returns its text and console errors."""
+def folder(tmp_path_factory) -> Path:
+    """A folder with a little text, in which commands run."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "text").mkdir()
+    for n in range(20):
+        (folder / "text" / f"{n}.txt").write_text(f"Zebra {n} eats grass. " * 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Callable[..., str]:
+    """Return a function that runs a command in the folder, and returns its output."""
+
+    def run(*command: str, codes: tuple[int, ...] = (0,)) -> str:
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode in codes, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> Callable[[Path], Seen]:
+    """Return a function that opens a page, and fails if the console has a message."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None and os.environ.get("LONGHAUL_FULL") != "1":
         pytest.skip("needs chromium")
     assert browser, "chromium is missing"
-    profile = tmp_path_factory.mktemp("profile")
 
-    def shown(page: Path) -> tuple[str, list[str]]:
-        script = "<script>document.title = 'drawn'</script>"
+    def shown(page: Path) -> Seen:
+        profile, text = tmp_path_factory.mktemp("profile"), page.read_text()
         copy = page.with_name(f"shown-{page.name}")
-        copy.write_text(page.read_text() + script)
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-        options += ["--virtual-time-budget=5000", "--enable-logging=stderr"]
+        copy.write_text(text + SCRIPT)
         done = subprocess.run(
-            [browser, *options, f"--user-data-dir={profile}", copy.as_uri()],
+            [browser, *OPTIONS, f"--user-data-dir={profile}", copy.as_uri()],
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
         )
-        assert "<title>drawn</title>" in done.stdout, done.stderr
-        return done.stdout, [ln for ln in done.stderr.splitlines() if "CONSOLE" in ln]
+        messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+        assert messages == []
+        (seen,) = re.findall(r'<pre id="seen">(.+?)</pre>', done.stdout, re.S)
+        views = {view["name"]: view for view in json.loads(html.unescape(seen))}
+        (data,) = re.findall(r'<script[^>]*id="data">(.*?)</script>', text, re.S)
+        return Seen(json.loads(data), views)
 
     return shown
 
 
-def test_the_page_of_a_plan(shown, tmp_path):
-    run("train.plan", "show=true", "output=plan", folder=tmp_path)
-    plan = json.loads((tmp_path / "plan/plan.json").read_text())
-    text, errors = shown(tmp_path / "plan/plan.html")
-    assert errors == []
+@pytest.fixture(scope="module")
+def runs(run) -> list[str]:
+    """Two short runs, the second with experts."""
+    more = ("train.num_steps=4", "log.interval_steps=1", "eval.final_num_batches=1")
+    experts = ("model=moe_nano", "log.numerics_interval_steps=1")
+    run("train", "run.dir=a", *more, *SMALL, CPU)
+    run("train", "run.dir=b", *more, *experts, *SMALL, CPU)
+    return ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (CPU, "show=true"),
+        ("target=h100-8", "mesh=fsdp", "data.batch_size=8"),
+        ("target=v5e-8", "mesh=fsdp_tensor", "data.batch_size=8"),
+        ("target=h100-1", "model.embed_dim=8192", "model.num_layers=200"),
+        ("target=h100-1", "data.batch_schedule=[{from_step: 0, rows: 2}]"),
+    ],
+    ids=["cpu", "gpu", "tpu", "too large", "growing"],
+)
+def test_a_plan_says_what_its_json_and_the_terminal_say(run, folder, shown, options):
+    printed = run("train.plan", "output=plan", *SMALL, *options, codes=(0, 4))
+    plan = json.loads((folder / "plan/plan.json").read_text())
+    seen = shown(folder / "plan/plan.html")
+    text = seen.first["text"]
+    assert seen.data == plan
     assert f"{format_count(plan['num_parameters'])} parameters" in text
     parts = [plan["per_device"][name] for name in ("parameters", "optimizer state")]
     for figure in (plan["needed"], *parts):
         assert format_bytes(figure["bytes"]) in text
+    assert seen.first["bars"] > 0
+    assert seen.first["buttons"] > 0
+    verdict = plan["verdict"]
+    assert (verdict is None) is (CPU in options)
+    if verdict:
+        words = f"{verdict['answer']}, {verdict['reason']}"
+        assert f"\nfits        {words}\n" in printed
+        assert f"Fits: {words}." in text
+    if plan["prediction"] and verdict:
+        (predicted,) = re.findall(r"^predicted +(.+)$", printed, re.M)
+        assert predicted in text
 
 
-def test_the_report_of_a_run(shown, tmp_path):
-    more = ("train.num_steps=4", "log.interval_steps=1", "eval.final_num_batches=1")
-    run("train", "run.dir=run", *more, folder=tmp_path)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    last = [row for row in map(json.loads, lines) if "loss" in row][-1]
-    text, errors = shown(tmp_path / "run/report.html")
-    assert errors == []
-    assert last["step"] == 4
-    assert f"{last['loss']:.4f}" in text
-    assert format_count(last["tokens"]) in text
+def test_the_report_of_a_run(runs, folder, shown):
+    for name in runs:
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        last = [row for row in map(json.loads, lines) if "loss" in row][-1]
+        seen = shown(folder / name / "report.html")
+        assert last["step"] == 4
+        assert f"{last['loss']:.4f}" in seen.first["text"]
+        assert format_count(last["tokens"]) in seen.first["text"]
+        assert seen.first["lines"] > 0
+        assert seen.first["bars"] > 0
+    assert seen.first["cells"] > 0  # heat maps of the experts
+
+
+def test_the_comparison_of_runs(run, runs, folder, shown):
+    run("train.report", f"runs=[{','.join(runs)}]", "output=both.html")
+    seen = shown(folder / "both.html")
+    assert {"", "step", "tokens"} <= {*seen.views}
+    for view in seen.views.values():
+        assert view["lines"] >= len(runs)
+    for _, _, rows in seen.data["tables"]:
+        for cell in (cell for row in rows for cell in row if cell):
+            assert str(cell) in seen.first["text"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "depths"), [([16, 32], [1, 2]), ([16, 32], []), ([], [1, 3])]
+)
+def test_the_curves_of_coordinates(run, folder, shown, widths, depths):
+    sizes = [f"widths={widths}".replace(" ", ""), f"depths={depths}".replace(" ", "")]
+    optimizer = ("optimizer=adamw", "optimizer.base_width=16", "steps=1")
+    heads = ("model.num_heads=4", "model.num_kv_heads=4")
+    command = ("train.coordinates", *SMALL, CPU, *optimizer, *heads, *sizes)
+    printed = run(*command, codes=(0, 5)).splitlines()
+    seen = shown(folder / "coordinates.html")
+    axes = [name for name, used in (("width", widths), ("depth", depths)) if used]
+    assert {*seen.views} == {"", *axes}
+    for view in seen.views.values():
+        assert view["lines"] > 5
+    for _, _, rows in seen.data["tables"]:
+        for row in rows:
+            assert row[0] in seen.first["text"]
+            assert any(line.split() == " ".join(row).split() for line in printed)

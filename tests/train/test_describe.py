@@ -108,3 +108,37 @@ def test_the_first_screen_says_that_layers_are_unrolled_unasked(programs, capsys
 def test_a_loss_with_all_logits_at_once_has_no_line(program, capsys):
     describe_program(program)
     assert "\nloss " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lines"),
+    [
+        ([], ["step        8 rows x 32 = 256 tokens"]),
+        (
+            ["data.batch_schedule=[{from_step: 0, rows: 2}, {from_step: 9, rows: 8}]"],
+            [
+                "step        2 rows x 32 = 64 tokens from batch 0 on",
+                "            8 rows x 32 = 256 tokens from batch 9 on",
+            ],
+        ),
+        (
+            ["data.batch_schedule=[{from_step: 5, rows: 16}]"],
+            [
+                "step        8 rows x 32 = 256 tokens from batch 0 on",
+                "            16 rows x 32 = 512 tokens from batch 5 on",
+            ],
+        ),
+        (
+            ["data.sequence_schedule=[{from_step: 0, length: 16}]"],
+            ["step        8 rows x 16 = 128 tokens"],
+        ),
+    ],
+)
+def test_the_first_line_of_the_batch_is_that_of_the_first_step(
+    programs, capsys, schedule, lines
+):
+    describe_program(programs(*schedule))
+    out = capsys.readouterr().out.splitlines()
+    first = next(n for n, line in enumerate(out) if line.startswith("step   "))
+    assert out[first : first + len(lines)] == lines
+    assert " of the model (" in out[first + len(lines)]

@@ -37,6 +37,12 @@ from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # jobs of a sweep to check before it starts; each job also checks itself
 
+_ELLIPSES = {"...", "\N{HORIZONTAL ELLIPSIS}"}
+_ELLIPSIS_RULE = (
+    "stands for what a page leaves out; write your own arguments instead, or leave it "
+    "out. If three dots are meant, write key='\"...\"'"
+)
+
 Validate = Callable[[Any], list[Mistake]]
 
 
@@ -122,6 +128,8 @@ class _CommandLineChecker:
     def parse(self, text: str, is_multirun: bool) -> list[Override]:
         """Parse an argument; return one override, or one for each value of a sweep."""
         key, _, value = text.lstrip("+~").partition("=")
+        if _ELLIPSES & {text, value}:
+            return self._reject(key, value, _ELLIPSIS_RULE)
         try:
             parsed = self.parser.parse_override(text)
             parsed.config_loader = self.presets.loader

@@ -93,7 +93,8 @@ def _key_lines(schema: type, values: Any, left_out: set[str]) -> Iterator[str]:
             yield text
             text = ""
         meaning = meaning_of(schema, key.replace("[i]", ".i"))
-        for line in textwrap.wrap(meaning, _WIDTH - _INDENT):
+        width = _WIDTH - _INDENT
+        for line in textwrap.wrap(meaning, width, break_on_hyphens=False):
             yield f"{text:<{_INDENT}}{line}"
             text = ""
 

@@ -17,6 +17,10 @@ from data.config import INT32_MAX
 from train.cli.other_trainers import translate
 from train.errors import Mistake
 
+_CLOSE = 0.8  # Spellings that are closer are taken for the same name.
+_VERY_CLOSE = 0.92
+_SEPARATORS = str.maketrans("", "", "._-")
+
 
 def type_of(schema: type, key: str) -> tuple[Any, bool]:
     """Return a dotted key's type hint (or None), and whether the key is in a table.
@@ -80,8 +84,6 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
     siblings = fields(section) if is_dataclass(section) and parent else ()
     known_keys = sorted({*keys, *(f"{parent}.{field.name}" for field in siblings)})
     similar = similar_names(key, known_keys)
-    if not similar and section is None:
-        similar = similar_names(parent, known_keys)
     if similar:
         return Mistake(key, value, rule + did_you_mean(similar), tuple(similar))
     while not is_dataclass(section):
@@ -94,20 +96,52 @@ def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
 
 
 def similar_names(word: str, names: Iterable[str]) -> list[str]:
-    """Return the names with the same last part as `word`, or one similar name.
+    """Return the names that `word` probably means, the likeliest first.
 
-    The last part of `word` may also be the initials of a name's last part.
+    These are names with the same last part, or else with the closest spelling, if it is
+    close. A last part of one word, such as `mode`, is too common to be compared across
+    sections, and one of several words is not taken for a word. No hint is better than a
+    wrong one.
     """
-    names, last_part = list(names), _last_part(word)
+    names, section = list(names), word.rpartition(".")[0]
+    last_part = _last_part(word)
+    if not last_part:
+        return []
+
+    def is_comparable(name: str) -> bool:
+        other = name.rpartition(".")[0]
+        has_words = "_" in last_part
+        return has_words or not section or _closeness(section, other) > _CLOSE
+
     exact_matches = [
-        n for n in names if last_part in (_last_part(n), _initials(_last_part(n)))
+        n
+        for n in names
+        if last_part in (_last_part(n), _initials(_last_part(n))) and is_comparable(n)
     ]
     if exact_matches:
         return difflib.get_close_matches(word, exact_matches, n=3, cutoff=0)
-    for name in difflib.get_close_matches(word, names, n=5):
-        if difflib.SequenceMatcher(None, last_part, _last_part(name)).ratio() > 0.6:
-            return [name]
-    return []
+    closeness = dict[str, float]()
+    for name in names:
+        closeness[name] = _closeness(word, name)
+        if is_comparable(name):
+            of_last_parts = _closeness(last_part, _last_part(name))
+            closeness[name] = max(closeness[name], of_last_parts)
+    best = max(closeness.values(), default=0.0)
+    closest = [name for name in names if closeness[name] == best > _CLOSE]
+    return sorted(closest, key=len)[:3]
+
+
+def _closeness(a: str, b: str) -> float:
+    """Return how close two spellings are, from 0 to 1.
+
+    Names of one word and of several words are close only without their separators.
+    """
+    same_form = ("_" in _last_part(a)) == ("_" in _last_part(b))
+    a, b = (name.lower().translate(_SEPARATORS) for name in (a, b))
+    if sorted(a) == sorted(b):  # two letters have changed places
+        return 1.0
+    ratio = difflib.SequenceMatcher(None, a, b).ratio()
+    return ratio if same_form or ratio > _VERY_CLOSE else 0.0
 
 
 def did_you_mean(names: Sequence[str]) -> str:

@@ -3,11 +3,7 @@
 import pytest
 import yaml
 
-from tests.fleet import REPOSITORY
 from tests.train.cli.conftest import entry
-from train.cli.hints import keys_of
-from train.cli.other_trainers import NAMES
-from train.config import Config
 
 
 def test_all_mistakes_at_once(run):
@@ -169,10 +165,14 @@ def test_a_tracker_that_is_none_is_named(run):
 
 def test_a_key_of_another_trainer_is_translated(run):
     typed = ("block_size=256", "training.seq_len=64", "--max_iters=5")
+    typed += ("--per_device_train_batch_size=4", "optimizer.beta1=0.8", "eval_steps=7")
     result = run(*typed, "--num_steps=30", "resume=true")
     for title, text in (
         ("block_size = 256", "it is called data.sequence_length here"),
         ("training.seq_len = 64", "it is called data.sequence_length here"),
+        ("--per_device_train_batch_size=4", "it is called data.batch_size here"),
+        ("optimizer.beta1 = 0.8", "it is called optimizer.b1 here"),
+        ("eval_steps = 7", "eval.interval_steps here, or eval.num_batches here"),
         ("--max_iters=5", "it is called train.num_steps here"),
         ("--num_steps=30", "train.num_steps=30?"),
         ("resume = true", "the same command continues a run"),
@@ -180,11 +180,11 @@ def test_a_key_of_another_trainer_is_translated(run):
         assert text in entry(result, title)
 
 
-def test_translations_name_keys_that_exist_and_agree_with_the_docs():
-    rows = (REPOSITORY / "docs/guides/switching.md").read_text().splitlines()
-    keys = keys_of(Config)
-    for name, here in NAMES.items():
-        key = here.partition(",")[0]
-        assert key in keys, name
-        mentions = [row for row in rows if f"`{name}`" in row]
-        assert not mentions or any(f"`{key}`" in row for row in mentions), name
+@pytest.mark.parametrize("dots", ["...", "\N{HORIZONTAL ELLIPSIS}"])
+def test_dots_that_a_page_leaves_out_are_explained(run, dots):
+    result = run(dots, f"run.dir={dots}", f"optimizer.b1={dots}", f"+train.new={dots}")
+    assert result.stderr.startswith("4 mistakes")
+    for title in (dots, f"run.dir = {dots}", f"optimizer.b1 = {dots}"):
+        assert "stands for what a page leaves out" in entry(result, title)
+    quoted = run(f'run.name="a{dots}"', "init_from='\"...\"'", "--cfg", "job")
+    assert quoted.returncode == 0, quoted.stderr

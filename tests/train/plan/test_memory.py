@@ -8,7 +8,7 @@ import pytest
 from train.hardware.targets import parse_target
 from train.plan.aot import OutOfMemory
 from train.plan.budget import memory_budget
-from train.plan.memory import Figure, device_memory, print_memory
+from train.plan.memory import Figure, device_memory, judge, print_memory
 
 GB = 2**30
 
@@ -90,3 +90,17 @@ def test_why_a_gpu_has_less_is_said_and_what_is_nothing_is_not(
     assert ("XLA_CLIENT_MEM_FRACTION=" in printed) is noted
     assert "\none layer " in printed
     assert "- logits" not in printed
+
+
+@pytest.mark.parametrize(
+    ("how", "needed", "verdict"),
+    [
+        ("lower bound", 3, ("not known", "compile the step to know")),
+        ("lower bound", 5, ("no", "1.00 GiB too much")),
+        ("compiled", 3, ("yes", "1.00 GiB to spare")),
+        ("extrapolated", 4, ("yes", "0 B to spare")),
+        ("compiled", 6, ("no", "2.00 GiB too much")),
+    ],
+)
+def test_a_lower_bound_that_fits_decides_nothing(how, needed, verdict):
+    assert judge(Figure(needed * GB, how), 4 * GB) == verdict

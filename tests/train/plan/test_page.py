@@ -27,6 +27,7 @@ def draw(plan, tmp_path):
 
     def draw(**changes) -> Page:
         values = {"target": "v5e-8", "slices": 1, "inspection": None, **plan.as_json()}
+        values["verdict"] = plan.verdict._asdict()
         values |= page_data(plan, ["target=v5e-8"]) | changes
         write_page(tmp_path / "plan.html", TEMPLATE, values)
         return drawn((tmp_path / "plan.html").read_text())

@@ -184,3 +184,18 @@ def test_the_optimistic_time_is_the_shorter_one(products, memory, part, networks
     busy = BusyTimes(products, memory, memory * part, tuple(links), fill=1.0)
     seconds = time_section("loss", busy).seconds
     assert seconds.low <= seconds.high * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize("target", ["h100-8", "a100-8", "b200-8", "v5e-8", "v6e-8"])
+def test_the_range_includes_what_was_judged(composed, target):
+    at = machine(composed, target, "mesh=fsdp", "model.attention=xla")
+    prediction = at.predict(execution(1e15, 10**9))
+    assert at.chip.judged
+    for ratio in at.chip.judged:
+        took_s = ratio * prediction.middle.step_s
+        assert prediction.step_s.low <= took_s <= prediction.step_s.high
+    values = prediction.as_json()
+    assert values["step_s"]["high"] == prediction.step_s.high
+    assert values["mfu"]["low"] <= prediction.middle.mfu <= values["mfu"]["high"]
+    unjudged = replace(prediction, judged=None)
+    assert unjudged.step_s == prediction.bounds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.pages import Page, data_of, run_scripts
+from tests.train.pages import Page, data_of, drawn, run_scripts
 from train.run.page import write_page
 from train.units import format_bytes, format_count, format_flops
 
@@ -59,3 +59,16 @@ def test_numbers_are_written_as_the_console_writes_them(tmp_path):
     for value, texts in zip(values, json.loads(run_scripts(html, script)), strict=True):
         expected = [format_bytes(value), format_count(value), format_flops(value)]
         assert texts == [*expected, f"{1 / value:.1%}"]
+
+
+@pytest.mark.parametrize("axes", [["width", "depth"], ["depth"], ["step", "tokens"]])
+def test_the_first_axis_is_drawn_whatever_its_name(write, axes):
+    def content(name: str) -> dict:
+        lines = [{"name": "a", "points": [[1, 2.0], [2, 3.0]]}]
+        return {"title": f"By {name}", "x": [1, 2], "y": [0, 4], "lines": lines}
+
+    charts = {name: [content(name) | {"cut": None}] for name in axes}
+    page = drawn(write({"name": "x", "tables": [], "axes": charts, "restarts": []}))
+    assert f"\nBy {axes[0]}\n" in page.text
+    assert [v for k, v in page.attributes if k == "disabled"] == [None]
+    assert ("aria-label", f"By {axes[0]} by {axes[0]}") in page.attributes

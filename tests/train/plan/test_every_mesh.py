@@ -1,0 +1,102 @@
+"""Every preset plans on a mesh that training accepts, or is refused by sentences."""
+
+import json
+import random
+from contextlib import suppress
+
+import pytest
+
+from train.cli.presets import CONFIG_DIR
+from train.cli.rules import config_mistakes
+from train.config import MESH_AXES
+from train.errors import ConfigError
+from train.hardware.targets import parse_target
+from train.plan.budget import MemoryBudget
+from train.plan.page import page_data
+from train.plan.plan import estimate
+
+AMPLE = MemoryBudget(*[2**50] * 3)
+PRESETS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
+TARGETS = {
+    "gpu": ("h100-8", "h100-8x2", "a100-4", "b200-8x4", "h200-2"),
+    "tpu": ("v5e-8", "v5e-16x4", "v5p-16x2", "v6e-16", "v4-8", "tpu7x-16"),
+}
+CHOICES = (
+    ("optimizer=adamw", "optimizer=muon", "optimizer=adafactor", "optimizer=lion"),
+    ("data.sequence_length=256", "data.sequence_length=384"),
+    ("train.remat=none", "train.remat=full", "train.remat=dots"),
+    ("train.accumulation_steps=1", "train.accumulation_steps=2"),
+)
+MIXTRAL = (
+    *("model=mixtral_8x7b", "optimizer=adamw", "data.sequence_length=4096"),
+    *("data.batch_size=1024", "train.remat=full", "train.pipeline_microbatches=8"),
+)
+
+
+def factors(number: int) -> list[int]:
+    """Return the prime factors of a power of two."""
+    return [2] * (number.bit_length() - 1)
+
+
+def drawn_mesh(drawn: random.Random, target: str) -> list[str]:
+    """Return overrides that put a target's devices on some mesh axes."""
+    machine = parse_target(target)
+    axes = drawn.sample(MESH_AXES, drawn.choice([1, 2, 2, 3]))
+    sizes, dcn = dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1)
+    for factor in factors(machine.num_devices // machine.slices):
+        sizes[drawn.choice(axes)] *= factor
+    for factor in factors(machine.slices):
+        axis = drawn.choice(axes)
+        sizes[axis] *= factor
+        dcn[axis] *= factor
+    overrides = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return overrides + [f"mesh.dcn.{a}={n}" for a, n in dcn.items() if n > 1]
+
+
+@pytest.fixture
+def plan(composed, lay_out):
+    """Return a function that plans a command line as `train.plan` does."""
+
+    def plan(target: str, *overrides: str) -> dict:
+        config = composed("tracker=none", *overrides)
+        if mistakes := config_mistakes(config):
+            raise ConfigError(mistakes)
+        found = estimate(lay_out(config, target), AMPLE)
+        values = found.as_json() | page_data(found, overrides)
+        return json.loads(json.dumps(values, allow_nan=False))
+
+    return plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", TARGETS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_plans_on_drawn_meshes_or_is_refused(plan, preset, platform):
+    drawn = random.Random(f"{preset} {platform}")
+    tries = 6 if "nano" in preset else 2  # Published sizes have the layers of a nano.
+    for _ in range(tries):
+        target = drawn.choice(TARGETS[platform])
+        choices = [drawn.choice(values) for values in CHOICES]
+        mesh = drawn_mesh(drawn, target)
+        shape = (f"model={preset}", "model.vocab_size=32000", "data.batch_size=64")
+        with suppress(ConfigError):
+            values = plan(target, *shape, *choices, *mesh)
+            assert values["needed"]["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.pipeline=4", "mesh.fsdp=16", "mesh.dcn.pipeline=4", "mesh.dcn.fsdp=2"),
+        pytest.param(
+            (
+                *("mesh.pipeline=4", "mesh.fsdp=2", "mesh.expert=8"),
+                *("mesh.dcn.pipeline=4", "mesh.dcn.fsdp=2"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_losses_in_tiles_on_a_pipeline_of_gpus_are_planned(plan, mesh):
+    values = plan("h100-8x8", *MIXTRAL, *mesh)
+    assert values["prediction"]["step_s"]["low"] > 0
