@@ -116,6 +116,8 @@ READABLE = [
     "s3://bucket/secret-project/tokens, gs://auth/keys/x",
     "cluster.secrets={WANDB_API_KEY: WANDB_API_KEY}",
     "password=${oc.env:PASSWORD}",
+    "gcloud secrets versions access latest --secret=wandb",
+    "sky jobs launch --secret HF_TOKEN --secret wandb",
     "optimizer.groups=[{match: 'blocks.*.attention.key', learning_rate: 0.1}]",
     "mesh.params.embed=[fsdp,tensor]",
     "trained on 1,234 tokens: 5 documents",

@@ -221,7 +221,7 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path):
     events = EventLog(path)
     events.record("crash", error=every, details={"lines": [every]})
     events.close()
-    write_evaluation(path, 1, {"task_path": every}, {"loss": 1.0})
+    write_evaluation(path, 1, {"task_path": every}, {"eval/loss": 1.0})
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (run / "results.json").write_text(json.dumps(json_compatible({"sample": every})))
     write_report(run)

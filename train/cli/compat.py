@@ -15,6 +15,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -29,12 +30,29 @@ def flag_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return parser._actions
 
 
+class _Parser(OverridesParser):
+    """Hydra's parser, whose errors are all HydraExceptions.
+
+    Hydra 1.3.8 lets errors of Python pass: a number of more than 4,300 digits is a
+    ValueError, and deep nesting a RecursionError.
+    """
+
+    def parse_rule(self, s: str, rule_name: str) -> Any:
+        """Return what a rule of the grammar makes of a text."""
+        try:
+            return super().parse_rule(s, rule_name)
+        except RecursionError:
+            raise HydraException("it is nested too deeply") from None
+        except ValueError as error:
+            raise HydraException(str(error).split(";")[0]) from None
+
+
 def override_parser(loader: Any = None) -> OverridesParser:
     """Return Hydra's parser of overrides (Hydra 1.3.8, where it is undocumented).
 
     Sweeps over groups need the loader.
     """
-    return OverridesParser.create(config_loader=loader)
+    return _Parser.create(config_loader=loader)
 
 
 def config_loader() -> Any:
