@@ -59,7 +59,7 @@ def help_text(
         values = OmegaConf.to_container(presets.compose([])[0])
         groups = {group: ", ".join(presets.options(group)) for group in presets.groups}
     shown = "".join(
-        textwrap.fill(f"{group}: {choices}", _WIDTH, **_indent(2, 4)) + "\n"
+        _wrapped(f"{group}: {choices}", 2, 4) + "\n"
         for group, choices in groups.items()
     )
     header = root["hydra"]["help"]["header"].replace("$APP_CONFIG_GROUPS", shown)
@@ -73,8 +73,11 @@ def help_text(
     return "\n\n".join([*parts, _footer(config_name, bool(groups))])
 
 
-def _indent(first: int, later: int) -> dict[str, str]:
-    return {"initial_indent": " " * first, "subsequent_indent": " " * later}
+def _wrapped(text: str, first: int, later: int) -> str:
+    """Return a text in lines, given the indents of the first and of later lines."""
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=" " * first, subsequent_indent=" " * later
+    )
 
 
 def _key_lines(schema: type, values: Any, left_out: set[str]) -> Iterator[str]:
