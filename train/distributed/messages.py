@@ -77,11 +77,12 @@ def parse_hello(line: bytes, secret: str) -> Hello:
         NotOurs: no process of this job has sent it.
     """
     message = _parse(line)
-    numbers = message.get("process"), message.get("processes")
-    if not all(type(n) is int and 0 <= n < _MAX_PROCESSES for n in numbers):
+    numbers = [message.get(name) for name in Hello._fields]
+    counts = [n for n in numbers if type(n) is int and 0 <= n < _MAX_PROCESSES]
+    if len(counts) < len(numbers):
         raise NotOurs("gives no number of a process")
     _check_signature(message, secret, "process")
-    return Hello(*numbers)
+    return Hello(*counts)
 
 
 def check_heard(line: bytes, secret: str) -> None:
