@@ -212,13 +212,14 @@ def _mask_named(pattern: re.Pattern[str], text: str) -> str:
     while match := pattern.search(text, position):
         name, value = match["name"], match["value"]
         # One word alone may be prose: `unknown key: ...`, `key=value`.
-        is_clear = len(_words(name)) > 1 or STRONG_WORD.search(name)
-        is_secret = is_clear and is_secret_name(name) and not NO_VALUE.fullmatch(value)
+        is_clear = len(_words(name)) > 1 or bool(STRONG_WORD.search(name))
+        is_value = not NO_VALUE.fullmatch(value)
         # gcloud, sky and docker take the name of a secret as `--secret name`.
-        is_secret &= not text[: match.end("name")].endswith("--secret")
+        is_reference = text[: match.end("name")].endswith("--secret")
+        is_secret = is_clear and is_value and is_secret_name(name) and not is_reference
         # The value of another name may hold a secret: `ValueError: PASSWORD=...`.
         end = match.start("value") if is_secret else match.end("name")
-        parts += [text[position:end], MASK * bool(is_secret)]
+        parts += [text[position:end], MASK * is_secret]
         position = match.end("value") if is_secret else end
     return "".join([*parts, text[position:]])
 

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import json
 import os
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 SECRET_VARIABLE = "LONGHAUL_JOB_SECRET"
 MAX_HELLO_BYTES = 512
@@ -77,12 +77,12 @@ def parse_hello(line: bytes, secret: str) -> Hello:
         NotOurs: no process of this job has sent it.
     """
     message = _parse(line)
-    process, processes = message.get("process"), message.get("processes")
-    for number in (process, processes):
-        if type(number) is not int or not 0 <= number < _MAX_PROCESSES:
-            raise NotOurs("gives no number of a process")
+    numbers = [message.get(name) for name in Hello._fields]
+    counts = [n for n in numbers if type(n) is int and 0 <= n < _MAX_PROCESSES]
+    if len(counts) < len(numbers):
+        raise NotOurs("gives no number of a process")
     _check_signature(message, secret, "process")
-    return Hello(cast(int, process), cast(int, processes))
+    return Hello(*counts)
 
 
 def check_heard(line: bytes, secret: str) -> None:
