@@ -18,7 +18,7 @@ PROMPTS = ["def f(x):", "", "import os\n" * 8, "class"]
 
 @pytest.fixture(scope="module")
 def program(programs):
-    return programs("model.num_layers=1", "data.document_start=true", devices=1)
+    return programs("model.num_layers=1", devices=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,16 @@ def test_a_text_ends_before_the_first_stop(continued, together):
     ends = [together[0][5], together[0][3]]
     (text,) = continued(PROMPTS[:1], stop=ends)
     assert text == together[0][: min(map(together[0].index, ends))]
+
+
+def test_a_text_ends_with_its_document_if_documents_have_beginnings(continued, program):
+    """What follows end-of-text has then never been learned."""
+    data = replace(program.config.data, document_start=True)
+    ending = replace(program, config=replace(program.config, data=data))
+    whole = continued(PROMPTS, 70)
+    assert any("<|endoftext|>" in text for text in whole)
+    expected = [text_before(text, ["<|endoftext|>"]) for text in whole]
+    assert continued(PROMPTS, 70, program=ending) == expected
 
 
 def test_no_more_is_drawn_once_all_have_ended(continued, monkeypatch):
