@@ -50,8 +50,10 @@ for (const select of document.querySelectorAll("select")) {
   select.dispatchEvent(new Event("change"));
   look(`last ${select.id}`);
 }
-document.body.insertAdjacentHTML("beforeend", '<pre id="seen"></pre>');
-document.getElementById("seen").textContent = JSON.stringify(views);
+const seen = document.createElement("pre");
+seen.id = "seen";
+seen.textContent = JSON.stringify(views);
+document.body.append(seen);
 </script>"""
 
 

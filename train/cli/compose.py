@@ -37,7 +37,8 @@ from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # jobs of a sweep to check before it starts; each job also checks itself
 
-_ELLIPSES = {"...", "\N{HORIZONTAL ELLIPSIS}"}
+# Hydra needs quotes around the character, so `quote_text` has added them.
+_ELLIPSES = {"...", "\N{HORIZONTAL ELLIPSIS}", '"\N{HORIZONTAL ELLIPSIS}"'}
 _ELLIPSIS_RULE = (
     "stands for what a page leaves out; write your own arguments instead, or leave it "
     "out. If three dots are meant, write key='\"...\"'"
@@ -129,7 +130,7 @@ class _CommandLineChecker:
         """Parse an argument; return one override, or one for each value of a sweep."""
         key, _, value = text.lstrip("+~").partition("=")
         if _ELLIPSES & {text, value}:
-            return self._reject(key, value, _ELLIPSIS_RULE)
+            return self._reject(key, value.strip('"'), _ELLIPSIS_RULE)
         try:
             parsed = self.parser.parse_override(text)
             parsed.config_loader = self.presets.loader

@@ -77,7 +77,7 @@ def _unknown_flag_rule(flag: str, options: Sequence[str]) -> str:
     """Return the rule for an unknown flag, with the flag or key that may be meant."""
     name, _, value = flag.lstrip("-").partition("=")
     key, keys = name.replace("-", "_"), keys_of(Config)
-    rule = "there is no such flag" + did_you_mean(similar_names(flag, options))
+    rule = "there is no such flag" + did_you_mean(similar_names(f"--{name}", options))
     sentence, _ = translate(key, keys)
     if sentence:
         return f"{rule}; keys have no dashes, and {sentence}"
