@@ -36,6 +36,7 @@ _REMIND_S = 30.0
 # timeout.
 _TAKEN_S = 120.0
 _GRACE_S = 5.0  # how long process 0 has to tell the others that the time is up
+_ALONE_S = 5.0  # how long process 0 waits for an answer of another process 0
 _OTHER_FILES = 512  # files that process 0 opens in addition to connections
 _STRANGER = (
     "Something else answers there: another run, a run that has begun with another "
@@ -56,7 +57,7 @@ def await_processes(
     """
     _allow_open_files(processes + _OTHER_FILES)
     verdict = Verdict(ABORTED, "process 0 left")
-    with _listen(address, processes) as server:
+    with _listen(address, processes, secret) as server:
         arrivals = Arrivals(server, processes, secret)
         try:
             _await_all(arrivals, processes, timeout_s)
@@ -166,12 +167,18 @@ def _allow_open_files(needed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _listen(address: str, processes: int) -> socket.socket:
+def _listen(address: str, processes: int, secret: str) -> socket.socket:
+    """Return a socket on the port of process 0, after a wait if the port is taken.
+
+    Raises:
+        Exit: the port stays taken, or another process 0 of this job answers there.
+    """
     port = int(address.rpartition(":")[2])
     dual_stack = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual_stack else socket.AF_INET
     deadline = time.monotonic() + _TAKEN_S
     while True:
+        _check_alone(address, processes, secret)
         try:
             return socket.create_server(
                 ("", port), family=family, backlog=processes, dualstack_ipv6=dual_stack
@@ -186,6 +193,20 @@ def _listen(address: str, processes: int) -> socket.socket:
                     f"another port, and each process its own number",
                 ) from None
         time.sleep(_RETRY_S)
+
+
+def _check_alone(address: str, processes: int, secret: str) -> None:
+    """Raise Exit if another process 0 of this job waits at the address."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _ALONE_S) as other:
+            other.sendall(hello_line(Hello(0, processes), secret))
+            lines = _Lines(other, time.monotonic() + _ALONE_S)
+            check_heard(lines.read(), secret)
+            verdict = parse_verdict(lines.read())
+    except (OSError, NotOurs):
+        return
+    raise Exit(WRONG_CONFIG, f"process 0: {verdict.wrong}")
 
 
 def _await_all(arrivals: Arrivals, processes: int, timeout_s: float) -> None:

@@ -157,6 +157,22 @@ def test_one_that_cannot_be_ends_all(start, address, process, total, said):
         assert said in verdict(other)["wrong"]
 
 
+@pytest.mark.parametrize("processes", [2, 3, 8])
+def test_two_that_are_both_process_0_end_all(start, address, processes):
+    first = start(await_processes, address, processes)
+    if processes > 2:
+        leader = heard(address, 1, processes)
+    else:
+        connect(address).close()  # the first one listens
+    second = start(await_processes, address, processes)
+    for code, said in ends(first, second):
+        assert code == WRONG_CONFIG, said
+        assert f"process 0 of {processes} came from" in said
+        assert "its own distributed.process_id" in said
+    if processes > 2:
+        assert verdict(leader)["code"] == WRONG_CONFIG
+
+
 def test_more_processes_than_a_process_may_open_files(address):
     """Where the soft limit is low, as it is on most machines, it is raised."""
     processes = 300
@@ -258,7 +274,7 @@ def test_nothing_that_a_stranger_sends_ends_a_job(start_with, address, sent, cap
 def test_slow_clients_and_many_of_them_hold_nobody_up(
     start_with, address, monkeypatch, caplog
 ):
-    monkeypatch.setattr(arrivals, "CLIENT_S", 0.2)
+    monkeypatch.setattr(arrivals, "CLIENT_S", 4.0)
     monkeypatch.setattr(arrivals, "MAX_UNKNOWN", 4)
     first = start_with(await_processes, address, 2, "the secret")
     with contextlib.ExitStack() as stack:
@@ -325,6 +341,7 @@ def test_a_verdict_that_cannot_be_read_ends_with_a_known_code(
 def test_two_runs_at_one_port_do_not_take_each_others_processes(start_with, address):
     """The second run's process is told, and the first run goes on."""
     first = start_with(await_processes, address, 2, "runs/one")
+    connect(address).close()  # it listens
     other = start_with(join_processes, address, 1, 2, "runs/two", patience_s=0)
     ((code, text),) = ends(other)
     assert code == WRONG_CONFIG
