@@ -144,8 +144,8 @@ def runs(run) -> list[str]:
     [
         (CPU, "show=true"),
         ("target=h100-8", "mesh=fsdp", "data.batch_size=8"),
-        ("target=v5e-8", "mesh=fsdp_tensor", "data.batch_size=8"),
-        ("target=h100-1", "model.embed_dim=8192", "model.num_layers=200"),
+        ("target=v5e-8", "mesh=fsdp", "data.batch_size=8", "data.sequence_length=128"),
+        ("target=h100-1", "model.num_layers=99", "model.mlp_dim=9999999"),
         ("target=h100-1", "data.batch_schedule=[{from_step: 0, rows: 2}]"),
     ],
     ids=["cpu", "gpu", "tpu", "too large", "growing"],
