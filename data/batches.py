@@ -57,7 +57,8 @@ class Excerpt(NamedTuple):
     document: the document's id.
     document_number: the document's number in the split.
     first_token: the index of the part's first token within the document.
-    text: the text to which the part's inputs decode.
+    text: the text to which the part's targets decode, or its inputs if documents have
+        no beginning token.
     """
 
     row: int

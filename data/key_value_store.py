@@ -94,7 +94,7 @@ class KeyValueStore:
         if self.path is not None:
             try:
                 check_regular(self.path / name)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 pass  # TensorStore says in which state the key is
             except OSError as error:
                 raise StorageError(f"{self}/{name}", error, "read") from None

@@ -24,6 +24,7 @@ from data.config import DataConfig, Packing, Source
 from data.errors import DataError
 from data.rows import make_batch
 from data.sources import Sources, open_sets, open_sources
+from data.text.files import Format
 from data.token_store.store import Store
 from tests.fleet import REPOSITORY
 
@@ -62,6 +63,7 @@ def numbers(tmp_path: Path) -> tuple[DataConfig, np.ndarray]:
     config = DataConfig(
         source=Source.text,
         path=str(tmp_path / "numbers"),
+        format=Format.text,  # it holds zero bytes
         sequence_length=16,
         batch_size=8,
         cache_dir=str(tmp_path / "cache"),

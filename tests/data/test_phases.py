@@ -94,10 +94,10 @@ def test_short_rows_are_parts_of_rows_whose_documents_begin_again(config):
 def test_excerpts_show_the_text_of_short_rows(config):
     short = replace(config, sequence_schedule=[length_from(0, 4)])
     order = Order(open_sources(short), short, 3)
-    inputs, text = order.read(7).inputs, dict[int, str]()
+    targets, text = order.read(7).targets, dict[int, str]()
     for excerpt in order.excerpts(7):
         text[excerpt.row] = text.get(excerpt.row, "") + excerpt.text
-    assert text[5].encode() == bytes(inputs[5].tolist())
+    assert text[5].encode() == bytes(targets[5].tolist())
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class Pod:
         (container,) = spec["containers"]
         self._fields = {
             "metadata.labels['jobset.sigs.k8s.io/job-index']": f"{job}",
+            "metadata.labels['jobset.sigs.k8s.io/jobset-uid']": f"uid of {name}",
             "metadata.annotations['batch.kubernetes.io/job-completion-index']": (
                 f"{index}"
             ),
