@@ -6,7 +6,7 @@ A setting that config.json leaves out has the default of transformers' class.
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ def family_of_folder(path: str, model: ModelConfig) -> Family:
         return family
     for key, value in _values_of_null_keys(theirs.resolved, family, model):
         differing.setdefault(key, _Difference(None, value))
-    rule = _differences_rule(str(settings.get("model_type")), differing, family)
+    rule = _differences_rule(str(settings.get("model_type")), differing, candidates)
     raise ConfigError([Mistake(_KEY, path, rule)])
 
 
@@ -265,9 +265,12 @@ def _values_of_null_keys(
 
 
 def _differences_rule(
-    kind: str, differing: Mapping[str, _Difference], family: Family
+    kind: str, differing: Mapping[str, _Difference], candidates: Sequence[Family]
 ) -> str:
-    """Return a rule that lists all differences, and what to type."""
+    """Return a rule that lists all differences, and what to type.
+
+    `candidates` are the families of the folder's model type.
+    """
     rule = f"holds a model of type {kind}, and model.* makes another:"
     overrides = []
     for key, (ours, theirs, is_stated) in differing.items():
@@ -276,7 +279,7 @@ def _differences_rule(
         rule += "set" if is_any else as_typed(theirs)
         if not is_stated:
             rule += " (the default in transformers, because config.json leaves it out)"
-        if not _can_have(family, key, theirs):
+        if not any(_can_have(family, key, theirs) for family in candidates):
             rule += ", which Longhaul does not have in this family"
         elif key.startswith("model.") and not is_any:
             overrides.append(f"{key}={as_typed(theirs)}")
