@@ -18,6 +18,7 @@ from launch import skypilot
 from launch.config import SkypilotCluster
 from launch.config.clusters import Code
 from launch.job import Job
+from launch.job_secret import SECRET_VARIABLE
 from launch.node import STOP
 from launch.policy import Verdict, judge
 from launch.skypilot import FILE
@@ -137,7 +138,8 @@ def test_submit_names_secrets_and_does_not_tell_them(sky, submission, monkeypatc
     assert skypilot.submit(JOB, FULL, rendered, submission) == 0
     (words, secret), *_ = sky.calls()
     assert words[:4] == ["jobs", "launch", "--name", JOB.name]
-    assert words[-3:] == ["--secret", "WANDB_API_KEY", f"{submission.folder}/{FILE}"]
+    named = ["--secret", "WANDB_API_KEY", "--secret", SECRET_VARIABLE]
+    assert words[-5:] == [*named, f"{submission.folder}/{FILE}"]
     assert "--workdir" not in words  # the image has the code
     assert secret == "hush"
     written = [f.read_text() for f in Path(submission.folder).rglob("*") if f.is_file()]
