@@ -70,5 +70,6 @@ def test_the_first_axis_is_drawn_whatever_its_name(write, axes):
     charts = {name: [content(name) | {"cut": None}] for name in axes}
     page = drawn(write({"name": "x", "tables": [], "axes": charts, "restarts": []}))
     assert f"\nBy {axes[0]}\n" in page.text
-    assert [v for k, v in page.attributes if k == "disabled"] == [None]
+    pressed = [value for name, value in page.attributes if name == "aria-pressed"]
+    assert pressed == ["true", *["false"] * (len(axes) - 1)]
     assert ("aria-label", f"By {axes[0]} by {axes[0]}") in page.attributes
