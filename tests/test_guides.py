@@ -153,11 +153,11 @@ def test_the_tutorial_works(tmp_path: Path):
 
 @pytest.fixture
 def extended(tmp_path: Path) -> Path:
-    """A copy of the source tree, to which all diffs of a guide are applied."""
+    """A copy of the source tree, to which all patches of a guide are applied."""
     for name in ("configs", "data", "launch", "model", "train"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     page = (REPOSITORY / "docs/guides/extending.md").read_text()
-    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
+    diffs = re.findall(r"^```diff\n(--- .*?)^```$", page, re.M | re.S)
     assert len(diffs) == 4
     for diff in diffs:
         done = subprocess.run(
