@@ -17,15 +17,16 @@ def input_path_mistakes(config: Any) -> list[Mistake]:
     store and, with `cluster.code=shared`, what this machine sees.
     """
     cluster, folders = config.cluster, list[str]()
-    match kind_of(cluster):
-        case "gke_tpu" | "gke_gpu":
-            hosts, other = "pods", "mount a volume that holds it: cluster.merge"
-            folders = [path.rstrip("/") + "/" for path in mount_paths(cluster.merge)]
-        case "tpu_vm" if cluster.code is not Code.shared:
-            hosts = "TPU VMs"
-            other = "use a file system that they share with it: cluster.code=shared"
-        case _:
-            return []
+    kind = kind_of(cluster)
+    if kind in ("gke_tpu", "gke_gpu"):
+        hosts = "pods"
+        other = "mount a volume that holds it: cluster.merge"
+        folders = [path.rstrip("/") + "/" for path in mount_paths(cluster.merge)]
+    elif kind == "tpu_vm" and cluster.code is not Code.shared:
+        hosts = "TPU VMs"
+        other = "use a file system that they share with it: cluster.code=shared"
+    else:
+        return []
     rule = f"is a path of this machine, whose files {hosts} do not see: name a copy in "
     rule += f"an object store (gs://bucket/... or s3://), or {other}"
     return [

@@ -12,8 +12,8 @@ from tests.fleet import REPOSITORY
 # line are commands.
 LAYERS = """
     model | data
-    train.masking train.errors train.units train.config train.console \
-train.identity
+    train.masking_rules train.masking train.errors train.units train.config \
+train.console train.identity
     train.mesh_sizes
     train.cli
     train.mesh

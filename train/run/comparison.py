@@ -121,8 +121,7 @@ def _as_yaml(value: object) -> str:
         case Mapping():
             fields = (f"{key}: {_as_yaml(item)}" for key, item in value.items())
             return f"{{{', '.join(fields)}}}"
-        case _:
-            return str(value)
+    return str(value)
 
 
 def _other_contents(
