@@ -11,6 +11,7 @@ from etils import epath
 
 from data.errors import DataError
 from tests.train.planted import PLANTED, READABLE
+from train import masking
 from train.cli import command
 from train.cli.command import compose, config_yaml, read_yaml
 from train.cli.quoting import hydra_text
@@ -30,6 +31,11 @@ MASKED = "http://user:***@host:5000/path"
 BOMB = "a0: &a0 [x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 200)
 )
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_of_other_tests(monkeypatch):
+    monkeypatch.setattr(masking, "_environment_secrets", {})
 
 
 def test_a_secret_is_known_by_a_word_in_its_name():
