@@ -42,6 +42,9 @@ MASK = "***"
 _FROM_ENVIRONMENT = re.compile(
     r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*([^}]*?)\s*)?\}"
 )
+# While a text is masked, a character for private use stands for each interpolation.
+_FIRST_HIDDEN = 0xF0000
+_HIDDEN = re.compile("[\U000f0000-\U000ffffd]")
 _MIN_LENGTH = 6  # A shorter secret may be a word: masked only if it is all of the text.
 _MIN_OUTPUT_LENGTH = 8  # the same for variables that no config names
 
@@ -72,6 +75,19 @@ def mask(text: str) -> str:
     for secret, interpolation in _environment_secrets.items():
         if len(secret) >= _MIN_LENGTH or secret == text:
             text = text.replace(secret, interpolation)
+    interpolations = list[str]()
+
+    def hide(match: re.Match[str]) -> str:
+        interpolations.append(_mask_default(match))
+        return chr(_FIRST_HIDDEN + len(interpolations) - 1)
+
+    # A rule must not mask a part of an interpolation: the rest could not be parsed.
+    text = _mask_literal(_FROM_ENVIRONMENT.sub(hide, text))
+    return _HIDDEN.sub(lambda match: _shown(match[0], interpolations), text)
+
+
+def _mask_literal(text: str) -> str:
+    """Mask a text that holds no interpolations."""
     for form, hints in FORMS:
         if any(hint in text for hint in hints):
             text = form.sub(_mask_form, text)
@@ -81,8 +97,13 @@ def mask(text: str) -> str:
     if any(hint in lower for hint in NAME_HINTS):
         text = HEADER.sub(rf"\1{MASK}", text)
         text = _mask_named(ASSIGNMENT, _mask_named(FLAG, text))
-        text = _FROM_ENVIRONMENT.sub(_mask_default, text)
     return URL_PARAMETER.sub(_mask_parameter, text) if "=" in text else text
+
+
+def _shown(character: str, interpolations: list[str]) -> str:
+    """Return the interpolation for which a character stands, or the character."""
+    index = ord(character) - _FIRST_HIDDEN
+    return interpolations[index] if index < len(interpolations) else character
 
 
 def mask_output(text: str) -> str:

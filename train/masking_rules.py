@@ -56,7 +56,9 @@ NAME_HINTS = (
 )
 # What stands where a value should, but is none.
 NO_VALUE = re.compile(
-    r"\*\*\*|\.\.\.|(?-i:[A-Z][A-Z0-9]*_[A-Z0-9_]*)|none|null|true|false|str|int|[\d.,e+%-]+|\$.*|<.*|\w*\(.*|self\b.*",
+    r"\*\*\*|\.\.\.|(?-i:[A-Z][A-Z0-9]*_[A-Z0-9_]*)|none|null|true|false|str|int"
+    r"|[\d.,e+%-]+|\$.*|<.*|\w*\(.*|self\b.*"
+    "|[\U000f0000-\U000ffffd].*",  # an interpolation, in masking.py
     re.IGNORECASE,
 )
 

@@ -208,6 +208,26 @@ def test_no_message_about_an_argument_shows_a_secret(printed, number):
     assert secret not in printed(lambda config: None, "--cfg", "job", used)
 
 
+@pytest.mark.parametrize(("text", "secret"), PLANTED.values(), ids=PLANTED)
+def test_a_config_with_a_secret_of_the_environment_can_be_read_again(
+    monkeypatch, tmp_path, text, secret
+):
+    """No rule masks a part of the `${oc.env:NAME}` that stands for the secret."""
+    monkeypatch.setenv("MY_API_KEY", secret)
+    masking.remember_secrets("${oc.env:MY_API_KEY}")
+    every = " ".join(text for text, _ in PLANTED.values())
+    pair = f"s3://{secret}:{secret}@host/path?sig={secret} {text}"
+    for value in (text, every, pair):
+        mlflow = replace(Config().tracker.mlflow, experiment=value)
+        tracker = replace(Config().tracker, mlflow=mlflow)
+        written = config_yaml(replace(Config(), tracker=tracker))
+        assert secret not in written
+        file = tmp_path / "config.yaml"
+        file.write_text(written)
+        again = read_yaml(file).tracker.mlflow.experiment
+        assert mask(again or "") == mask(value)
+
+
 def test_no_record_of_a_run_holds_a_secret(tmp_path):
     """Where records of the config, of errors and of results are made."""
     every = " ".join(t for t, _ in PLANTED.values() if "oc.env" not in t)
