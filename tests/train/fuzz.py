@@ -7,188 +7,91 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.inspect import InspectConfig
-from data.prepare_config import PrepareConfig
-from data.train_tokenizer import TrainTokenizerConfig
-from data.verify import VerifyConfig
 from launch.config import schema_of
-from train.checkpoints import CheckpointsConfig
+from tests.train.cli import commands
 from train.cli.hints import keys_of
 from train.config import Config
-from train.coordinates.__main__ import CoordinatesConfig
-from train.evaluate.__main__ import EvaluateConfig
-from train.export import ExportConfig
-from train.plan.config import PlanConfig
-from train.profile.__main__ import ProfileConfig
-from train.prove.__main__ import ProveConfig
-from train.report import ReportConfig
-from train.sample.__main__ import SampleConfig
-from train.status import StatusConfig
 
 COMMANDS: Mapping[str, type] = {
+    **commands.COMMANDS,
     "train": Config,
-    "train.plan": PlanConfig,
-    "train.evaluate": EvaluateConfig,
-    "train.sample": SampleConfig,
-    "train.export": ExportConfig,
-    "train.status": StatusConfig,
-    "train.profile": ProfileConfig,
-    "train.report": ReportConfig,
-    "train.checkpoints": CheckpointsConfig,
     "train.branch": Config,
-    "train.prove": ProveConfig,
-    "train.coordinates": CoordinatesConfig,
-    "data.prepare": PrepareConfig,
-    "data.inspect": InspectConfig,
-    "data.verify": VerifyConfig,
-    "data.train_tokenizer": TrainTokenizerConfig,
     "launch": schema_of("local"),
 }
 ON_A_RUN = ("evaluate", "sample", "export", "status", "profile", "report")
 ON_A_RUN += ("checkpoints", "prove")
 
-NUMBERS = (
-    *(
-        "0",
-        "-1",
-        "1",
-        "2",
-        "3",
-        "7",
-        "1000003",
-        "1e3",
-        "1.5",
-        "-0.0",
-        "1e-320",
-        "1e308",
-    ),
-    *("nan", "inf", "-inf", "1e999", "9" * 30, "9" * 5000, "0x10", "1_000", "²", "١"),
-    *(str(2**31), str(2**63), str(-(2**63)), "true", "null"),
-)
-TEXTS = (
-    *(
-        "",
-        " ",
-        "a",
-        "é",
-        "日本",
-        "🦓",
-        "a b",
-        "a,b",
-        "a=b",
-        "null",
-        "None",
-        "true",
-        "~",
-    ),
-    *("...", "..", ".", "-", "--help", "???", "${seed}", "${nothing}", "${oc.env:X}"),
-    *("${oc.env:HOME,x}", "${", "{", "}", "[", "]", "(", ")", "'", '"', "\\", "#", "@"),
-    *(
-        "a:b",
-        "a: b",
-        "*",
-        "&a",
-        "!!python/none",
-        "%",
-        "<",
-        ">",
-        "|",
-        ";",
-        "$(x)",
-        "`x`",
-    ),
-    *(
-        "\t",
-        "\n",
-        "\r",
-        "\x00",
-        "\x1b[31m",
-        "\x7f",
-        "\u202e",
-        "\ufeff",
-        "\udcff",
-        "e\u0301",
-    ),
-    *("x" * 300, "é" * 200, "x" * 5000, "[" * 300, "{a:" * 100, "NaN", "Infinity"),
-)
-TREES = (
-    *(
-        "[]",
-        "{}",
-        "[1]",
-        "[1,2,3]",
-        "[null]",
-        "[[]]",
-        "[[[[1]]]]",
-        "{a:1}",
-        "{a:{b:c}}",
-    ),
-    *(
-        "[a,b]",
-        "{a:[1,{b:2}]}",
-        "[1,a,null,1.5]",
-        "{'':1}",
-        "{1:2}",
-        "[" * 60 + "]" * 60,
-    ),
-    *("{x:1,x:2}", "[-1]", "[0]", "[1e999]", "{batch:[1,2]}", "[{match:x}]", "[[0,1]]"),
-)
-PATHS = (
-    *(
-        "{run}",
-        "{run}/",
-        "{run}/..",
-        "{run}/../x",
-        "./{run}",
-        "{run}/.",
-        "{run}//",
-        "{dir}",
-    ),
-    *(
-        "{dir}/text.txt",
-        "{dir}/nothing",
-        "{dir}/text.txt/x",
-        "{dir}/../..",
-        "/",
-        "/dev/null",
-    ),
-    *(
-        "/dev/full",
-        "/proc/self/mem",
-        "/proc/1",
-        "/sys",
-        "{dir}/fifo",
-        "{dir}/loop",
-        "~",
-        "~x",
-    ),
-    *(
-        "{dir}/socket",
-        "{dir}/" + "x" * 300,
-        "{dir}/" + "/".join(["y" * 200] * 30),
-        " {dir}",
-    ),
-    *(
-        "{dir}/ a ",
-        "{dir}/a\\b",
-        "{dir}/\udcff",
-        "{dir}/日本",
-        "{dir}/a\nb",
-        "{dir}/a\x00b",
-    ),
-    *(
-        "s3://",
-        "s3://x",
-        "gs://",
-        "ftp://x/y",
-        "http://127.0.0.1:9/x",
-        "https://",
-        "://",
-    ),
-    *("file://{dir}/x", "s3://a b/c", "hf://x", "{run}/config.yaml", "{dir}/empty"),
-    *("{run}/checkpoints", "{run}/checkpoints/2", "{run}@2", "{run}@", "{run}@x", "@"),
-    *("{dir}/broken.json", "{dir}/broken.yaml", "{dir}/binary", "{dir}/empty.json"),
-)
+_PLAIN_NUMBERS = """
+    0 -1 1 2 3 7 1000003 1e3 1.5 -0.0 1e-320 1e308 nan inf -inf 1e999 0x10 1_000 ² ١
+    true null
+"""
+NUMBERS = [
+    *_PLAIN_NUMBERS.split(),
+    "9" * 30,
+    "9" * 5000,
+    str(2**31),
+    str(2**63),
+    str(-(2**63)),
+]
+_PLAIN_TEXTS = """
+    a é 日本 🦓 a,b a=b null None true ~ ... .. . - --help ??? ${seed} ${nothing}
+    ${oc.env:X} ${oc.env:HOME,x} ${ { } [ ] ( ) ' # @ a:b * &a !!python/none % < > |
+    ; $(x) `x` NaN Infinity
+"""
+TEXTS = [
+    *_PLAIN_TEXTS.split(),
+    "e\u0301",
+    "",
+    " ",
+    "a b",
+    '"',
+    "\\",
+    "a: b",
+    "\t",
+    "\n",
+    "\r",
+    "\x00",
+    "\x1b[31m",
+    "\x7f",
+    "\u202e",
+    "\ufeff",
+    "\udcff",
+    "x" * 300,
+    "é" * 200,
+    "x" * 5000,
+    "[" * 300,
+    "{a:" * 100,
+]
+_PLAIN_TREES = """
+    [] {} [1] [1,2,3] [null] [[]] [[[[1]]]] {a:1} {a:{b:c}} [a,b] {a:[1,{b:2}]}
+    [1,a,null,1.5] {'':1} {1:2} {x:1,x:2} [-1] [0] [1e999] {batch:[1,2]} [{match:x}]
+    [[0,1]]
+"""
+TREES = [
+    *_PLAIN_TREES.split(),
+    "[" * 60 + "]" * 60,
+]
+_PLAIN_PATHS = """
+    {run} {run}/ {run}/.. {run}/../x ./{run} {run}/. {run}// {dir} {dir}/text.txt
+    {dir}/nothing {dir}/text.txt/x {dir}/../.. / /dev/null /dev/full /proc/self/mem
+    /proc/1 /sys {dir}/fifo {dir}/loop ~ ~x {dir}/socket {dir}/日本 s3:// s3://x gs://
+    ftp://x/y http://127.0.0.1:9/x https:// :// file://{dir}/x hf://x
+    {run}/config.yaml {dir}/empty {run}/checkpoints {run}/checkpoints/2 {run}@2
+    {run}@ {run}@x @ {dir}/broken.json {dir}/broken.yaml {dir}/binary
+    {dir}/empty.json
+"""
+PATHS = [
+    *_PLAIN_PATHS.split(),
+    "{dir}/" + "x" * 300,
+    "{dir}/" + "/".join(["y" * 200] * 30),
+    " {dir}",
+    "{dir}/ a ",
+    "{dir}/a\\b",
+    "{dir}/\udcff",
+    "{dir}/a\nb",
+    "{dir}/a\x00b",
+    "s3://a b/c",
+]
 CONTENTS: Mapping[str, bytes] = {
     "empty": b"",
     "zeros": b"\0" * 5000,
