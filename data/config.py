@@ -143,7 +143,7 @@ FromStep = Annotated[
 ]
 FromTokens = Annotated[
     Annotated[float, Ge(0), Lt(inf)] | None,
-    Doc("The change comes once all earlier batches have this number of tokens."),
+    Doc("The change comes once all earlier batches have this number of positions."),
 ]
 
 

@@ -18,8 +18,16 @@ COMMANDS: Mapping[str, type] = {
     "train.branch": Config,
     "launch": schema_of("local"),
 }
-ON_A_RUN = ("evaluate", "sample", "export", "status", "profile", "report")
-ON_A_RUN += ("checkpoints", "prove")
+ON_A_RUN = (
+    "evaluate",
+    "sample",
+    "export",
+    "status",
+    "profile",
+    "report",
+    "checkpoints",
+    "prove",
+)
 
 _PLAIN_NUMBERS = """
     0 -1 1 2 3 7 1000003 1e3 1.5 -0.0 1e-320 1e308 nan inf -inf 1e999 0x10 1_000 ² ١
@@ -156,6 +164,8 @@ def _base(command: str) -> list[str]:
         words += ["from={run}@2", "run.dir={dir}/branch"]
     if name in ("plan", "coordinates"):
         words += [*SMALL, "output={dir}/out"]
+    if name == "coordinates":
+        words += ["widths=[16,32]", "depths=[]", "steps=1"]
     if name == "prepare":
         words += ["input={dir}/text.txt", "output={dir}/store"]
     if name == "train_tokenizer":
@@ -168,11 +178,28 @@ def _base(command: str) -> list[str]:
 
 
 SMALL = (
-    *("model.num_layers=1", "model.num_heads=2", "model.embed_dim=16", "tracker=none"),
-    *("data=text", "data.path={dir}/text.txt", "data.cache_dir={dir}/cache"),
-    *("data.sequence_length=16", "data.batch_size=2", "train.num_steps=2"),
-    *("optimizer=adamw", "schedule.warmup_steps=1", "runtime.cpu_devices=1"),
-    *("eval.final_num_batches=1", "checkpoint.save_interval_steps=1"),
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.embed_dim=16",
+    "data=text",
+    "data.path={dir}/text.txt",
+    "data.cache_dir={dir}/cache",
+    "data.sequence_length=16",
+    "data.batch_size=2",
+    "train.num_steps=2",
+    "optimizer=adamw",
+    "schedule.warmup_steps=1",
+    "eval.final_num_batches=1",
+    "checkpoint.save_interval_steps=1",
+    "runtime.cpu_devices=1",
+    "tracker=none",
+)
+_LONG_COMMANDS = (
+    "train",
+    "train.plan",
+    "train.branch",
+    "train.coordinates",
+    "train.prove",
 )
 # Values of these keys make a start long, or wait for a network, as they should.
 _LONG = ("train.num_steps", "vocab_size", "launch", "model.num_layers", "seconds")
@@ -186,16 +213,8 @@ def _keys(dice: random.Random) -> Case:
     for _ in range(dice.randint(1, 3)):
         key = dice.choice(keys)
         words.append(f"{key}={dice.choice([*NUMBERS, *TEXTS, *TREES])}")
-    only_prints = command in (
-        "train",
-        "train.plan",
-        "train.branch",
-        "train.coordinates",
-    )
-    only_prints |= command == "train.prove" or any(
-        long in w for w in words for long in _LONG
-    )
-    if only_prints and dice.random() < 0.85:
+    long = command in _LONG_COMMANDS or any(key in w for w in words for key in _LONG)
+    if long and dice.random() < 0.85:
         words += ["--cfg", "job"]
     return Case(words)
 
@@ -206,27 +225,25 @@ def _words(dice: random.Random) -> Case:
     words = _base(command)
     groups = ("model", "data", "mesh", "optimizer", "schedule", "experiment", "cluster")
     for _ in range(dice.randint(1, 2)):
-        text, other = dice.choice([*TEXTS, *TREES]), dice.choice([*TEXTS, *NUMBERS])
-        words.append(
-            dice.choice(
-                [
-                    *(
-                        text,
-                        f"{text}={other}",
-                        f"+{text}={other}",
-                        f"~{text}",
-                        f"++{text}",
-                    ),
-                    *(f"{dice.choice(groups)}={text}", f"--{text}", f"-{text}"),
-                    *(f"{dice.choice(groups)}@{text}={other}", f"hydra.{text}={other}"),
-                    *(
-                        f"--config-name={text}",
-                        f"--config-dir={text}",
-                        f"--package={text}",
-                    ),
-                ]
-            )
-        )
+        text = dice.choice([*TEXTS, *TREES])
+        other = dice.choice([*TEXTS, *NUMBERS])
+        group = dice.choice(groups)
+        forms = [
+            text,
+            f"{text}={other}",
+            f"+{text}={other}",
+            f"~{text}",
+            f"++{text}",
+            f"{group}={text}",
+            f"{group}@{text}={other}",
+            f"hydra.{text}={other}",
+            f"--{text}",
+            f"-{text}",
+            f"--config-name={text}",
+            f"--config-dir={text}",
+            f"--package={text}",
+        ]
+        words.append(dice.choice(forms))
     return Case([*words, "--cfg", dice.choice(["job", "job", "all", "hydra"])])
 
 

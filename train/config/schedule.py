@@ -46,7 +46,7 @@ class SchedulePoint:
 
     step: Annotated[Number | None, Doc("The step of the point.")] = None
     tokens: Annotated[
-        NotNegative | None, Doc("The number of tokens before the step of the point.")
+        NotNegative | None, Doc("The number of positions before the step of the point.")
     ] = None
     fraction: Annotated[
         Annotated[float, Ge(0), Le(1)] | None,
@@ -79,7 +79,10 @@ class ScheduleConfig:
     ] = 100
     warmup_tokens: Annotated[
         NotNegative | None,
-        Doc("The number of tokens of the warm-up. null: warmup_steps decides."),
+        Doc(
+            "The number of positions of the warm-up, as in the metric `positions`. "
+            "null: warmup_steps decides."
+        ),
     ] = None
     decay_steps: Annotated[
         Count | None,
@@ -124,14 +127,15 @@ class ScheduleConfig:
     batch_rule: Annotated[
         BatchRule,
         Doc(
-            "How learning rates follow the tokens of a batch: sqrt and linear multiply "
-            "them by the root of the ratio to base_batch_tokens, or by the ratio."
+            "How learning rates follow the positions of a batch: sqrt and linear "
+            "multiply them by the root of the ratio to base_batch_tokens, or by the "
+            "ratio."
         ),
     ] = BatchRule.none
     base_batch_tokens: Annotated[
         Positive | None,
         Doc(
-            "The tokens in a batch of the run whose rates are given. null: "
+            "The positions in a batch of the run whose rates are given. null: "
             "data.batch_size x data.sequence_length, so that rates follow only "
             "data.batch_schedule and data.sequence_schedule."
         ),

@@ -178,13 +178,7 @@ def _read(path: str, stated: dict[str, Any], class_name: str) -> _Settings:
         values = resolve(stated, class_name)
         rope = rope_of(stated, values, class_name)
         return _Settings(class_name, stated, values, rope)
-    except (
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-    ) as error:
+    except _MALFORMED as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         rule = f"has a config.json that transformers or Longhaul cannot use: {reason}"
         raise ConfigError([Mistake(_KEY, path, rule)]) from None
