@@ -19,7 +19,14 @@ from train.program import Program
 from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
 from train.run.metrics import read_events
-from train.run.validations import TITLES, Validation, Validations, read_validations
+from train.run.validations import (
+    PART,
+    TITLES,
+    WHOLE,
+    Validation,
+    Validations,
+    read_validations,
+)
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 from train.units import format_bytes
@@ -155,10 +162,15 @@ def validation_line(
 def score_lines(metrics: Mapping[str, Any]) -> list[str]:
     """Return lines with the losses of the validation split and of each set.
 
-    Scores of the whole set come before those of the rows that all steps score.
+    Scores of the whole set come before those of the rows that all steps score, which
+    are left out if these are the whole set.
     """
+    prefixes = [*TITLES]
+    targets = metrics.get(f"{WHOLE}/targets")
+    if targets is not None and targets == metrics.get(f"{PART}/targets"):
+        prefixes.remove(PART)
     return [
-        line for prefix in TITLES for line in _lines_of_prefix(metrics, f"{prefix}/")
+        line for prefix in prefixes for line in _lines_of_prefix(metrics, f"{prefix}/")
     ]
 
 

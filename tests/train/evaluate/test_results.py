@@ -94,6 +94,14 @@ def test_people_read_the_split_and_then_each_set():
     ]
 
 
+def test_rows_that_are_the_whole_set_have_one_line():
+    metrics = {"eval/loss": 1.0, "eval/targets": 30, "eval_whole/loss": 1.0}
+    assert score_lines({**metrics, "eval_whole/targets": 30}) == [
+        "whole set   1.0000 nats a token"
+    ]
+    assert len(score_lines({**metrics, "eval_whole/targets": 31})) == 2
+
+
 def test_results_for_people(monkeypatch, shown):
     values = left_by(monkeypatch, -1, 10_000)
     assert values["validation_bytes"] == len(TEXT)
