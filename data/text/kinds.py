@@ -45,6 +45,7 @@ _RECORD_START = re.compile(r'\s*(\[\s*)?\{\s*"')
 _UNPACK = "Unpack it, and name the folder"
 _RECOMPRESS = "Decompress it, or compress it as .gz or .zst"
 _TO_TEXT = "Extract its text first"
+_WRITE_RECORDS = "Write a record a line (.jsonl)"
 # (bytes, offset of the bytes, what the file is, remedy)
 _MAGIC: list[tuple[bytes, int, str, str]] = [
     (b"PK\x03\x04", 0, "a zip archive (as .docx, .xlsx and .npz are)", _UNPACK),
@@ -206,6 +207,11 @@ def _recognize_json(
     if not is_array and _has_record_lines(text, is_whole, text_field, is_named):
         return replace(file, format=Format.lines)
     value, rest = _first_value(text[is_array:].lstrip())
+    if is_array and isinstance(value, str) and _inner_suffix(file) == ".json":
+        if " " not in value:  # a list of names, as in a config
+            return None
+        kind = "an array of JSON that holds texts instead of records"
+        return Refusal(file, kind, _WRITE_RECORDS)
     if not isinstance(value, dict) or not value:
         return None
     if is_array:
@@ -221,7 +227,7 @@ def _recognize_json(
         return replace(file, format=Format.json)
     if field := _field_of_records(value, text_field):
         kind = f"one JSON object that holds records in its field {field!r}"
-        return Refusal(file, kind, "Write a record a line (.jsonl)")
+        return Refusal(file, kind, _WRITE_RECORDS)
     return None
 
 

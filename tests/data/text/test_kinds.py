@@ -194,6 +194,17 @@ def test_records_inside_one_object_are_refused(tmp_path, value):
         assert "holds records in its field" in found.kind
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.json.gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_arrays_of_texts_are_refused(tmp_path, name, indent):
+    content = json.dumps(["one text", "another"], indent=indent).encode()
+    if name.endswith(".gz"):
+        content = gzip.compress(content)
+    found = found_in(tmp_path / name, content)
+    assert isinstance(found, Refusal)
+    assert "texts instead of records" in found.kind
+
+
 def in_tar(content: bytes, mode: str) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode=mode) as archive:  # type: ignore
