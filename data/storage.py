@@ -41,6 +41,20 @@ class NotAFileError(OSError):
     """A path is that of a pipe, a socket, a device or a folder, not of a file."""
 
 
+# Packages whose errors the clients of stores pass on.
+_CLIENTS = {
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "google",
+    "huggingface_hub",
+    "httpx",
+    "requests",
+    "s3fs",
+    "urllib3",
+}
 # After these errors, another attempt would fail as well.
 _PERMANENT = (
     NotAFileError,
@@ -71,6 +85,11 @@ class StorageError(DataError):
             f"{location}: cannot be {action} ({self.reason}). Check path, network and "
             f"permissions"
         )
+
+
+def is_client_error(error: BaseException) -> bool:
+    """Return whether an error is one of a store's client, and not of the system."""
+    return type(error).__module__.partition(".")[0] in _CLIENTS
 
 
 def wait_for_answer(location: str, request: Callable[[], Result]) -> Result:

@@ -49,6 +49,7 @@ _MIN_LENGTH = 6  # A shorter secret may be a word: masked only if it is all of t
 _MIN_OUTPUT_LENGTH = 8  # the same for variables that no config names
 
 _environment_secrets: dict[str, str] = {}  # value -> "${oc.env:NAME}"
+_config_secrets: set[str] = set()  # the parts of a config's texts that are masked
 
 
 def is_secret_name(name: str) -> bool:
@@ -107,7 +108,13 @@ def _shown(character: str, interpolations: list[str]) -> str:
 
 
 def mask_output(text: str) -> str:
-    """Mask a text that is shown or logged: also the values of secret variables."""
+    """Mask a text that is shown or logged.
+
+    Masked are also the values of secret variables, and the secrets of this process's
+    config wherever they stand: a library may repeat a part of a URL.
+    """
+    for secret in _config_secrets:
+        text = text.replace(secret, MASK)
     for name, value in os.environ.items():
         is_shown = len(value) >= _MIN_OUTPUT_LENGTH and value in text
         is_plain = value.isdecimal() or value.startswith(("/", "~", "."))
@@ -154,6 +161,20 @@ def remember_secrets(text: str) -> None:
         value = os.environ.get(name, "" if default == "null" else default)
         if value and is_secret_name(name):
             _environment_secrets[value] = f"${{oc.env:{name}}}"
+
+
+def remember_config(values: Any) -> None:
+    """Let `mask_output` hide the secrets in the strings of nested plain values."""
+    if isinstance(values, Mapping):
+        values = [*values.values()]
+    if isinstance(values, list | tuple):
+        for value in values:
+            remember_config(value)
+    if isinstance(values, str):
+        kept = map(re.escape, mask(values).split(MASK))
+        match = re.fullmatch("(.*?)".join(kept), values, re.DOTALL)
+        secrets = match.groups() if match else ()
+        _config_secrets.update(s for s in secrets if len(s) >= _MIN_LENGTH)
 
 
 class MaskedStream:

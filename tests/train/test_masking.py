@@ -36,6 +36,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
 @pytest.fixture(autouse=True)
 def no_secrets_of_other_tests(monkeypatch):
     monkeypatch.setattr(masking, "_environment_secrets", {})
+    monkeypatch.setattr(masking, "_config_secrets", set())
 
 
 def test_a_secret_is_known_by_a_word_in_its_name():
@@ -47,6 +48,21 @@ def test_a_secret_is_known_by_a_word_in_its_name():
     others += " tokenizer keep_latest XLA_FLAGS WEB_IDENTITY_TOKEN_FILE MY_KEY_PATH"
     assert [name for name in secrets.split() if not is_secret_name(name)] == []
     assert [name for name in others.split() if is_secret_name(name)] == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://name:Zq9SECRETzQ9@host/x",
+        "https://host/x?a=b&sig=Zq9SECRETzQ9",
+        "DefaultEndpointsProtocol=https;AccountKey=Zq9SECRETzQ9;EndpointSuffix=x",
+    ],
+)
+def test_a_part_of_a_url_that_a_library_shows_is_masked(url):
+    assert mask_output("no host Zq9SECRETzQ9 there") == "no host Zq9SECRETzQ9 there"
+    compose([hydra_text("data.path", url)])
+    assert mask_output("no host Zq9SECRETzQ9 there") == "no host *** there"
+    assert mask_output("name host https Endpoint") == "name host https Endpoint"
 
 
 def test_passwords_in_urls_are_masked_and_nothing_else():
@@ -232,7 +248,7 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path):
     """Where records of the config, of errors and of results are made."""
     every = " ".join(t for t, _ in PLANTED.values() if "oc.env" not in t)
     words = [hydra_text("tracker.mlflow.experiment", every)]
-    words.append(hydra_text("init_from", PLANTED["s3 password"][0]))
+    words.append(hydra_text("init_from", PLANTED["amazon signature"][0]))
     words.append(hydra_text("run.name", f"of-{PLANTED['hugging face'][0]}"))
     config = compose(words)
     assert config.tracker.mlflow.experiment == every  # the program uses the true text

@@ -29,7 +29,7 @@ from train.cli.rules import config_mistakes
 from train.cli.schema import config_yaml, read_yaml
 from train.cli.unread_keys import unread_key_warnings
 from train.config import Config
-from train.errors import STOPPED, ConfigError, Exit, exit_code
+from train.errors import CRASHED, STOPPED, ConfigError, Exit, exit_code
 from train.masking import mask_streams
 
 __all__ = ["check_command_line", "compose", "config_yaml", "read_yaml", "run_command"]
@@ -105,6 +105,13 @@ def run_command(
     except BrokenPipeError:  # the reader of stdout has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
+    except Exception as error:
+        from data.storage import StorageError, is_client_error
+
+        if not is_client_error(error):
+            raise
+        print(StorageError("A store", error, "read or written"), file=sys.stderr)
+        code = CRASHED  # another start may succeed
     sys.exit(code or 0)
 
 
@@ -129,5 +136,7 @@ def configure_logging() -> None:
     log_format = "%(asctime)s %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(log_format, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    # It logs each failed request with a traceback; commands say what has failed.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)

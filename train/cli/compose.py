@@ -32,7 +32,12 @@ from train.cli.quoting import quote_text
 from train.cli.schema import convert
 from train.config import Config
 from train.errors import ConfigError, Mistake
-from train.masking import holds_secret, is_secret_name, remember_secrets
+from train.masking import (
+    holds_secret,
+    is_secret_name,
+    remember_config,
+    remember_secrets,
+)
 from train.mesh_sizes import mesh_mistakes
 
 MAX_JOBS = 32  # jobs of a sweep to check before it starts; each job also checks itself
@@ -180,6 +185,7 @@ class _CommandLineChecker:
             key = str(error.full_key or "command line")
             self._reject(key, "", hydra_message(error))
             return None
+        remember_config(values)
         config, mistakes = convert(values, self.schema)
         for mistake in mistakes:
             is_typed = any(mistake.key.startswith(key) for key in typed_keys)

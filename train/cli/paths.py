@@ -4,6 +4,7 @@ The keys of all commands that name files or folders follow the same rules, wheth
 command reads there or writes.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ _PATH_NAMES = {
     *("path", "paths", "dir", "cache_dir", "work_dir", "output", "input", "from"),
     *("init_from", "tokenizer", "task_path", "compilation_cache", "prompts", "runs"),
 }
+_STORES = ("s3", "gs")
+# The name of a bucket, or of an access point of Amazon's.
+_BUCKET = re.compile(r"([A-Za-z0-9][\w.-]{0,254}|arn:aws[\w:/.-]+)(/|$)", re.ASCII)
 _MAX_NAME_BYTES = 255  # the limit of file systems
 _MAX_OWN_NAME_BYTES = 200  # for names to which this program adds endings
 _MAX_PATH_BYTES = 3000  # below the limit of 4,096, because files lie below
@@ -57,7 +61,7 @@ def _path_rule(text: str) -> str:
     if any(map(_is_control, text)):
         return "must not hold line breaks or control characters; rename the path"
     if "://" in text:
-        return ""
+        return _bucket_rule(text)
     if any(len(name.encode()) > _MAX_NAME_BYTES for name in _parts(text)):
         return f"must have names of at most {_MAX_NAME_BYTES} bytes, as file systems do"
     if len(text.encode()) > _MAX_PATH_BYTES:
@@ -67,6 +71,17 @@ def _path_rule(text: str) -> str:
     except RuntimeError:
         user = text.split("/")[0]
         return f"begins with {user}, but there is no such user; write ./{user}"
+    return ""
+
+
+def _bucket_rule(text: str) -> str:
+    """Return the rule that URLs of object stores break, or an empty string."""
+    for location in text.split(","):
+        scheme, _, rest = location.partition("://")
+        if scheme in _STORES and not _BUCKET.match(rest):
+            rule = f"must have the name of a bucket after {scheme}://, as in "
+            rule += f"{scheme}://bucket/folder. Keys and passwords do not belong in a "
+            return rule + "path: the environment or the store's own tools hold them"
     return ""
 
 

@@ -12,6 +12,7 @@ from data.storage import (
     is_remote,
     is_taken,
     storage_path,
+    wait_for_answer,
 )
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.run.digests import DESCRIPTION, saved_steps
@@ -51,6 +52,21 @@ def access_error(run_dir: str, error: Exception) -> ConfigError | Exit:
         return Exit(CRASHED, str(error))
     rule = f"cannot be read or written: {error.reason}. Name a folder that you may "
     return ConfigError([Mistake("run.dir", run_dir, f"{rule}read and write")])
+
+
+def check_store(run_dir: epath.Path) -> None:
+    """Check that the store of a run's folder answers, if the folder is remote.
+
+    Raises:
+        ConfigError: the store refuses access.
+        Exit: the store does not answer.
+    """
+    if not is_remote(run_dir):
+        return
+    try:
+        wait_for_answer(str(run_dir), (run_dir / "config.yaml").exists)
+    except Exception as error:  # each client has its own kinds
+        raise access_error(str(run_dir), error) from error
 
 
 def check_layout(run_dir: epath.Path) -> None:

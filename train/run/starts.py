@@ -32,7 +32,7 @@ from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import config_differences
 from train.run.digests import newest_description
-from train.run.folder import access_error, check_layout, run_folder
+from train.run.folder import access_error, check_layout, check_store, run_folder
 from train.run.metrics import read_events
 from train.run.records import damaged, read_record, record_or_warn
 from train.run.versions import versions
@@ -157,6 +157,7 @@ def document_start_of(path: epath.Path, config: Config) -> bool | None:
     data = config.data
     if data.document_start is not None:
         return data.document_start
+    check_store(path)
     try:
         check_layout(path)
         original = first_config(path)
@@ -184,8 +185,10 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
     Raises:
         ConfigError: there is no run; the message names `key`.
         DataError: an entry of the run is a folder instead of a file, or the reverse.
+        Exit: the store of the run does not answer.
     """
     folder = run_folder(directory, key)
+    check_store(folder)
     if not (folder / "config.yaml").exists():
         rule = f"must name the directory of a run; there is no {folder}/config.yaml"
         raise ConfigError([Mistake(key, directory, rule)])

@@ -46,6 +46,9 @@ REFUSED = {
     "long name": ("x" * 300, "at most 255 bytes"),
     "long name of two bytes a letter": ("é" * 200, "at most 255 bytes"),
     "long path": ("x/" * 3000, "at most 3,000 bytes"),
+    "password": ("s3://key:Zq9SECRETzQ9@bucket/x", "name of a bucket after s3://"),
+    "no bucket": ("gs:///x", "name of a bucket after gs://"),
+    "no name of a bucket": ("s3://a b/x", "name of a bucket after s3://"),
     "no such user": ("~nobody-of-this-name/x", "no such user"),
 }
 
@@ -65,6 +68,7 @@ def test_a_path_that_cannot_be_is_refused(name, schema, key, text, rule):
     ((mistaken, _, said, _),) = error.value.mistakes
     assert mistaken == key
     assert rule in said
+    assert "SECRET" not in str(error.value)
     str(error.value).encode()  # it can be printed, on one line
     assert len(str(error.value)) < 400
 
@@ -80,6 +84,8 @@ POSSIBLE = [
     "~/x",
     "-",
     "a:b",
+    "s3://arn:aws:s3:us-west-2:12:accesspoint/name/x",
+    "gs://a.b-c_d",
 ]
 
 
@@ -104,7 +110,8 @@ NAMES = {
     "only a space": " ",
     "no-break space": "\u00a0a",
 }
-del NAMES["no such user"]  # a run's name is no path from home
+for path in ("no such user", "password", "no bucket", "no name of a bucket"):
+    del NAMES[path]  # a run's name is no path from home, and no URL
 
 
 @pytest.mark.parametrize("text", NAMES.values(), ids=NAMES)

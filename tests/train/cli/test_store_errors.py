@@ -1,0 +1,69 @@
+"""A store that cannot be used ends a command with a sentence, not with a traceback."""
+
+import sys
+import threading
+
+import aiohttp
+import pytest
+from etils import epath
+
+import data.storage
+from train.cli.command import run_command
+from train.errors import CRASHED, ConfigError, Exit
+from train.run.folder import check_store
+
+
+class ClientError(aiohttp.ClientError):
+    """An error of a package that depends on a client, as seen by its module."""
+
+
+ClientError.__module__ = "gcsfs.retry"
+
+
+@pytest.mark.parametrize("kind", [aiohttp.ClientError, ClientError])
+def test_an_error_of_a_client_is_a_sentence(monkeypatch, capsys, kind):
+    def main(config):
+        raise kind("Cannot connect to host x")
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == CRASHED
+    said = capsys.readouterr().err
+    assert "cannot be read or written (Cannot connect to host x)" in said
+
+
+def test_an_error_of_this_program_keeps_its_traceback(monkeypatch):
+    def main(config):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with pytest.raises(ZeroDivisionError):
+        run_command(main)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (aiohttp.ClientError("no route"), Exit),
+        (OSError("broken"), Exit),
+        (PermissionError("Forbidden"), ConfigError),
+        (None, Exit),
+    ],
+)
+def test_the_store_of_a_run_must_answer(monkeypatch, error, kind):
+    def exists(path):
+        if error:
+            raise error
+        ended.wait()
+
+    ended = threading.Event()
+    monkeypatch.setattr(data.storage, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(epath.Path("s3://bucket/x").__class__, "exists", exists)
+    with pytest.raises(kind, match="s3://bucket"):
+        check_store(epath.Path("s3://bucket/x"))
+    ended.set()
+
+
+def test_a_local_run_is_not_asked(tmp_path):
+    check_store(epath.Path(tmp_path))
