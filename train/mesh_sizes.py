@@ -14,8 +14,9 @@ from train.errors import ConfigError, Mistake, check_all, nearest
 # If one of these environment variables is set, there may be other processes or devices.
 _CLUSTER_VARIABLES = (
     *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
-    *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES", "XLA_FLAGS"),
+    *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES"),
 )
+_DEVICES_FLAG = "xla_force_host_platform_device_count"
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
 
 
@@ -242,6 +243,8 @@ def _cpu_devices(config: Config) -> int | None:
     """Return the number of virtual devices, or None if there may be other devices."""
     is_distributed = config.distributed.num_processes not in (None, 1)
     if is_distributed or any(os.environ.get(name) for name in _CLUSTER_VARIABLES):
+        return None
+    if _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
         return None
     platform = config.runtime.platform
     is_cpu = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"

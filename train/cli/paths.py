@@ -58,6 +58,8 @@ def _broken_rule(names: tuple[str, ...], key: str, text: str) -> str:
 
 
 def _path_rule(text: str) -> str:
+    if not text:
+        return "is empty, as of a variable that is not set; write null, or leave it out"
     if any(map(_is_control, text)):
         return "must not hold line breaks or control characters; rename the path"
     if "://" in text:

@@ -122,6 +122,12 @@ def test_what_does_not_fit_the_devices_comes_with_all_else(run, monkeypatch):
     ]
     assert starts == ["mesh", "model.num_hedas", "mesh.params.embed"]
     assert "nearest: 6 or 9" in entry(result, "data.batch_size = 7")
+    # Other flags leave the number of devices as it is.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    assert run(*sizes, "model.num_hedas=3").stderr.startswith("4 mistakes")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
+    assert run(*sizes, "model.num_hedas=3").stderr.startswith("3 mistakes")
+    monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("SLURM_NTASKS", "2")  # so many that one does not know
     result = run(*sizes, "mesh.tensor=8", "model.num_hedas=3")
     assert result.stderr.startswith("4 mistakes")

@@ -37,6 +37,7 @@ KEYS = [
     ("launch", schema_of("local"), "output"),
 ]
 REFUSED = {
+    "nothing": ("", "is empty"),
     "nul": ("a\0b", "control characters"),
     "line break": ("a\nb", "control characters"),
     "escape": ("a\x1b[31m", "control characters"),
@@ -110,7 +111,7 @@ NAMES = {
     "only a space": " ",
     "no-break space": "\u00a0a",
 }
-for path in ("no such user", "password", "no bucket", "no name of a bucket"):
+for path in ("nothing", "no such user", "password", "no bucket", "no name of a bucket"):
     del NAMES[path]  # a run's name is no path from home, and no URL
 
 
