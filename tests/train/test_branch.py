@@ -81,7 +81,7 @@ def test_a_branch_decays_and_another_is_the_trunk_to_the_bit(trunk, branch):
     assert steps(run)[:5] == steps(trunk)[:5]
     factors = [line["learning_rate"] / 1e-3 for line in steps(run)]
     assert factors[7:] == pytest.approx([1, 1, 0.9, 0.8, 0.7, 0.6], rel=1e-6)
-    assert lines(run)[-1]["eval/loss"]
+    assert lines(run)[-1]["eval_whole/loss"]
 
     record = json.loads((run / "branch.json").read_text())
     trunk_id = newest_start(epath.Path(trunk))["run_id"]

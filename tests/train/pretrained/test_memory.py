@@ -41,7 +41,7 @@ def watch():
 jax.config.update("jax_num_cpu_devices", 8)
 program = make_program(compose(sys.argv[2:]), jax.devices())
 done, seen = False, [anonymous()]
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 state = jax.block_until_ready(start_from(sys.argv[1], program))
 done = True
@@ -69,6 +69,7 @@ def test_eight_devices_take_less_than_half_more_than_the_weights(tmp_path):
         array = rng.standard_normal(shape, np.float32)
         save_file({name: array}, tmp_path / listed[name])
     settings = exported_settings(family, model, BYTES, 64, "float32")
+    settings["vocab_size"] = model.vocab_size
     (tmp_path / "config.json").write_text(json.dumps(settings))
     index = json.dumps({"weight_map": listed})
     (tmp_path / "model.safetensors.index.json").write_text(index)
