@@ -76,7 +76,9 @@ class Presets:
         if "." in group:
             return []
         if group not in self._options:  # each query copies Hydra's whole cache
-            self._options[group] = self.loader.get_group_options(group)
+            self._options[group] = []
+            with suppress(OSError):  # a name that is too long for a file
+                self._options[group] = self.loader.get_group_options(group)
         return self._options[group]
 
     def compose(self, choices: Sequence[str]) -> tuple[DictConfig, list[Mistake]]:

@@ -51,6 +51,10 @@ def read_record(file: epath.Path, remedy: str) -> dict[str, Any] | None:
     except PermissionError:
         remedy = "Give this user the permission to read it."
         raise damaged(file, "may not be read", remedy) from None
+    except OSError as error:  # such as a link to itself, or a disk that fails
+        if is_remote(file):
+            raise
+        raise damaged(file, f"cannot be read ({error.strerror})", remedy) from None
     except RecursionError:
         raise damaged(file, "is nested too deeply", remedy) from None
     except UnicodeDecodeError:

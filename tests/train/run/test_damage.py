@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,6 +130,13 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "deep": lambda old: b"[" * (3_000 if old.startswith(b"{") else 400),
 }
 
+# What may lie where a file was.
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a link to itself": lambda file: file.symlink_to(file),
+    "a pipe": os.mkfifo,
+}
+
 
 def outcome(command: str, run: Path) -> tuple[int, str]:
     """Return the exit code of a command and what it says; nothing else may end it."""
@@ -157,15 +165,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_LEASE_READ_S", 0.0)  # for an unknown owner
 
 
-@pytest.mark.parametrize("damage", [*DAMAGE, "a folder"])
+@pytest.mark.parametrize("damage", [*DAMAGE, *OTHERS])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_or_does_not_matter(tmp_path, whole, name, damage):
     needed, read = FILES[name]
     for command in needed | read:
         with copied(whole, tmp_path, name) as (run, file):
-            if damage == "a folder":
+            if damage in OTHERS:
                 file.unlink()
-                file.mkdir()
+                OTHERS[damage](file)
             else:
                 file.write_bytes(DAMAGE[damage](file.read_bytes()))
             code, message = outcome(command, run)
@@ -173,7 +181,7 @@ def test_a_damaged_file_is_named_or_does_not_matter(tmp_path, whole, name, damag
         assert code in (0, WRONG_DATA, WRONG_CONFIG), told
         if code:
             assert file.name in message, told
-        if damage != "a folder" and command != "status":
+        if damage not in OTHERS and command != "status":
             assert bool(code) == (command in needed), told
 
 
