@@ -1,8 +1,8 @@
 """Parse and check Hydra's flags (`--multirun`, `--cfg job`, ...)."""
 
+import os
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from train.cli.compat import flag_actions, flags_parser
@@ -68,7 +68,8 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
         if getattr(flags, name):
             rule = "is not supported; your own presets go into --config-dir <folder>"
             add_mistake(f"--{name.replace('_', '-')}", rule)
-    if flags.config_dir and not Path(flags.config_dir).is_dir():
+    # Path.is_dir raises OSError if the name is too long.
+    if flags.config_dir and not os.path.isdir(flags.config_dir):  # noqa: PTH112
         add_mistake("--config-dir", "is not a folder", flags.config_dir)
     return mistakes
 

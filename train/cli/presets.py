@@ -5,6 +5,7 @@ bounds are checked after all values have been set (`train/cli/schema.py`).
 """
 
 import functools
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +47,7 @@ def search_path(schema: type, folder: str | None) -> Iterator[None]:
     """Initialise Hydra to search the user's folder, if any, and then `configs/`."""
     register(schema)
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE):
-        if folder and Path(folder).is_dir():
+        if folder and os.path.isdir(folder):  # noqa: PTH112
             search_folder_first(Path(folder))
         yield
 

@@ -194,3 +194,14 @@ def test_dots_that_a_page_leaves_out_are_explained(run, dots):
         assert "stands for what a page leaves out" in entry(result, title)
     quoted = run(f'run.name="a{dots}"', "init_from='\"...\"'", "--cfg", "job")
     assert quoted.returncode == 0, quoted.stderr
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["{}", "{}=1", "~{}", "+{}=1", "model={}", "+{}@model=x", "--config-dir={}"],
+)
+@pytest.mark.parametrize("letters", [300, 5000])
+def test_a_name_too_long_for_a_file_is_a_mistake_like_others(run, form, letters):
+    result = run(form.format("x" * letters))
+    assert result.returncode == 78
+    assert "1 mistake" in result.stderr
