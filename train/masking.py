@@ -113,14 +113,15 @@ def mask_output(text: str) -> str:
     Masked are also the values of secret variables, and the secrets of this process's
     config wherever they stand: a library may repeat a part of a URL.
     """
-    for secret in _config_secrets:
-        text = text.replace(secret, MASK)
     for name, value in os.environ.items():
         is_shown = len(value) >= _MIN_OUTPUT_LENGTH and value in text
         is_plain = value.isdecimal() or value.startswith(("/", "~", "."))
         if is_shown and not is_plain and is_secret_name(name):
             text = text.replace(value, f"${{oc.env:{name}}}")
-    return mask(text)
+    text = mask(text)
+    for secret in _config_secrets:  # after the rules, which may need their context
+        text = text.replace(secret, MASK)
+    return text
 
 
 def mask_values(value: Any, in_secret: bool = False) -> Any:
