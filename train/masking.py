@@ -119,7 +119,8 @@ def mask_output(text: str) -> str:
         if is_shown and not is_plain and is_secret_name(name):
             text = text.replace(value, f"${{oc.env:{name}}}")
     text = mask(text)
-    for secret in _config_secrets:  # after the rules, which may need their context
+    # After the rules, which may need their context; one may be a part of another.
+    for secret in sorted(_config_secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return text
 
