@@ -42,19 +42,21 @@ class NotAFileError(OSError):
 
 
 # Packages whose errors the clients of stores pass on.
-_CLIENTS = {
-    "aiobotocore",
-    "aiohttp",
-    "botocore",
-    "fsspec",
-    "gcsfs",
-    "google",
-    "huggingface_hub",
-    "httpx",
-    "requests",
-    "s3fs",
-    "urllib3",
-}
+_CLIENTS = (
+    "aiobotocore.",
+    "aiohttp.",
+    "botocore.",
+    "fsspec.",
+    "gcsfs.",
+    "google.api_core.",
+    "google.auth.",
+    "google.cloud.",
+    "huggingface_hub.",
+    "httpx.",
+    "requests.",
+    "s3fs.",
+    "urllib3.",
+)
 # After these errors, another attempt would fail as well.
 _PERMANENT = (
     NotAFileError,
@@ -89,7 +91,7 @@ class StorageError(DataError):
 
 def is_client_error(error: BaseException) -> bool:
     """Return whether an error is one of a store's client, and not of the system."""
-    return type(error).__module__.partition(".")[0] in _CLIENTS
+    return f"{type(error).__module__}.".startswith(_CLIENTS)
 
 
 def wait_for_answer(location: str, request: Callable[[], Result]) -> Result:

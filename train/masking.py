@@ -17,7 +17,7 @@ rules is `masking_rules.py`.
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 from urllib.parse import unquote
 
@@ -173,9 +173,7 @@ def remember_config(values: Any) -> None:
         for value in values:
             remember_config(value)
     if isinstance(values, str):
-        kept = map(re.escape, mask(values).split(MASK))
-        match = re.fullmatch("(.*?)".join(kept), values, re.DOTALL)
-        secrets = match.groups() if match else ()
+        secrets = _masked_parts(values)
         _config_secrets.update(s for s in secrets if len(s) >= _MIN_LENGTH)
 
 
@@ -213,6 +211,20 @@ def mask_streams() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, MaskedStream):
             setattr(sys, name, MaskedStream(stream))
+
+
+def _masked_parts(text: str) -> Iterator[str]:
+    """Yield the parts of a text in whose place `mask` writes `***`."""
+    first, *others = mask(text).split(MASK)
+    if not text.startswith(first):
+        return
+    start = len(first)
+    for kept in others:
+        end = text.find(kept, start) if kept else len(text)
+        if end < 0:  # the text before it was masked in another way
+            return
+        yield text[start:end]
+        start = end + len(kept)
 
 
 def _words(name: str) -> list[str]:

@@ -141,6 +141,6 @@ def test_a_run_that_crashed_before_its_first_save_begins_again(folder, door):
     run = folder / "crashed"
     words = (*SHORT, "checkpoint.save_interval_steps=3")
     assert door(run, *words, drill="crash:0:2").returncode == 1
-    assert [line["step"] for line in lines(run)][:1] == [1]
+    assert [line["step"] for line in lines(run)] == [1]
     assert door(run, *words).returncode == 0
     assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3, 4]

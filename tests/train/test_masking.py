@@ -65,6 +65,16 @@ def test_a_part_of_a_url_that_a_library_shows_is_masked(url):
     assert mask_output("name host https Endpoint") == "name host https Endpoint"
 
 
+def test_every_secret_of_a_long_text_is_remembered(monkeypatch):
+    monkeypatch.setenv("DB_PASS", "Zq9ENVIRONMENT")
+    urls = " ".join(f"https://host/x?sig=Zq9SECRETzQ{n}x" for n in range(10, 60))
+    compose([hydra_text("tracker.mlflow.experiment", urls)])
+    assert mask_output("Zq9SECRETzQ10x and Zq9SECRETzQ59x") == "*** and ***"
+    # A variable is masked by its name, which is longer than its value.
+    compose([f'tracker.mlflow.experiment="{urls} ${{oc.env:DB_PASS}} {urls}"'])
+    assert mask_output("at Zq9ENVIRONMENT") == "at ${oc.env:DB_PASS}"
+
+
 def test_passwords_in_urls_are_masked_and_nothing_else():
     assert mask(f"{URL}, postgres://a:b@c@d/e") == f"{MASKED}, postgres://a:***@d/e"
     assert mask("https://ghp_abcdefgh@github.com/x") == "https://***@github.com/x"

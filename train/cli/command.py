@@ -110,7 +110,7 @@ def run_command(
 
         if not is_client_error(error):
             raise
-        print(StorageError("A store", error, "read or written"), file=sys.stderr)
+        print(StorageError("A remote server", error, "used"), file=sys.stderr)
         code = CRASHED  # another start may succeed
     sys.exit(code or 0)
 
@@ -136,7 +136,7 @@ def configure_logging() -> None:
     log_format = "%(asctime)s %(levelname)s %(message)s"
     handler.setFormatter(logging.Formatter(log_format, "%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    # It logs each failed request with a traceback; commands say what has failed.
+    # gcsfs logs a traceback for each failed request; commands say what has failed.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     for package in ("train", "model", "data", "launch", "__main__"):
         logging.getLogger(package).setLevel(logging.INFO)

@@ -17,7 +17,7 @@ _PATH_NAMES = {
     *("path", "paths", "dir", "cache_dir", "work_dir", "output", "input", "from"),
     *("init_from", "tokenizer", "task_path", "compilation_cache", "prompts", "runs"),
 }
-_STORES = ("s3", "gs")
+_STORES = ("s3", "gs")  # those of data.storage, which takes long to import
 # The name of a bucket, or of an access point of Amazon's.
 _BUCKET = re.compile(r"([A-Za-z0-9][\w.-]{0,254}|arn:aws[\w:/.-]+)(/|$)", re.ASCII)
 _MAX_NAME_BYTES = 255  # the limit of file systems

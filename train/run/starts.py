@@ -154,10 +154,10 @@ def document_start_of(path: epath.Path, config: Config) -> bool | None:
         ConfigError, DataError: the records of the run are damaged.
         Exit: the store of the run does not answer.
     """
+    check_store(path)
     data = config.data
     if data.document_start is not None:
         return data.document_start
-    check_store(path)
     try:
         check_layout(path)
         original = first_config(path)

@@ -8,7 +8,7 @@ import pytest
 
 from data.key_value_store import KeyValueStore
 from data.prepare_config import PrepareConfig
-from data.storage import local_path, storage_path
+from data.storage import EXTRAS, local_path, storage_path
 from launch.config import schema_of
 from tests.fleet import REPOSITORY
 from train.cli.compose import check_command_line
@@ -88,6 +88,12 @@ POSSIBLE = [
     "s3://arn:aws:s3:us-west-2:12:accesspoint/name/x",
     "gs://a.b-c_d",
 ]
+
+
+@pytest.mark.parametrize("scheme", EXTRAS)
+def test_the_bucket_of_every_store_is_checked(scheme):
+    with pytest.raises(ConfigError, match="name of a bucket"):
+        config_of("train", Config, "run.dir", f"{scheme}://")
 
 
 @pytest.mark.parametrize("text", POSSIBLE)

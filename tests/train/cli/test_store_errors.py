@@ -4,7 +4,9 @@ import sys
 import threading
 
 import aiohttp
+import botocore.exceptions
 import pytest
+import requests
 from etils import epath
 
 import data.storage
@@ -13,24 +15,26 @@ from train.errors import CRASHED, ConfigError, Exit
 from train.run.folder import check_store
 
 
-class ClientError(aiohttp.ClientError):
-    """An error of a package that depends on a client, as seen by its module."""
-
-
-ClientError.__module__ = "gcsfs.retry"
-
-
-@pytest.mark.parametrize("kind", [aiohttp.ClientError, ClientError])
-def test_an_error_of_a_client_is_a_sentence(monkeypatch, capsys, kind):
+@pytest.mark.parametrize(
+    "error",
+    [
+        aiohttp.ClientError("Cannot connect to host x"),
+        botocore.exceptions.HTTPClientError(error="Cannot connect to host x"),
+        requests.ConnectionError("Cannot connect to host x"),
+    ],
+    ids=lambda error: type(error).__module__,
+)
+def test_an_error_of_a_client_is_a_sentence(monkeypatch, capsys, error):
     def main(config):
-        raise kind("Cannot connect to host x")
+        raise error
 
     monkeypatch.setattr(sys, "argv", ["train"])
     with pytest.raises(SystemExit) as end:
         run_command(main)
     assert end.value.code == CRASHED
     said = capsys.readouterr().err
-    assert "cannot be read or written (Cannot connect to host x)" in said
+    assert "cannot be used (" in said
+    assert "Cannot connect to host x" in said
 
 
 def test_an_error_of_this_program_keeps_its_traceback(monkeypatch):
