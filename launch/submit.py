@@ -38,7 +38,7 @@ from launch.subprocesses import ROOT
 from train.cli.command import compose, config_yaml
 from train.cli.quoting import hydra_text
 from train.config import Config
-from train.errors import FINISHED, ConfigError, Mistake
+from train.errors import FINISHED, ConfigError, Mistake, writing
 from train.identity import run_dir, run_name, training_config
 from train.masking import holds_secret
 from train.run.folder import run_folder
@@ -111,7 +111,8 @@ def render_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
         print(f"# {unchecked}")
     if config.output is not None:
         files = _files_to_write(rendered, config.cluster)
-        write_files(epath.Path(config.output), files)
+        with writing("output", config.output):
+            write_files(epath.Path(config.output), files)
     else:
         for name, content in rendered.files.items():
             print(f"# ---- {name}\n{content}")

@@ -5,7 +5,8 @@ PREEMPTED, OWNED (once the owner is gone), ABORTED and, up to a limit, CRASHED a
 that are not listed here. Launchers do not start the run again after the other codes.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import DataError, MissingPackageError
@@ -100,6 +101,21 @@ def as_typed(value: object) -> str:
         return f"[{','.join(map(as_typed, value))}]"
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+@contextlib.contextmanager
+def writing(key: str, path: object) -> Iterator[None]:
+    """Write the output at `path`, which the config key `key` names.
+
+    Raises:
+        ConfigError: the output cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        rule = f"cannot be written: {reason}. Name a place where you may write"
+        raise ConfigError([Mistake(key, str(path), rule)]) from None
 
 
 def check_all(*checks: Callable[[], Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing_extensions import Doc
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, DistributedConfig, RunConfig, RuntimeConfig, Step
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError, Mistake, writing
 from train.identity import run_dir
 
 
@@ -74,21 +74,23 @@ def main(config: ExportConfig) -> int:
     except ImportError as error:
         rule = f'needs the package {error.name}; pip install -e ".[export]"'
         raise ConfigError([Mistake("output", config.output, rule)]) from None
-    folder = require_empty_folder(config.output or "")
+    with writing("output", config.output):
+        folder = require_empty_folder(config.output or "")
     run = run_dir(Config(run=config.run))
     is_leader = join(config.distributed, run, lambda: None).is_leader
     program, sources, step, params = load_run(config.run, config.runtime, config.step)
     # Several processes gather the weights, and process 0 writes them.
-    summary = write_folder(
-        folder,
-        program,
-        params,
-        sources,
-        step,
-        dtype=str(config.dtype or program.config.model.param_dtype),
-        with_tokenizer=config.tokenizer,
-        family_name=config.family,
-    )
+    with writing("output", folder):
+        summary = write_folder(
+            folder,
+            program,
+            params,
+            sources,
+            step,
+            dtype=str(config.dtype or program.config.model.param_dtype),
+            with_tokenizer=config.tokenizer,
+            family_name=config.family,
+        )
     if is_leader:
         print(f"exported    {folder}, step {step:,}: {summary}")
     return 0

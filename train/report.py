@@ -7,7 +7,7 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from train.cli.command import run_command
-from train.errors import ConfigError, Mistake, check_all
+from train.errors import Mistake, check_all, writing
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,15 @@ def main(config: ReportConfig) -> int:
     runs = check_all(*(partial(existing_run, run, "runs") for run in config.runs))
     folders = [*dict.fromkeys(runs)]  # each run once, even if it is named twice
     if len(folders) == 1:
-        try:
+        with writing("runs", folders[0] / "report.html"):
             print(write_report(folders[0]))
-        except OSError as error:
-            rule = f"its report.html cannot be written: {error.strerror or error}; "
-            rule += "name a copy of the run where you may write"
-            raise ConfigError([Mistake("runs", str(folders[0]), rule)]) from None
         return 0
     output, comparison = run_folder(config.output, "output"), compare_runs(folders)
     for title, headers, rows in comparison["tables"]:
         print_table(rows, headers, title)
         print()
-    try:
+    with writing("output", output):
         write_page(output, TEMPLATE, comparison)
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}; name another file"
-        raise ConfigError([Mistake("output", str(output), rule)]) from None
     print(output)
     return 0
 

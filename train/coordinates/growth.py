@@ -12,7 +12,7 @@ from data.sources import encoding_of, open_sources
 from train.config import Config
 from train.console import print_table
 from train.coordinates.measure import measure, resize
-from train.errors import FINISHED, NOT_PROVED, ConfigError, Mistake
+from train.errors import FINISHED, NOT_PROVED, writing
 from train.program import settle
 from train.run.folder import run_folder
 from train.run.page import write_page
@@ -69,11 +69,8 @@ def compare_sizes(
         charts[axis] = [chart(curves, title, lines, from_zero=True)]
     path = run_folder(output, "output")
     page = {"name": "coordinates", "tables": tables, "axes": charts, "restarts": []}
-    try:
+    with writing("output", path):
         write_page(path, TEMPLATE, page)
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}; name another file"
-        raise ConfigError([Mistake("output", str(path), rule)]) from None
     print(f"page        {path}")
     if steep:
         print(f"not flat    {steep[0]}")

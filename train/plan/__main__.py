@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from train.cli.command import run_command
 from train.cli.rules import config_mistakes
 from train.config import Platform
-from train.errors import DOES_NOT_FIT, FINISHED, ConfigError, Mistake, check_all
+from train.errors import (
+    DOES_NOT_FIT,
+    FINISHED,
+    ConfigError,
+    Mistake,
+    check_all,
+    writing,
+)
 from train.hardware.targets import CPU, Target, parse_target
 from train.plan.config import PlanConfig
 
@@ -195,14 +202,15 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
 
     name = run_name(training_config(config))
     folder = run_folder(config.output or f"plans/{name}-{config.target or 'here'}")
-    write_atomically(
-        folder / "plan.json", json.dumps(mask_texts(values), indent=1) + "\n"
-    )
-    write_page(folder / "plan.html", TEMPLATE, values)
-    print(f"page        {folder}/plan.html", file=sys.stderr)
-    if config.show and plan.text:
-        files = ", ".join(write_texts(plan.program, plan.text, folder))
-        print(f"texts       {folder}: {files}", file=sys.stderr)
+    with writing("output", folder):
+        write_atomically(
+            folder / "plan.json", json.dumps(mask_texts(values), indent=1) + "\n"
+        )
+        write_page(folder / "plan.html", TEMPLATE, values)
+        print(f"page        {folder}/plan.html", file=sys.stderr)
+        if config.show and plan.text:
+            files = ", ".join(write_texts(plan.program, plan.text, folder))
+            print(f"texts       {folder}: {files}", file=sys.stderr)
 
 
 def plan_mistakes(config: PlanConfig) -> list[Mistake]:

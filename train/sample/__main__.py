@@ -18,7 +18,7 @@ from data.storage import is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, Count, NotNegative, RunConfig, RuntimeConfig, Step
-from train.errors import ConfigError, Mistake
+from train.errors import ConfigError, Mistake, writing
 from train.identity import run_dir
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,8 @@ def main(config: SampleConfig) -> int:
     pairs = zip(prompts, texts, strict=True)
     if output:
         lines = (json.dumps({"prompt": p, "text": text}) for p, text in pairs)
-        output.write_text("".join(f"{line}\n" for line in lines))
+        with writing("output", output):
+            output.write_text("".join(f"{line}\n" for line in lines))
     else:
         print(f"\n{'-' * 72}\n".join(printable(p + text) for p, text in pairs))
     num_tokens = sum(len(encode(encoding, text.encode())) for text in texts)

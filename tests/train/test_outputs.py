@@ -1,0 +1,51 @@
+"""An output that cannot be written is refused with its key, by every command."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Forks
+from tests.train import doors
+from tests.train.doors import Door
+
+folder, door = doors.folder, doors.door  # fixtures
+
+SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2")
+COMMANDS = {
+    "train.plan": ("target=v5e-8", "mesh=fsdp", *SMALL),
+    "train.coordinates": ("widths=[32,64]", "depths=[1,2]", "steps=1", *SMALL),
+    "train.report": ("runs=[{run},{other}]",),
+    "train.sample": ("run.dir={run}", "prompt=def", "num_tokens=2"),
+    "train.export": ("run.dir={run}",),
+    "data.train_tokenizer": ("input={text}", "vocab_size=300"),
+    "launch": (
+        "cluster=local",
+        "action=render",
+        "data.path={text}",
+        "data=text",
+        *SMALL,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path, door: Door) -> dict[str, Path]:
+    run, other = folder / "run", folder / "other"
+    exported = ("model=plain", "model.num_layers=1", "train.num_steps=2")
+    result = door(run, *exported, "checkpoint.save_interval_steps=2")
+    assert result.returncode == 0, result.stderr
+    shutil.copytree(run, other)
+    (folder / "file").write_text("")
+    return {"run": run, "other": other, "text": folder / "text.txt"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_below_a_file_is_refused(words, folder, forks: Forks, command):
+    arguments = [word.format(**words) for word in COMMANDS[command]]
+    output = folder / "file" / "output"
+    result = forks.run(["-m", command, *arguments, f"output={output}"], folder)
+    assert result.returncode in (65, 78), result.stderr
+    assert "Traceback" not in result.stderr
+    assert "output" in result.stderr
+    assert str(folder / "file") in result.stderr
