@@ -256,12 +256,12 @@ def _locked(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_folder(path: Path, parent: Path, key: str) -> None:
-    """Make a folder, or raise a DataError that names `key` and `parent`."""
+def make_folder(path: Path, parent: Path, setting: str) -> None:
+    """Make a folder, or raise a DataError that names `parent` and what sets it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            f"{parent}: nothing can be kept there ({error}). Set {key} to a "
+            f"{parent}: nothing can be kept there ({error}). Set {setting} to a "
             f"writable folder"
         ) from error

@@ -65,7 +65,9 @@ def cached_store(
                 corpus = corpus.without_bad_files(beat)
         with created_atomically(path) as partial:
             parts = partial / "parts"
-            make_folder(parts, path.parent, "data.cache_dir")
+            make_folder(
+                parts, path.parent, "data.cache_dir or the variable XDG_CACHE_HOME"
+            )
             build_store(
                 KeyValueStore(partial), corpus, settings, encoding, parts, beat=beat
             )

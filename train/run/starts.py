@@ -189,10 +189,10 @@ def existing_run(directory: str, key: str = "run.dir") -> epath.Path:
     """
     folder = run_folder(directory, key)
     check_store(folder)
+    check_layout(folder)
     if not (folder / "config.yaml").exists():
         rule = f"must name the directory of a run; there is no {folder}/config.yaml"
         raise ConfigError([Mistake(key, directory, rule)])
-    check_layout(folder)
     return folder
 
 
