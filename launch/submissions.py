@@ -23,7 +23,7 @@ from etils import epath
 
 from data.errors import DataError
 from data.names import checked_name, numbers_in
-from data.storage import StorageError, is_remote
+from data.storage import StorageError, is_remote, write_atomically
 from launch.job import ARCHIVE, local_folder
 from train.errors import ConfigError, Exit, Mistake
 from train.masking import mask
@@ -169,10 +169,8 @@ def write_submission(
 
 def write_files(folder: epath.Path, files: Mapping[str, str | bytes]) -> None:
     """Write files into a folder, which is created if necessary."""
-    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        data = content.encode() if isinstance(content, str) else content
-        (folder / name).write_bytes(data)
+        write_atomically(folder / name, content)
 
 
 def _git_state(root: Path) -> tuple[dict[str, Any], str]:

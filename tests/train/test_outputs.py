@@ -1,5 +1,6 @@
 """An output that cannot be written is refused with its key, by every command."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -37,7 +38,17 @@ def words(folder: Path, door: Door) -> dict[str, Path]:
     assert result.returncode == 0, result.stderr
     shutil.copytree(run, other)
     (folder / "file").write_text("")
+    os.mkfifo(folder / "pipe")
     return {"run": run, "other": other, "text": folder / "text.txt"}
+
+
+def test_a_pipe_is_refused_as_a_file_of_samples(words, folder, forks: Forks):
+    """Opening it would wait until another process reads it."""
+    arguments = [word.format(**words) for word in COMMANDS["train.sample"]]
+    output = f"output={folder}/pipe"
+    result = forks.run(["-m", "train.sample", *arguments, output], folder)
+    assert result.returncode == 78
+    assert "pipe is not a regular file" in result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -14,7 +14,7 @@ from etils import epath
 from typing_extensions import Doc
 
 from data.config import Seed
-from data.storage import is_remote
+from data.storage import check_regular, is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
 from train.config import Config, Count, NotNegative, RunConfig, RuntimeConfig, Step
@@ -219,6 +219,8 @@ def output_file(path: str) -> epath.Path:
     try:
         if not is_remote(file):
             Path(file).parent.mkdir(parents=True, exist_ok=True)
+            if file.exists():  # Opening a pipe would wait for its reader.
+                check_regular(file)
             Path(file).open("a").close()
         elif not file.exists():
             file.write_bytes(b"")
