@@ -113,8 +113,9 @@ def writing(key: str, path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or error
-        rule = f"cannot be written: {reason}. Name a place where you may write"
+        file = error.filename2 or error.filename or path
+        rule = f"{file} cannot be written: {error.strerror or error}. "
+        rule += "Name a place where you may write"
         raise ConfigError([Mistake(key, str(path), rule)]) from None
 
 

@@ -44,7 +44,7 @@ def main(config: ReportConfig) -> int:
     runs = check_all(*(partial(existing_run, run, "runs") for run in config.runs))
     folders = [*dict.fromkeys(runs)]  # each run once, even if it is named twice
     if len(folders) == 1:
-        with writing("runs", folders[0] / "report.html"):
+        with writing("runs", folders[0]):
             print(write_report(folders[0]))
         return 0
     output, comparison = run_folder(config.output, "output"), compare_runs(folders)
