@@ -22,10 +22,10 @@ from etils import epath
 from data.batches import Batch
 from train.cli.command import compose
 from train.config import CheckpointConfig
-from train.program import Program, make_program, settle
+from train.core.program import Program, make_program, settle
+from train.core.runtime import set_up
 from train.run.checkpoint import Checkpoints
 from train.run.digests import find_damage, step_bytes
-from train.runtime import set_up
 
 
 def main() -> None:

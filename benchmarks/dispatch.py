@@ -15,9 +15,9 @@ import numpy as np
 from data.batches import Batch
 from train.cli.command import compose
 from train.config import Platform, RuntimeConfig
-from train.feed import place
-from train.program import make_program
-from train.runtime import set_up
+from train.core.feed import place
+from train.core.program import make_program
+from train.core.runtime import set_up
 
 
 def main() -> None:

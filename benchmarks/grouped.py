@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.data import alternate, timed
 from model.choices import Grouped
-from model.experts.grouped import choose_grouped, grouped_product
+from model.parts.experts.grouped import choose_grouped, grouped_product
 
 _RUNS = 15
 

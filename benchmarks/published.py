@@ -9,8 +9,8 @@ estimates it (`--estimated`), and predicts its speed. Constants of
 train/hardware/achievable.py are fitted to the rows with the use "settled on"; the rows
 with the use "judged by" validate them. The costs of compiled steps are cached in
 ~/.cache/longhaul/published_costs. A row that is not in the cache is skipped with a
-message if its compiler is not installed. MFU follows train/model_flops.py, also for
-published speeds.
+message if its compiler is not installed. MFU follows train/core/model_flops.py, also
+for published speeds.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from data.machine import cache_folder
 from train.cli.command import compose
 from train.config import Config, Platform
 from train.console import print_table
+from train.core.program import Program, make_program, settle
+from train.core.runtime import set_up
 from train.hardware.chips import Chip
 from train.hardware.devices import fake_devices, missing_compiler, prepare
 from train.hardware.targets import parse_target
@@ -41,9 +43,7 @@ from train.plan.estimated.step import estimate_step
 from train.plan.plan import compile_and_read
 from train.plan.roofline import predict
 from train.plan.scaling import weak_scaling
-from train.program import Program, make_program, settle
 from train.run.versions import versions
-from train.runtime import set_up
 
 _LIBRARIES = ("jax", "libtpu", "jax-cuda13-plugin")
 

@@ -36,11 +36,11 @@ from data.sources import encoding_of, open_sources
 from data.storage import write_atomically
 from train.cli.command import compose
 from train.config import Config
-from train.eval_step import make_eval_step
-from train.program import Program, make_program, settle
-from train.runtime import set_up
-from train.state import initial_state
-from train.step import make_train_step
+from train.core.eval_step import make_eval_step
+from train.core.program import Program, make_program, settle
+from train.core.runtime import set_up
+from train.core.state import initial_state
+from train.core.step import make_train_step
 
 NUM_CHUNKS = 4  # calls of the compiled scan in a run
 VALIDATION_BATCHES = 40

@@ -11,18 +11,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import LayerCache
-from model.attention.latent import LatentAttention
 from model.choices import Mixer, NormPlacement
 from model.config import ModelConfig
-from model.delta.layer import GatedDeltaNet
 from model.dropout import drop
 from model.execution import CallContext, Execution
-from model.experts.experts import Experts
-from model.experts.router import Routing
 from model.layers import MLP, Normalize, SelfAttention
+from model.parts.delta.layer import GatedDeltaNet
+from model.parts.experts.experts import Experts
+from model.parts.experts.router import Routing
+from model.parts.latent.attention import LatentAttention
+from model.parts.token_shift import shift_channels
 from model.pattern import BlockKind
 from model.scopes import part_scope
-from model.token_shift import shift_channels
 
 
 class Block(nnx.Module):

@@ -50,8 +50,8 @@ class Mixer(StrEnum):
 
     `attention`: each query head has keys and values, or shares them with other heads.
     `latent_attention`: keys and values of all heads are expanded from one compressed
-    vector for each position (model/attention/latent.py).
-    `gated_delta`: a gated delta net, whose state has a fixed size (model/delta/).
+    vector for each position (model/parts/latent/attention.py).
+    `gated_delta`: a gated delta net, whose state has a fixed size (model/parts/delta/).
     """
 
     attention = "attention"
@@ -201,8 +201,9 @@ class Activation(StrEnum):
 
 
 class TokenShift(StrEnum):
-    """The inputs that take channels from the previous position (model/token_shift.py).
+    """The inputs that take channels from the previous position.
 
+    The shift is in model/parts/token_shift.py.
     `attention` stands for all mixers, and `mlp` includes experts and their router.
     """
 
@@ -294,9 +295,10 @@ class ContextAttention(StrEnum):
     all_gather = "all_gather"
 
     def has_ring_order(self, kernel: Attention) -> bool:
-        """Return whether devices have the chunks of a ring (model/attention/ring.py).
+        """Return whether devices have the chunks of a ring.
 
-        All of them then have the same amount of work.
+        model/parts/context/ring.py defines these chunks. All devices then have the same
+        amount of work.
         """
         is_gathered = self is ContextAttention.all_gather
         return self is ContextAttention.ring or (
@@ -305,7 +307,7 @@ class ContextAttention(StrEnum):
 
 
 class ExpertExchange(StrEnum):
-    """How tokens reach experts on other devices (model/experts/experts.py).
+    """How tokens reach experts on other devices (model/parts/experts/experts.py).
 
     `all_gather`: each device gathers all tokens. `ragged`: only the rows that an expert
     needs are sent. `auto`: on TPUs, whichever sends fewer bytes; otherwise, all_gather.
@@ -320,7 +322,7 @@ class Grouped(StrEnum):
     """The kernel that multiplies rows, grouped by expert, with their expert's matrix.
 
     `ragged` is XLA's own slow product, which only plans and tests use.
-    model/experts/grouped.py describes the kernels.
+    model/parts/experts/grouped.py describes the kernels.
     """
 
     ragged = "ragged"

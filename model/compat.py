@@ -148,7 +148,7 @@ class PackedCall:
     """A call of cuDNN's kernel for packed documents, forward and backward.
 
     Arrays are [B, T, heads, H]. `lengths_and_offsets` describes the documents
-    (`Documents.operands` in model/attention/cudnn_packed.py).
+    (`Documents.operands` in model/parts/kernels/cudnn_packed.py).
     """
 
     def __init__(

@@ -18,12 +18,12 @@ from model.choices import (
     Grouped,
     OffloadName,
 )
-from model.eight_bits.quantization import Quantization
 from model.gather import WeightPlacement
+from model.parts.eight_bits.quantization import Quantization
+from model.parts.taps import Taps
 from model.placement import ONE_DEVICE, Placement
 from model.remat import Policy
 from model.rope import Rotations
-from model.taps import Taps
 
 
 class Numerics(NamedTuple):

@@ -23,14 +23,14 @@ from model.config import ModelConfig
 from model.dropout import drop
 from model.embedding import Table, look_up
 from model.execution import NO_CONTEXT, CallContext, Execution
-from model.experts.router import Routing
 from model.head import make_head, project
 from model.layers import Normalize
 from model.linear import Linear
 from model.params import layer_trees
+from model.parts.experts.router import Routing
+from model.parts.pipeline import run_pipeline
+from model.parts.predict_ahead import Ahead, PredictAhead, run_modules
 from model.pattern import Segment, segments_of
-from model.pipeline import run_pipeline
-from model.predict_ahead import Ahead, PredictAhead, run_modules
 from model.rope import Rotations, make_rotations
 from model.segments import (
     LayerFlags,
@@ -52,14 +52,14 @@ class GPT(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Draw every parameter."""
-        assert config.vocab_size is not None, "resolved by train/program.py"
+        assert config.vocab_size is not None, "resolved by train/core/program.py"
         self.config = config
         std, size = config.embedding_std, config.vocab_size
         padding = config.vocab_rows - size
         self.embedding = Table(config, size, "vocab", std, rngs, padding=padding)
         learned = config.position is Position.learned
         length = config.max_sequence_length or 0
-        assert length or not learned, "resolved by train/program.py"
+        assert length or not learned, "resolved by train/core/program.py"
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         keys_L = draw_layer_keys(config, rngs)
@@ -209,7 +209,8 @@ class GPT(nnx.Module):
                 call._replace(
                     positions_BT=positions_BT, rotations=self._rotations(positions_BT)
                 ),
-                # Every group of layers has the same local flags (train/mesh_sizes.py).
+                # Every group of layers has the same local flags
+                # (train/core/mesh_sizes.py).
                 flags=flags._replace(local=flags.local[:depth]),
                 unroll=execution.layer_unroll,
                 first_layer=group_number * depth,

@@ -2,7 +2,7 @@
 
 Operands are rounded to the compute dtype, and products accumulate in float32. The
 backward pass rounds the cotangent too, so that all three products of a linear layer run
-on fast matrix units. Products in eight bits are in model/eight_bits/. With plain
+on fast matrix units. Products in eight bits are in model/parts/eight_bits/. With plain
 `x @ w`, XLA's CPU backend would convert bfloat16 operands to float32, and a float32
 cotangent would make a GPU multiply in TF32 (docs/log). Operands are neither flattened
 nor transposed, because XLA's CPU backend is fast on einsums with the dims of the weight
@@ -20,19 +20,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from model.choices import ComputeDtype
-from model.eight_bits.float8 import FORWARD, float8_product, float8_scale, to_float8
-from model.eight_bits.int8 import contracted_dims, int8_product, to_int8
-from model.eight_bits.quantization import (
+from model.execution import NO_CONTEXT, CallContext, Execution
+from model.gather import UNSHARDED, WeightPlacement
+from model.params import Kind, ParamInfo
+from model.parts.eight_bits.float8 import (
+    FORWARD,
+    float8_product,
+    float8_scale,
+    to_float8,
+)
+from model.parts.eight_bits.int8 import contracted_dims, int8_product, to_int8
+from model.parts.eight_bits.quantization import (
     ProductOptions,
     Quantization,
     Quantized,
     gradient_specs,
 )
-from model.execution import NO_CONTEXT, CallContext, Execution
-from model.gather import UNSHARDED, WeightPlacement
-from model.params import Kind, ParamInfo
+from model.parts.taps import count_rounding
 from model.scopes import part_scope
-from model.taps import count_rounding
 
 
 def product(

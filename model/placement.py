@@ -1,8 +1,8 @@
 """The placement of a program's arrays on the mesh, as the model sees it.
 
 The mesh axes that shard the batch are manual: the program runs on each device's part of
-the batch (train/rows.py), and states each gather and each reduction over these axes.
-The other axes are automatic, which means that XLA's partitioner handles them.
+the batch (train/core/rows.py), and states each gather and each reduction over these
+axes. The other axes are automatic, which means that XLA's partitioner handles them.
 """
 
 from collections.abc import Callable

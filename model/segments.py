@@ -19,11 +19,11 @@ from model.attention.cache import LayerCache
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
-from model.experts.router import Routing
 from model.params import in_layer_order
+from model.parts.experts.router import Routing
+from model.parts.taps import LayerFigures
 from model.pattern import BlockKind, Segment, kinds_of
 from model.remat import name_layer_input, rematerialized
-from model.taps import LayerFigures
 
 
 class LayerFlags(NamedTuple):

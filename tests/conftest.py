@@ -57,8 +57,8 @@ jax.devices()  # reads them
 os.environ["XLA_FLAGS"] = flags
 
 # The shapes and dtypes in the signatures of the mathematics hold at every call.
-STEPS = ("train.step", "train.eval_step", "train.router_balance")
-install_import_hook(["model", "train.loss", *STEPS], "beartype.beartype")
+STEPS = ("train.core.step", "train.core.eval_step", "train.core.router_balance")
+install_import_hook(["model", "train.core.loss", *STEPS], "beartype.beartype")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -104,7 +104,7 @@ def composed() -> Callable:
     """
     from train.cli.command import compose
     from train.config import Config
-    from train.program import settle
+    from train.core.program import settle
 
     def composed(*overrides: str) -> Config:
         return settle(compose(overrides), vocab_size=384)

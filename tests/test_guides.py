@@ -176,7 +176,7 @@ def test_the_diffs_of_a_guide_apply_to_the_source_tree(extended: Path):
     assert (extended / "configs/optimizer/yogi.yaml").exists()
     assert (
         "Schedule.inverse_sqrt"
-        in (extended / "train/optimizer/schedule.py").read_text()
+        in (extended / "train/core/optimizer/schedule.py").read_text()
     )
 
 

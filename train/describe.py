@@ -8,13 +8,13 @@ from model.choices import Mixer
 from model.params import ParamInfo, named
 from train.config import Transfer
 from train.console import print_table
+from train.core.loss.form import choose_form
+from train.core.mesh_sizes import num_shards
+from train.core.program import Program
+from train.core.sharding import bytes_per_device
 from train.hardware.chips import peak_flops
-from train.loss.form import choose_form
-from train.mesh_sizes import num_shards
-from train.optimizer.groups import group_members
-from train.optimizer.transfer import transfer_ratios
-from train.program import Program
-from train.sharding import bytes_per_device
+from train.optimizers.groups import group_members
+from train.optimizers.transfer import transfer_ratios
 from train.units import format_bytes, format_flops
 
 _NO_PEAK = "unknown peak, so MFU is not shown"

@@ -11,13 +11,13 @@ from data.sources import Sources, open_sources
 from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
 from train.config import Config, MeshConfig, RunConfig, RuntimeConfig, Step
+from train.core.program import Program, make_program
+from train.core.runtime import set_up
 from train.errors import ConfigError
 from train.identity import run_dir
-from train.program import Program, make_program
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import check_data, read_run, recorded_run_id
-from train.runtime import set_up
 
 log = logging.getLogger(__name__)
 

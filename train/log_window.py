@@ -15,13 +15,13 @@ import numpy as np
 from data.batches import Order
 from data.phases import Phase, tokens_before
 from train.console import Progress
-from train.feed import Feed
+from train.core.feed import Feed
+from train.core.numerics import PREFIX, Culprit, find_culprit, flat_figures
+from train.core.program import Program
+from train.core.step import Metrics
 from train.hardware.chips import peak_flops
-from train.numerics import PREFIX, Culprit, find_culprit, flat_figures
-from train.program import Program
 from train.run.directory import RunDir
 from train.run.metrics import tokens_at
-from train.step import Metrics
 from train.units import few
 
 _MAX_WAIT_FRACTION = 0.02  # A warning appears if waiting takes a larger share.

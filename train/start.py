@@ -22,6 +22,11 @@ from etils import epath
 from data.batches import Order, batch_number
 from data.errors import DataError
 from train.config import Config
+from train.core.loop import Trainer
+from train.core.phases import PhaseSteps, phase_programs
+from train.core.program import make_program
+from train.core.runtime import set_up
+from train.core.state import TrainState, best_params
 from train.describe import describe_data, describe_program
 from train.distributed.preemption import Crash, Preemption
 from train.distributed.processes import Cluster, join
@@ -31,18 +36,13 @@ from train.evaluate.evaluator import Evaluator
 from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.identity import run_dir
-from train.loop import Trainer
-from train.phases import PhaseSteps, phase_programs
 from train.preflight import Prepared, settled_run_dir
-from train.program import make_program
 from train.prove.kernels import check_kernels
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
 from train.run.starts import document_start_of, read_results
 from train.run.validations import PART
-from train.runtime import set_up
-from train.state import TrainState, best_params
 
 log = logging.getLogger(__name__)
 

@@ -52,8 +52,8 @@ class Latents(NamedTuple):
     """The latents of the first `length` positions, in an array of S positions.
 
     A latent has the normalised values from which keys and values are expanded, and then
-    the rotated part of all keys (model/attention/latent.py). `length` and `first_B` are
-    explained in `KeysValues`.
+    the rotated part of all keys (model/parts/latent/attention.py). `length` and
+    `first_B` are explained in `KeysValues`.
     """
 
     latents: Float[Array, "*L B S C"]
@@ -72,7 +72,7 @@ class Latents(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """The state of a gated delta net after `length` positions (model/delta/).
+    """The state of a gated delta net after `length` positions (model/parts/delta/).
 
     Row b begins at position first_B[b], or at 0 if first_B is None. `inputs` are the
     last E inputs of the convolutions of queries, keys and values. R value heads share a
@@ -92,7 +92,7 @@ class LayerCache(NamedTuple):
     """The cache of a layer: that of its mixer, and those of its token shifts.
 
     attention_input: the first C channels of the last position's input to attention.
-        None without a shift (model/token_shift.py).
+        None without a shift (model/parts/token_shift.py).
     mlp_input: those of the input to the MLP.
     """
 

@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The operands of one step of a ring (model/attention/ring.py).
+    """The operands of one step of a ring (model/parts/context/ring.py).
 
     Heads come before positions. Queries are already scaled by 1/sqrt(H). `documents`
     has the segment ids of queries and of keys.

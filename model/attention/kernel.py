@@ -20,10 +20,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from model.attention import cudnn, masks, splash, xla
-from model.attention.context_parallel import KERNELS, make_context_parallel_attention
+from model.attention import masks, xla
 from model.attention.inputs import Attended, Inputs
 from model.choices import Attention, ContextAttention
+from model.parts.context.context_parallel import (
+    KERNELS,
+    make_context_parallel_attention,
+)
+from model.parts.kernels import cudnn, splash
 from model.placement import ONE_DEVICE, Placement
 
 _CUDNN = Attention.cudnn
@@ -122,7 +126,7 @@ def attention(
         return xla.attend_masked(
             inputs, mask_BTS, compute, soft_cap=soft_cap, drop=drop, causal=True
         )
-    assert drop is None, "train/execution.py refuses dropout here"
+    assert drop is None, "train/core/execution.py refuses dropout here"
     q, k, v = (x.astype(compute) for x in (q_BTNH, k_BSKH, v_BSKV))
     is_sharded_like_q = placement.spec("heads") == placement.spec("kv_heads")
     kv_axis = "kv_heads" if is_sharded_like_q else "heads"

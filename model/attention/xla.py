@@ -96,7 +96,7 @@ def _num_blocks(T: int) -> int:
 
 
 def forward(chunks: Chunks, causal: bool, soft_cap: float | None = None) -> Result:
-    """Compute one step of a ring (model/attention/ring.py); the result is float32."""
+    """Compute one step of a ring (`ring.py`); the result is float32."""
     x, shape = _operands(chunks, causal), chunks.q_BNTH.shape
     scores_BKMS = dense.scores(x, chunks.q_BNTH.dtype, soft_cap)
     weights_BKMS, lse_BKM = dense.softmax(dense.apply_mask(scores_BKMS, x))

@@ -11,9 +11,9 @@ from benchmarks.published_gpu_rows import B200_ROWS, GPU_ROWS
 from benchmarks.published_llama_rows import LLAMA_ROWS
 from benchmarks.published_rows import TPU_ROWS
 from tests.train.machines import machine
+from train.core.program import make_program
 from train.plan.estimated.step import estimate_step
 from train.plan.roofline import predict
-from train.program import make_program
 
 BASE = ("optimizer=adamw", "tracker=none")
 ROOT = Path(published.__file__).parents[1]

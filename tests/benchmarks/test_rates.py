@@ -10,7 +10,7 @@ from benchmarks.rates import Sweep, compile_sweep, prepare, train
 from benchmarks.rates_chart import vertex
 from tests.fleet import REPOSITORY
 from tests.train.conftest import TINY
-from train.state import initial_state
+from train.core.state import initial_state
 
 
 @pytest.mark.slow

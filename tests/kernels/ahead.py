@@ -30,16 +30,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.attention.kernel import attention
 from model.choices import Attention, ComputeDtype
-from model.eight_bits.quantization import Quantization
-from model.experts.grouped import choose_grouped, grouped_product
 from model.gather import WeightPlacement
+from model.parts.eight_bits.quantization import Quantization
+from model.parts.experts.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
+from train.core.mesh import Device
+from train.core.program import make_program, settle
 from train.hardware.collective_steps import collective_steps
 from train.hardware.devices import fake_devices, prepare
 from train.hardware.targets import parse_target
-from train.mesh import Device
 from train.plan.aot import compile_step, lower_step
-from train.program import make_program, settle
 
 KINDS = ("argument", "output", "alias", "temp", "generated_code")
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import cudnn, masks, splash, xla
+from model.attention import masks, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.inputs import Chunks, Inputs, Result
 from model.attention.kernel import attention, choose_kernel
 from model.choices import Attention
+from model.parts.kernels import cudnn, splash
 from model.row_max import row_max
 from tests.model.reference import attend, mask
 

@@ -24,6 +24,7 @@ from unittest import mock
 import jax
 
 from tests.fleet import REPOSITORY
+from train.core.program import Program, make_program
 from train.hardware import devices
 from train.hardware.targets import parse_target
 from train.plan.compiled import step
@@ -32,7 +33,6 @@ from train.plan.compiled.hlo import Module
 from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
-from train.program import Program, make_program
 
 L, D, F, V, T, B, N = 3, 256, 512, 512, 256, 16, 4
 SHAPE = (

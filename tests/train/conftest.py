@@ -21,10 +21,10 @@ from model.params import layer_trees
 from tests.forks import Forks
 from tests.train.compiled import Compile, make_compile, make_stored
 from train.config import Config
-from train.feed import place
+from train.core.feed import place
+from train.core.program import Program, make_program
+from train.core.step import make_gradients
 from train.hardware.devices import prepare
-from train.program import Program, make_program
-from train.step import make_gradients
 
 TINY = (
     *("model.num_layers=2", "model.num_heads=4", "model.embed_dim=32"),
@@ -160,7 +160,7 @@ def take_steps(program, store, state, num_steps: int):
     for step in range(int(state.step), int(state.step) + num_steps):
         batch = place(order.read(step), program.batch)
         state, found = program.train_step(state, batch)
-        jax.block_until_ready((state, found))  # see train/loop.py
+        jax.block_until_ready((state, found))  # see train/core/loop.py
         metrics.append(jax.device_get(found))
     return state, metrics
 

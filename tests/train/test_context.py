@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from data.batches import Batch
-from model.attention.context_parallel import choose_context_attention
 from model.choices import Attention, ContextAttention
+from model.parts.context.context_parallel import choose_context_attention
 from tests.train.conftest import distance
 
 GROUPED = ("model.num_heads=8", "model.num_kv_heads=4")

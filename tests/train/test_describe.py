@@ -10,11 +10,11 @@ import pytest
 
 from model.params import named
 from tests.train.conftest import CUBE, MOE
+from train.core.loss import loss
+from train.core.loss.form import LossOptions
+from train.core.loss.tiles import sum_tiles
+from train.core.step import make_gradients
 from train.describe import describe_data, describe_program, print_parameters
-from train.loss import loss
-from train.loss.form import LossOptions
-from train.loss.tiles import sum_tiles
-from train.step import make_gradients
 from train.units import format_flops
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from data.batches import Order
 from tests.train.conftest import CUBE, DEEP, MOE, losses_of
+from train.core.feed import place
 from train.errors import ConfigError
-from train.feed import place
 
 INSIDE = ("model.dropout.embedding=0.2", "model.dropout.residual=0.3")
 ALL = (*INSIDE, "model.dropout.attention=0.2")

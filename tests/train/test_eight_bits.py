@@ -14,9 +14,9 @@ from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
 from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES
+from train.core.execution import choose_execution
+from train.core.feed import place
 from train.errors import ConfigError
-from train.execution import choose_execution
-from train.feed import place
 
 SMALL = ("data.batch_size=4", "data.sequence_length=32")
 CONTEXT = ("mesh.context=2", "mesh.data=1")

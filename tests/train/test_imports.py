@@ -14,25 +14,25 @@ LAYERS = """
     model | data
     train.masking_rules train.masking train.errors train.units train.config \
 train.console train.identity
-    train.mesh_sizes
+    train.core.mesh_sizes
     train.cli
-    train.mesh
+    train.core.mesh
     train.hardware
-    train.runtime train.sharding train.optimizer train.spikes train.state \
-train.loss train.rows train.numerics train.step \
-train.eval_step train.router_balance train.program train.feed \
-train.evaluate.validation train.sample.generate train.sample.speculate \
-train.sample.prompts train.describe \
-train.evaluate.harness train.evaluate.tasks train.execution train.model_flops
+    train.core.runtime train.core.sharding train.core.optimizer train.optimizers \
+train.core.spikes train.core.state train.core.loss train.core.rows train.core.numerics \
+train.core.step train.core.eval_step train.core.router_balance train.core.program \
+train.core.feed train.core.execution train.core.model_flops \
+train.evaluate.validation train.evaluate.harness train.evaluate.tasks train.describe \
+train.sample.generate train.sample.speculate train.sample.prompts
     train.distributed
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.budget \
 train.plan.memory train.plan.sections train.plan.branches
     train.plan.compiled | train.plan.estimated
-    train.phases
+    train.core.phases
     train.plan | train.profile | train.prove | train.coordinates | \
-train.pretrained | train.log_window train.due train.loop train.evaluate.evaluator \
-train.evaluate.results train.load_run
+train.pretrained | train.log_window train.core.due train.core.loop \
+train.evaluate.evaluator train.evaluate.results train.load_run
     train.plan.search
     train.preflight
     train.start

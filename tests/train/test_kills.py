@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from train.__main__ import main
 from train.cli.command import run_command
-from train.feed import Feed
+from train.core.feed import Feed
 from train.run.directory import RunDir
 
 start_at, next_batch, steps = RunDir.start_at, Feed.__next__, []

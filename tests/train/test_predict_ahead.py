@@ -9,10 +9,10 @@ from flax import nnx
 from data.batches import Batch, Order
 from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
-from model.predict_ahead import look_ahead
+from model.parts.predict_ahead import look_ahead
 from model.rope import make_rotations
 from tests.train.conftest import distance, take_steps
-from train.step import ahead_weight, make_gradients
+from train.core.step import ahead_weight, make_gradients
 
 DEPTH = 2
 KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=4", "model.embed_dim=16")

@@ -28,8 +28,8 @@ from train.config import (
     Schedule,
     ScheduleConfig,
 )
+from train.core.mesh_sizes import listed
 from train.errors import Mistake, nearest
-from train.mesh_sizes import listed
 
 _SCORES = ("loss", "bits_per_byte")  # names that metrics.jsonl uses for scores
 # For each rule table, the logical axis that no array of the table has.

@@ -31,7 +31,7 @@ class MuonScale(StrEnum):
 
 
 class Transfer(StrEnum):
-    """Whether rates are those of a smaller model: see train/optimizer/transfer.py."""
+    """Whether rates are those of a smaller model: see train/optimizers/transfer.py."""
 
     none = "none"
     completep = "completep"
@@ -41,7 +41,7 @@ class MomentDtype(StrEnum):
     """The dtype in which moments are stored; bfloat16 and int8 round stochastically.
 
     `int8` stores codes of levels that are closer to each other near zero
-    (train/optimizer/moments.py).
+    (train/core/optimizer/moments.py).
     """
 
     float32 = "float32"

@@ -13,12 +13,12 @@ from data.sources import Sources
 from model.choices import ComputeDtype, Dtype
 from model.execution import CallContext
 from model.gpt import bind
-from model.taps import Taps
+from model.parts.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
-from train.feed import place
+from train.core.feed import place
+from train.core.program import Program, make_program
+from train.core.state import initial_state
 from train.identity import with_values
-from train.program import Program, make_program
-from train.state import initial_state
 
 ROWS, LENGTH, SEEDS = 4, 64, 3
 # A tenth of the run's learning rates: so small updates add up, whatever their sign.

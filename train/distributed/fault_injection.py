@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
+from train.core.program import Program
+from train.core.state import TrainState
 from train.distributed.replicas import flip_bit
-from train.program import Program
-from train.state import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.params import named
-from train.optimizer.rounding import entry_ids, hash_bits
+from train.core.optimizer.rounding import entry_ids, hash_bits
 
 
 class Finding(NamedTuple):

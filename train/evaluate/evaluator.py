@@ -7,8 +7,8 @@ from typing import Any
 
 from data.batches import num_validation_batches
 from data.sources import Sources
+from train.core.program import Program
 from train.evaluate.validation import Score, all_sets, are_whole, evaluate_all
-from train.program import Program
 from train.run.validations import FINAL, PART, WHOLE
 from train.units import format_seconds
 

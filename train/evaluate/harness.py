@@ -21,9 +21,9 @@ from tiktoken import Encoding
 from data.batches import Batch
 from data.beginning import beginning_of
 from data.encoding import END_OF_TEXT, encode
-from train.eval_step import make_score_step
-from train.feed import local_rows, place
-from train.program import Program
+from train.core.eval_step import make_score_step
+from train.core.feed import local_rows, place
+from train.core.program import Program
 from train.sample.generate import Sampling
 from train.sample.prompts import continue_rows
 

@@ -14,8 +14,8 @@ from data.token_store.store import compression_bits_per_byte
 from model.choices import Position
 from train.config import Config
 from train.console import printable
+from train.core.program import Program
 from train.evaluate.validation import Score, as_metrics
-from train.program import Program
 from train.run.evaluations import format_scores
 from train.run.goodput import goodput_of
 from train.run.metrics import read_events

@@ -22,8 +22,8 @@ from urllib.request import getproxies
 
 from tiktoken import Encoding
 
+from train.core.program import Program
 from train.errors import ConfigError, Mistake, as_typed
-from train.program import Program
 
 _SEED = 1234  # seed of few-shot examples, as in the harness' command
 _HUB_TIMEOUT_S = 3.0  # the timeout for a connection to the hub of data sets

@@ -9,8 +9,8 @@ import jax
 
 from data.batches import num_validation_batches, validation_batches
 from data.sources import Sources
-from train.feed import Feed, local_rows
-from train.program import Program
+from train.core.feed import Feed, local_rows
+from train.core.program import Program
 
 
 class Score(NamedTuple):

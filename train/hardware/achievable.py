@@ -94,8 +94,8 @@ class Achievable:
 #     configs/tpu/v5e/README.md, four models on 2, 8 and 32 slices; the rows on 4 and 16
 #     slices validate them (docs/log).
 # grouped: rate fitted to MaxText's Mixtral 8x7B on v5p-128; the row on v5p-512
-#     validates it. intensity: tiles of 512 cubed (model/experts/grouped.py), 2 x 512^3
-#     FLOPs for 2 x 512^2 values of 2 bytes.
+#     validates it. intensity: tiles of 512 cubed (model/parts/experts/grouped.py),
+#     2 x 512^3 FLOPs for 2 x 512^2 values of 2 bytes.
 TPU = Achievable(
     products=0.865,
     grouped=GroupedRates(rate=0.77, intensity=256),

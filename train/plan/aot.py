@@ -12,7 +12,7 @@ import jax
 from jax.stages import Compiled, Lowered, Traced
 
 from model.compat import checks_for_gpu
-from train.program import Program
+from train.core.program import Program
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # libtpu says "the total memory required for HLO temporaries (20.1G) exceeds available

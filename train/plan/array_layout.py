@@ -13,10 +13,10 @@ import numpy as np
 
 from model.params import named
 from train.console import print_table
+from train.core.mesh import Device
+from train.core.program import Program
+from train.core.sharding import bytes_per_device
 from train.errors import ConfigError, Mistake
-from train.mesh import Device
-from train.program import Program
-from train.sharding import bytes_per_device
 from train.units import format_bytes
 
 # The page draws as many devices at most, but at least one panel.

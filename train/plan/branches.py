@@ -2,8 +2,8 @@
 
 A part of the model identifies each of the three conditionals: attention with a window
 (true) or without (model/attention/kernel.py); rows that are sent to experts (true) or
-gathered, because a device lacks the capacity (model/experts/exchange.py); layers in
-high precision (true) or not (model/segments.py).
+gathered, because a device lacks the capacity (model/parts/experts/exchange.py); layers
+in high precision (true) or not (model/segments.py).
 """
 
 from collections.abc import Sequence

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
+from train.core.mesh import Device
 from train.hardware.chips import Chip, chip_of
-from train.mesh import Device
 from train.plan.config import MARGIN
 
 # A device's reported limit replaces the chip's figure only if they differ by more than

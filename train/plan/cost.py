@@ -117,7 +117,7 @@ class SectionCost:
 class StepCost:
     """The costs of one device in one step.
 
-    model_flops: a device's share of the model's FLOPs (train/model_flops.py).
+    model_flops: a device's share of the model's FLOPs (train/core/model_flops.py).
     outside_layers: the collectives outside the layers, split by `serves` too.
     host_bytes: bytes sent to host memory; the same number comes back.
     unread: the parts of the program's text that could not be read.

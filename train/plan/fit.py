@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import reduce
 
 from train.cli.rules import config_mistakes
+from train.core.program import Program, make_program
 from train.errors import ConfigError
 from train.plan.advice import Advice, SuggestedChange
 from train.plan.budget import MemoryBudget
@@ -16,7 +17,6 @@ from train.plan.estimated.step import estimate_memory
 from train.plan.memory import DeviceMemory
 from train.plan.precision import MEMORY_SAVING, Change
 from train.plan.recomputing import policies_keeping_less
-from train.program import Program, make_program
 from train.units import format_bytes
 
 # Changes that are made together, such as those of two mesh axes.

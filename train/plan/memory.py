@@ -13,12 +13,12 @@ import jax
 from jax.stages import Compiled
 
 from train.console import print_table
+from train.core.program import Program
+from train.core.sharding import bytes_per_device
+from train.core.state import as_saved
 from train.plan.aot import Compilation, OutOfMemory
 from train.plan.budget import MemoryBudget
 from train.plan.cost import COMPILED
-from train.program import Program
-from train.sharding import bytes_per_device
-from train.state import as_saved
 from train.units import format_bytes, format_seconds
 
 COMPUTED, LOWER_BOUND = "computed", "lower bound"

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from train.console import print_table
-from train.phases import phase_programs
+from train.core.phases import phase_programs
+from train.core.program import Program, make_program
 from train.plan.memory import Verdict
 from train.plan.plan import Plan
-from train.program import Program, make_program
 from train.units import format_bytes, format_seconds
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from train.core.program import Program
 from train.hardware.chips import Chip, chip_of
 from train.hardware.interconnect import NotStated
 from train.plan.advice import Advice, advise
@@ -30,7 +31,6 @@ from train.plan.recomputing import format_policy, policies_keeping_more
 from train.plan.roofline import Prediction, predict
 from train.plan.scaling import ScalingPoint, weak_scaling
 from train.plan.small_copy import extrapolate_memory, make_copy
-from train.program import Program
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Prediction(BusyTimes):
         return Range(low_s, max([self.bounds.high, *judged_s]))
 
     def speed_at(self, step_s: float) -> Speed:
-        """Return the speed if a step takes `step_s` (MFU: train/model_flops.py)."""
+        """Return the speed if a step takes `step_s` (MFU: `model_flops.py`)."""
         rate = self.tokens / step_s
         mfu = self.model_flops / step_s / self.peak
         return Speed(step_s, rate, rate / self.chips, mfu)

@@ -4,10 +4,10 @@ from etils import epath
 
 from data.storage import write_atomically
 from train.console import print_table
+from train.core.program import Program
 from train.plan.advice import print_texts
 from train.plan.aot import lower_step
 from train.plan.compiled.inspection import Inspection
-from train.program import Program
 from train.units import format_bytes
 
 

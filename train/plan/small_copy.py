@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 
 from model.pattern import segments_of
+from train.core.program import Program, make_program
 from train.plan.memory import DeviceMemory, Figure
-from train.program import Program, make_program
 
 EXTRAPOLATED = "extrapolated"
 _REPEATS = 2

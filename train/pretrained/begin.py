@@ -12,16 +12,16 @@ from etils import epath
 
 from data.errors import DataError
 from data.storage import write_atomically
+from train.core.optimizer.update import averages
+from train.core.program import Program
+from train.core.state import TrainState, make_finite_check
 from train.distributed.processes import Cluster
-from train.optimizer.update import averages
 from train.pretrained.compare import check_folder, weight_files
 from train.pretrained.other_run import check_run, is_run, read_run_weights, sealed_files
 from train.pretrained.read import read_folder
-from train.program import Program
 from train.run.digests import digests
 from train.run.folder import run_folder
 from train.run.records import damaged, read_record
-from train.state import TrainState, make_finite_check
 from train.units import few
 
 RECORD = "init_from.json"

@@ -22,6 +22,7 @@ from data.storage import check_regular
 from model.choices import Position
 from model.config import ModelConfig
 from model.params import named
+from train.core.program import Program
 from train.errors import ConfigError, Mistake
 from train.pretrained.family import Family
 from train.pretrained.folder_family import (
@@ -33,7 +34,6 @@ from train.pretrained.folder_family import (
 from train.pretrained.folder_settings import PREDICTION_LAYERS
 from train.pretrained.fused import Part, parts_of_experts
 from train.pretrained.tensors import FamilyTensors
-from train.program import Program
 
 _KEY = "init_from"
 _INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"

@@ -6,8 +6,9 @@ the layer's segment and slot too (model/pattern.py). A tensor of all experts is
 [E, inputs, outputs], with the outputs of its parameters interleaved. Layers with a
 gated delta net have no `self_attn`, and other layers have no `linear_attn`.
 
-In the tensors of prediction modules (model/predict_ahead.py), {layer} is the number of
-layers plus the module's number, and `predict_ahead` stands for the module's number too.
+In the tensors of prediction modules (model/parts/predict_ahead.py), {layer} is the
+number of layers plus the module's number, and `predict_ahead` stands for the module's
+number too.
 """
 
 LLAMA = {

@@ -10,14 +10,14 @@ import jax
 
 from model.params import ParamInfo, is_info
 from train.config import Config
+from train.core.program import Program, make_program
+from train.core.state import TrainState
 from train.errors import ConfigError, Mistake, as_typed
 from train.identity import config_differences, is_covered
-from train.program import Program, make_program
 from train.run.digests import SEAL
 from train.run.folder import run_folder
 from train.run.restore import SavedSteps
 from train.run.starts import read_run, recorded_run_id
-from train.state import TrainState
 
 # Model keys that may differ between the runs: execution and initialisation.
 _FREE_KEYS = (

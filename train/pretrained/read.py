@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from model.params import named
+from train.core.program import Program
+from train.core.state import TrainState
 from train.pretrained.compare import Folder, modules_not_read, tensors_of_folder
 from train.pretrained.family import Family
 from train.pretrained.folder_family import family_of_folder
 from train.pretrained.tensors import FamilyTensors
-from train.program import Program
-from train.state import TrainState
 
 _Span = tuple[int, int]  # start and stop along a dim
 

@@ -6,8 +6,8 @@ import numpy as np
 from data.batch import Batch
 from data.rows import make_batch
 from train.config import Config
-from train.program import Program
-from train.state import TrainState
+from train.core.program import Program
+from train.core.state import TrainState
 
 PADDING_IDS = 3  # The last ids of the vocabulary; the tokenizer lacks them.
 _NOISE = 0.05  # the standard deviation of what is added to each initial weight

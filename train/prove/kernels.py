@@ -14,7 +14,7 @@ import numpy as np
 from model.attention.kernel import attention
 from model.choices import Attention, Grouped
 from model.execution import Execution
-from model.experts.grouped import grouped_product
+from model.parts.experts.grouped import grouped_product
 from train.config import Config
 from train.errors import NOT_PROVED, Exit
 from train.prove.parity import ArrayDifference, Key, relative_error

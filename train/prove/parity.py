@@ -17,16 +17,16 @@ from data.batch import Batch
 from model.choices import Dtype
 from model.params import named
 from train.config import Config, MomentDtype
+from train.core.feed import place
+from train.core.mesh import Device
+from train.core.optimizer.moments import decode_moments
+from train.core.program import make_program
+from train.core.state import TrainState
+from train.core.step import make_gradients
 from train.errors import NOT_PROVED, Exit
-from train.feed import place
-from train.mesh import Device
-from train.optimizer.moments import decode_moments
-from train.program import make_program
 from train.prove.forward_order import forward_order
 from train.prove.inputs import PADDING_IDS, perturbed_state, random_batches
 from train.prove.shrink import mesh_of, parts_of, without
-from train.state import TrainState
-from train.step import make_gradients
 
 log = logging.getLogger(__name__)
 _NUM_ROUNDINGS, _MAX_TRIES = 8, 10  # to find batches in which experts are clear
@@ -128,7 +128,7 @@ class Steps:
         state = jax.device_put(state, program.shardings)
         for step, batch in enumerate(batches):
             state, metrics = program.train_step(state, place(batch, program.batch))
-            jax.block_until_ready((state, metrics))  # see train/loop.py
+            jax.block_until_ready((state, metrics))  # see train/core/loop.py
             metrics = jax.device_get(metrics)
             losses[Key("loss", f"of step {step}")] = metrics.pop("loss")
             if step == 0:

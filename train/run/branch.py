@@ -23,10 +23,10 @@ from data.sources import Sources
 from data.storage import NotAFileError, copy_file, is_remote, write_atomically
 from train.cli.schema import config_yaml, read_yaml
 from train.config import Config, DistributedConfig, RunConfig
+from train.core.optimizer.schedule import make_schedule
 from train.errors import CRASHED, ConfigError, Exit, Mistake
 from train.identity import ALLOWED, config_differences
 from train.masking import mask
-from train.optimizer.schedule import make_schedule
 from train.run.continuation import check_changes
 from train.run.digests import (
     copy_step,

@@ -22,6 +22,7 @@ from etils import epath
 
 from data.storage import is_remote
 from train.config import CheckpointConfig
+from train.core.state import TrainState, as_saved
 from train.distributed.processes import Cluster
 from train.errors import CRASHED, Exit
 from train.run.digests import (
@@ -34,7 +35,6 @@ from train.run.digests import (
 from train.run.orbax_fixes import SCORE, TARGETS, open_orbax
 from train.run.restack import FORMAT
 from train.run.restore import ALONE, SavedSteps
-from train.state import TrainState, as_saved
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from model.config import VOCAB_MULTIPLE
 from model.params import named
+from train.core.optimizer.moments import in_saved_format
+from train.core.state import TrainState
 from train.errors import ConfigError, Mistake
-from train.optimizer.moments import in_saved_format
-from train.state import TrainState
 
 _OPTIONAL = ("optimizer.average.", "recent.")
 

@@ -14,9 +14,9 @@ from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
 from train.config import Config, Schedule
+from train.core.optimizer.schedule import make_schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
-from train.optimizer.schedule import make_schedule
 from train.run.contents import fits_padded
 from train.run.digests import newest_description
 from train.run.history import evidence_of_checkpoint

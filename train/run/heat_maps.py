@@ -1,7 +1,7 @@
 """Heat maps of per-layer metrics: one row a layer, and a shade for each value.
 
-train/numerics.py defines the metrics. A map has at most 120 columns; with more steps,
-a column holds the largest value of several steps.
+train/core/numerics.py defines the metrics. A map has at most 120 columns; with more
+steps, a column holds the largest value of several steps.
 """
 
 import math

@@ -22,9 +22,10 @@ from data.errors import DataError
 from data.storage import move_folder
 from model.config import ModelConfig
 from model.params import named
+from train.core.optimizer.update import OptimizerState, averages
+from train.core.state import TrainState
 from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake
-from train.optimizer.update import OptimizerState, averages
 from train.run.contents import arrays_to_load, params_to_load
 from train.run.digests import (
     digests,
@@ -36,7 +37,6 @@ from train.run.digests import (
 )
 from train.run.orbax_fixes import SCORE, TARGETS, open_orbax
 from train.run.restack import FORMAT, from_format_1, to_format_1
-from train.state import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from data.beginning import Beginning
 from data.encoding import END_OF_TEXT, decode, encode
 from model.axes import mesh_axes
 from model.choices import Mlp, Position
+from train.core.program import Program
 from train.errors import ConfigError, Mistake
-from train.program import Program
 from train.sample.generate import Decoder, Sampling, generate
 from train.sample.speculate import DraftCount, generate_ahead
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import train.program
+import train.core.program
 from tests.train.conftest import Configure
 from train.coordinates.__main__ import CoordinatesConfig, coordinates_mistakes
 from train.coordinates.growth import compare_sizes
 from train.identity import training_config
-from train.optimizer.transfer import transfer_factors
+from train.optimizers.transfer import transfer_factors
 
 BASE = ("optimizer.base_width=16", "optimizer.base_depth=2")
 KEYS = (
@@ -75,7 +75,7 @@ def test_a_broken_rule_is_named(
                 factors[name] = own._replace(learning_rate=rate)
         return factors
 
-    monkeypatch.setattr(train.program, "transfer_factors", broken)
+    monkeypatch.setattr(train.core.program, "transfer_factors", broken)
     sizes = ([16, 32, 64], []) if depth is None else ([], [2, 4, 8])
     assert compare(*sizes) == 5
     assert f"not flat    {culprit}" in capsys.readouterr().out

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from train.config import Config
+from train.core.program import Program, make_program
 from train.hardware import devices
 from train.hardware.targets import parse_target
-from train.program import Program, make_program
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from model.count import num_params
 from model.gpt import abstract_gpt, bind, params_of
 from model.params import named, param_infos
+from model.parts.predict_ahead import look_ahead
 from model.placement import ONE_DEVICE
-from model.predict_ahead import look_ahead
 from tests.train.pretrained.conftest import (
     BYTES,
     FAMILY_NAMES,

@@ -25,14 +25,14 @@ from tests.train.pretrained.conftest import (
     perturbed,
 )
 from train.cli.command import compose
-from train.feed import place
+from train.core.feed import place
+from train.core.step import make_gradients
 from train.pretrained.begin import start_from
 from train.pretrained.families import family_of
 from train.pretrained.folder import exported_settings
 from train.pretrained.tensors import FamilyTensors
 from train.sample.generate import Sampling, generate
 from train.sample.prompts import make_decoder
-from train.step import make_gradients
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

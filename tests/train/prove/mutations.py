@@ -10,11 +10,11 @@ import optax
 import pytest
 
 from model.attention.inputs import Chunks
-from model.experts.local_experts import LocalExperts
 from model.gather import WeightPlacement
 from model.params import Kind
+from model.parts.experts.local_experts import LocalExperts
 from model.placement import Placement
-from train.loss.form import LossOptions
+from train.core.loss.form import LossOptions
 
 DENSE = ("model.num_layers=2", "model.embed_dim=16", "model.num_kv_heads=2")
 BIASED = (*DENSE, "model.bias=true", "model.norm=layernorm")
@@ -101,7 +101,7 @@ def forget_replicas(kind: Kind, axis: str) -> Patch:
 
         return reduce
 
-    return replaced("train.step", "reduce_over_replicas", make)
+    return replaced("train.core.step", "reduce_over_replicas", make)
 
 
 def forget_in_sum(is_count: bool, axis: str) -> Patch:
@@ -117,7 +117,7 @@ def forget_in_sum(is_count: bool, axis: str) -> Patch:
 
         return sum_over_rows
 
-    return replaced("train.step", "sum_over_rows", make)
+    return replaced("train.core.step", "sum_over_rows", make)
 
 
 def equal_rows(original):
@@ -299,7 +299,7 @@ def doubled_lookup(original):
 
 PAIR, CUBE = "data=2 fsdp=2", "data=2 fsdp=2 tensor=2"
 RING, LONG_RING = "fsdp=2 context=2", "context=4 data=2"
-STEP, ROWS = "train.step", "train.rows"
+STEP, ROWS = "train.core.step", "train.core.rows"
 FIRST_MATRIX = "gradient layers.0.0.attention.query.weight"
 in_ring_order = replaced(ROWS, "in_ring_order", lambda original: lambda x, axes: x)
 MUTATIONS = [
@@ -365,12 +365,12 @@ MUTATIONS = [
     ),
     Mutation(
         *("norm of a shard", DENSE, CUBE),
-        replaced("train.program", "make_train_step", local_norm),
+        replaced("train.core.program", "make_train_step", local_norm),
         *("metric grad_norm", ("fsdp",)),
     ),
     Mutation(
         *("Muon by shard", MUON, PAIR),
-        replaced("train.optimizer.muon", "map_whole_matrices", shards_of_muon),
+        replaced("train.optimizers.muon", "map_whole_matrices", shards_of_muon),
         *("update layers.", ("fsdp",)),
     ),
     Mutation(
@@ -410,7 +410,9 @@ MUTATIONS = [
     ),
     Mutation(
         *("window too short on the ring", NEAR, RING),
-        replaced("model.attention.context_parallel", "attend_in_window", short_window),
+        replaced(
+            "model.parts.context.context_parallel", "attend_in_window", short_window
+        ),
         *("loss", ("context",)),
     ),
     Mutation(
@@ -426,7 +428,7 @@ MUTATIONS = [
     Mutation(
         *("groups of layers on wrong stages", (*DENSE, "model.num_layers=4")),
         "pipeline=2 fsdp=2 pipeline_repeats=2",
-        replaced("model.pipeline", "interleave_layers", equal_stages),
+        replaced("model.parts.pipeline", "interleave_layers", equal_stages),
         *("loss", ("pipeline",)),
     ),
     Mutation(
@@ -441,12 +443,12 @@ MUTATIONS = [
     ),
     Mutation(
         *("tokens reach other experts", MOE, "data=2 expert=2"),
-        replaced("model.experts.exchange", "run_local_experts", wrong_experts),
+        replaced("model.parts.experts.exchange", "run_local_experts", wrong_experts),
         *("loss", ("expert",)),
     ),
     Mutation(
         *("bias on each shard", MOE, "expert=2 tensor=2"),
-        replaced("model.experts.exchange", "add_bias", bias_on_each_shard),
+        replaced("model.parts.experts.exchange", "add_bias", bias_on_each_shard),
         *("loss", ("tensor",)),
     ),
     Mutation(

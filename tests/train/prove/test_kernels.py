@@ -6,11 +6,11 @@ import jax
 import pytest
 
 from model.attention import xla
-from model.attention.context_parallel import KERNELS
 from model.choices import Attention, Grouped
+from model.parts.context.context_parallel import KERNELS
 from train.config import MESH_AXES
+from train.core.execution import choose_execution
 from train.errors import NOT_PROVED, Exit
-from train.execution import choose_execution
 from train.prove.kernels import check_kernels, compare_kernels
 
 MODEL = (
@@ -90,7 +90,7 @@ def test_wrong_products_of_experts_are_found(case, monkeypatch):
     def product(*args, **options):
         return 1.1 * jax.lax.ragged_dot_general(*args, **options)
 
-    monkeypatch.setattr("model.experts.grouped.ragged_dot_general", product)
+    monkeypatch.setattr("model.parts.experts.grouped.ragged_dot_general", product)
     jax.clear_caches()
     assert wrong_parts(case) == {"result", "gradient of rows", "gradient of matrices"}
     monkeypatch.undo()

@@ -7,8 +7,8 @@ import pytest
 
 from model.choices import Mixer
 from tests.fleet import REPOSITORY
+from train.core.program import make_program, settle
 from train.identity import flatten
-from train.program import make_program, settle
 from train.prove.parity import Reference
 from train.prove.shrink import SIZES, mesh_of, shrink
 

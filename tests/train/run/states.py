@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from train.config import MeshConfig
-from train.mesh import make_mesh
-from train.optimizer.update import OptimizerState
-from train.state import TrainState
+from train.core.mesh import make_mesh
+from train.core.optimizer.update import OptimizerState
+from train.core.state import TrainState
 
 
 def make_state(step: int, size: int = 64, seed: int | None = None) -> TrainState:

@@ -13,10 +13,10 @@ from data.errors import DataError
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
+from train.core.sharding import state_shardings
 from train.errors import ConfigError
 from train.run.checkpoint import Checkpoints
 from train.run.restore import SavedSteps
-from train.sharding import state_shardings
 
 
 def test_what_was_saved_comes_back_to_the_bit(saved):

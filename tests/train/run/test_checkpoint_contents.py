@@ -10,8 +10,8 @@ from model.params import named
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
+from train.core.feed import place
 from train.errors import ConfigError
-from train.feed import place
 from train.run.checkpoint import Checkpoints
 from train.run.restore import SavedSteps
 

@@ -12,7 +12,7 @@ from model.pattern import segments_of
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import same
 from train.config import CheckpointConfig
-from train.program import Program
+from train.core.program import Program
 from train.run import checkpoint
 from train.run.checkpoint import Checkpoints
 

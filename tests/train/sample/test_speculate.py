@@ -9,9 +9,9 @@ import pytest
 
 from data.batches import Batch
 from model.gpt import bind
+from model.parts.predict_ahead import look_ahead
 from model.placement import ONE_DEVICE
-from model.predict_ahead import look_ahead
-from train.feed import place
+from train.core.feed import place
 from train.sample.generate import Sampling, generate
 from train.sample.prompts import make_decoder
 from train.sample.speculate import DraftCount, generate_ahead, speculation_mistakes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from model.experts.exchange import CAPACITY_FACTOR
+from model.parts.experts.exchange import CAPACITY_FACTOR
 from train.hardware.interconnect import Group
 from train.plan.compiled.attribution import operand_uses, scope_of
 from train.plan.compiled.flops import multiplies

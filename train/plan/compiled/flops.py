@@ -96,7 +96,7 @@ def is_attention(instruction: Instruction) -> bool:
 
 
 def is_grouped(instruction: Instruction) -> bool:
-    """Return whether an instruction is a grouped kernel (model/experts/grouped.py)."""
+    """Return whether an instruction is a kernel of a grouped product."""
     is_call = instruction.target.startswith(_TARGETS)
     return is_call and "(grouped_" in instruction.op_name
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from train.core.program import Program
 from train.plan.compiled.attribution import scope_of
 from train.plan.compiled.collectives import list_collectives, sum_collectives
 from train.plan.compiled.flops import (
@@ -17,7 +18,6 @@ from train.plan.compiled.hlo import Executed
 from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import Flops, SectionCost, StepCost
 from train.plan.sections import SECTIONS, section_of
-from train.program import Program
 
 
 def read_step(

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from model.axes import mesh_axes
-from model.experts.exchange import CAPACITY_FACTOR
 from model.gather import AxisSteps, scatter_groups
+from model.parts.experts.exchange import CAPACITY_FACTOR
+from train.core.mesh_sizes import num_shards
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import Group, group_along, num_slices_along
-from train.mesh_sizes import num_shards
 from train.plan.cost import CollectiveTotal, sent_bytes
 from train.plan.estimated.arrays import Axes, Dim, LocalArray, StepPosition
 from train.plan.sections import outermost_part

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 
 from model.choices import ExpertExchange
+from train.core.optimizer.update import Optimizer
+from train.core.program import Program
+from train.core.sharding import bytes_per_device
 from train.hardware.chips import chip_of
-from train.optimizer.update import Optimizer
 from train.plan.cost import Flops
 from train.plan.estimated.arrays import Dim, LocalArray, Operation, Work, flatten_loops
 from train.plan.estimated.collectives import Exchange
 from train.plan.estimated.trace import trace_gradients, trace_update
 from train.plan.estimated.walk import Walk
-from train.program import Program
-from train.sharding import bytes_per_device
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LocalStep:
         """Return the fraction of rows that a grouped product uses if loads are equal.
 
         Rows that are sent fill a part of a device's capacity. Gathered rows include the
-        choices of other devices' experts (model/experts/exchange.py).
+        choices of other devices' experts (model/parts/experts/exchange.py).
         """
         model, execution = self.program.config.model, self.program.execution
         rows, _, sizes = grouped.operands

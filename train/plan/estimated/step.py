@@ -15,6 +15,8 @@ import jax
 
 from model.choices import Attention
 from model.params import is_of_layers, named
+from train.core.program import Program
+from train.core.sharding import bytes_per_device
 from train.plan.cost import (
     ESTIMATED,
     CollectiveTotal,
@@ -28,8 +30,6 @@ from train.plan.estimated.collectives import Exchange, phases
 from train.plan.estimated.local_step import LocalStep, local_step
 from train.plan.memory import LOWER_BOUND, DeviceMemory, Figure, device_memory
 from train.plan.sections import OTHERS, SECTIONS
-from train.program import Program
-from train.sharding import bytes_per_device
 
 # The fraction of the operands and results of a layer's products that exists at once.
 # Source: the compiled steps of tests/train/plan/estimated/compiled_figures.json.

@@ -21,11 +21,11 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from train.config import Remat, TrainConfig
-from train.execution import batch_shards
+from train.core.execution import batch_shards
+from train.core.optimizer.update import Optimizer
+from train.core.program import Program
+from train.core.step import make_gradients
 from train.hardware.interconnect import num_slices_along
-from train.optimizer.update import Optimizer
-from train.program import Program
-from train.step import make_gradients
 
 _KERNEL_TILE = 128  # positions in a tile of the traced kernel
 _NOT_GATHERED = ("experts", "layers")  # dims along which no parameter is gathered

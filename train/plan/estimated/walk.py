@@ -89,7 +89,7 @@ class Walk:
 
     def _walk(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
         name, params = equation.primitive.name, equation.params
-        runs_once = "copies" in self._scope  # once in each step (train/rows.py)
+        runs_once = "copies" in self._scope  # once in each step (train/core/rows.py)
         count = self._count // self._microbatches if runs_once else self._count
         self.recorder.position = StepPosition(count, self._scope)
         # The first names a result for a rematerialisation policy.

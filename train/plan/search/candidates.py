@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from train.config import MESH_AXES, Config, DcnConfig
-from train.mesh_sizes import least_sizes, pipeline_of
+from train.core.mesh_sizes import least_sizes, pipeline_of
 from train.plan.precision import with_changes
 from train.plan.recomputing import format_policy, parse_policy, policies_for
 

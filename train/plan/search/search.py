@@ -20,11 +20,11 @@ from pydantic import TypeAdapter
 from data.machine import cache_folder
 from data.storage import write_atomically
 from train.config import Config
+from train.core.mesh import Device
 from train.errors import DOES_NOT_FIT, Exit
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
 from train.identity import HARMLESS, flatten, is_covered, training_config
-from train.mesh import Device
 from train.plan.budget import MemoryBudget, budget_of
 from train.plan.config import MARGIN
 from train.plan.cost import COMPILED

@@ -12,15 +12,15 @@ from rich.progress import track
 
 from train.cli.rules import config_mistakes
 from train.config import Config
+from train.core.mesh import Device
+from train.core.program import Program, make_program
 from train.errors import ConfigError, Exit, Mistake, as_typed
 from train.hardware.interconnect import num_slices
-from train.mesh import Device
 from train.plan.budget import MemoryBudget
 from train.plan.plan import Plan, estimate
 from train.plan.precision import combinations
 from train.plan.search.candidates import Layout, layouts, variants
 from train.plan.search.result import Candidate, frontier
-from train.program import Program, make_program
 
 _MUCH_SLOWER = 1.5  # No other variant of a mesh makes up for this slow-down.
 

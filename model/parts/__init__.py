@@ -1,0 +1,1 @@
+"""Optional parts of the model, a room for each."""

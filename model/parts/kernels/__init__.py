@@ -1,0 +1,1 @@
+"""Attention kernels of TPUs and NVIDIA GPUs."""

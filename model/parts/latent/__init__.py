@@ -1,0 +1,1 @@
+"""Attention with compressed keys and values."""

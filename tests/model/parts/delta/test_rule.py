@@ -1,0 +1,168 @@
+"""The gated delta rule in chunks: against its recurrence, and against transformers."""
+
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.parts.delta.rule import DeltaInputs, delta_rule
+from tests.model.reference import recurrence
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+B, K, R, H, V = 2, 2, 2, 16, 12
+
+
+class Case(NamedTuple):
+    """How keys resemble each other, and how strongly a token decays the state."""
+
+    noise: float
+    decay: float
+
+
+CASES = {
+    "usual": Case(noise=np.inf, decay=0.1),
+    "similar": Case(noise=0.1, decay=0.1),
+    "equal": Case(noise=0.0, decay=0.1),
+    "steep": Case(noise=np.inf, decay=20.0),
+}
+
+
+def draw(case: str, length: int) -> DeltaInputs:
+    """Draw inputs without starts, in float32."""
+    rng, (noise, decay) = np.random.default_rng(1), CASES[case]
+    q, k = rng.normal(size=(2, B, length, K, H))
+    if noise < np.inf:
+        k = rng.normal(size=(B, 1, K, H)) + noise * k
+    v = rng.normal(size=(B, length, K, R, V))
+    g = -decay * np.abs(rng.normal(size=(B, length, K, R)))
+    beta = 1 / (1 + np.exp(-rng.normal(size=(B, length, K, R))))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    arrays = (np.float32(x) for x in (q * H**-0.5, k, v, g, beta))
+    return DeltaInputs(*map(jnp.asarray, arrays), jnp.zeros((B, length), bool))
+
+
+def empty() -> jax.Array:
+    return jnp.zeros((B, K, R, H, V))
+
+
+run = jax.jit(partial(delta_rule, compute=jnp.float32))
+
+
+@jax.jit
+def weighted_sum(inputs: DeltaInputs, state: jax.Array, weights: jax.Array):
+    return jnp.sum(delta_rule(inputs, state, jnp.float32)[0] * weights)
+
+
+def by_head(x):
+    """Return [B, T, N, ...] of [B, T, K, R, ...], or of [B, T, K, H] for all heads."""
+    return x.reshape(*x.shape[:2], K * R, *x.shape[4:])
+
+
+def expected(q, k, v, g, beta):
+    """Run the recurrence of the tests' reference, in the dtype of its arguments."""
+    q, k = (jnp.repeat(x, R, axis=2) for x in (q, k))
+    return recurrence(q, k, *map(by_head, (v, jnp.exp(g), beta)))
+
+
+def error(found, right) -> float:
+    found, right = (np.asarray(x, np.float64) for x in (found, right))
+    return float(np.abs(found - right.reshape(found.shape)).max() / np.abs(right).max())
+
+
+def in_float64(function, *arrays):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        return jax.tree.map(np.asarray, jax.jit(function)(*wide))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_equal_the_recurrence(case):
+    inputs = draw(case, 150)
+    assert error(run(inputs, empty())[0], in_float64(expected, *inputs[:5])) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["usual", "similar", "steep"])
+def test_gradients_equal_those_of_the_recurrence(case):
+    inputs = draw(case, 100)
+    weights = np.random.default_rng(2).normal(size=inputs.values.shape)
+    weights = jnp.asarray(weights, jnp.float32)
+    found = jax.grad(weighted_sum, allow_int=True)(inputs, empty(), weights)
+
+    def loss(weights, *arrays):
+        return jnp.sum(expected(*arrays) * by_head(weights))
+
+    right = in_float64(jax.grad(loss, (1, 2, 3, 4, 5)), weights, *inputs[:5])
+    for name, one, other in zip(DeltaInputs._fields, found, right, strict=False):
+        assert error(one, other) < 1e-5, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_single_positions_equal_chunks(case):
+    inputs = draw(case, 70)
+    inputs = inputs._replace(starts=inputs.starts.at[:, 66].set(True))
+    whole, end = run(inputs, empty())
+    _, state = run(jax.tree.map(lambda x: x[:, :65], inputs), empty())
+    for t in range(65, 70):
+        step = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
+        o, state = run(step, state)
+        assert error(o[:, 0], whole[:, t]) < 1e-5
+    assert error(state, end) < 1e-5
+
+
+def test_documents_in_a_row_are_as_if_alone():
+    """Starts at the first position of a chunk, inside of it, and twice in one."""
+    bounds = (0, 40, 64, 70, 150)
+    inputs = draw("usual", bounds[-1])
+    starts = inputs.starts.at[:, jnp.array(bounds[1:-1])].set(True)
+    packed = inputs._replace(starts=starts)
+    values_and_grads = jax.value_and_grad(weighted_sum, allow_int=True)
+    whole, last = run(packed, empty())
+    for start, stop in pairwise(bounds):
+        alone = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], inputs)
+        o, state = run(alone, empty())
+        assert error(whole[:, start:stop], o) < 1e-5
+        weights = jnp.zeros_like(packed.values).at[:, start:stop].set(1.0)
+        _, grads = values_and_grads(packed, empty(), weights)
+        _, grads_alone = values_and_grads(alone, empty(), jnp.ones_like(alone.values))
+        for name, one, other in zip(
+            DeltaInputs._fields[:5], grads, grads_alone, strict=False
+        ):
+            assert error(one[:, start:stop], other) < 1e-5, name
+            outside = np.delete(one, np.s_[start:stop], axis=1)
+            assert not outside.any(), f"{name} of another document"
+    assert error(last, state) < 1e-5
+
+
+def test_bfloat16_operands_cost_little():
+    inputs = draw("similar", 150)
+    found, _ = delta_rule(inputs, empty(), jnp.bfloat16)
+    right = in_float64(expected, *inputs[:5]).reshape(found.shape)
+    assert np.sqrt(np.mean((found - right) ** 2) / np.mean(right**2)) < 1e-2
+
+
+def test_transformers_computes_the_same():
+    pytest.importorskip("transformers.models.qwen3_next")
+    torch = pytest.importorskip("torch")
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    for length in (1, 64, 150):
+        inputs = draw("usual", length)
+        found = run(inputs, empty())
+        q, k, *others = (torch.tensor(np.asarray(x)) for x in inputs[:5])
+        arguments = q * H**0.5, k, *map(by_head, others)
+        for rule in (
+            qwen.torch_recurrent_gated_delta_rule,
+            qwen.torch_chunk_gated_delta_rule,
+        ):
+            right = rule(*arguments, output_final_state=True)
+            for one, other in zip(found, right, strict=True):
+                assert error(one, other.numpy()) < 1e-5

@@ -1,0 +1,107 @@
+"""Layers whose products keep their precision among others in eight bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.choices import ComputeDtype, Position
+from model.config import ModelConfig
+from model.execution import CallContext, Execution, Numerics
+from model.parts.eight_bits.quantization import Quantization
+from model.parts.taps import Taps
+from model.pattern import segments_of
+from model.segments import LayerFlags, draw_layer_keys, make_segment, run_segment
+
+CONFIG = ModelConfig(
+    num_layers=3,
+    num_heads=2,
+    embed_dim=16,
+    mlp_dim=24,
+    position=Position.learned,
+    compute_dtype=ComputeDtype.float8,
+    high_precision_layers=("first",),
+)
+FLAGS = CONFIG.high_precision_flags
+FLOAT8 = Quantization(ComputeDtype.float8, emulated=True)
+EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
+
+
+@pytest.fixture(scope="module")
+def stack():
+    (segment,) = segments_of(CONFIG)
+    keys = draw_layer_keys(CONFIG, nnx.Rngs(0))
+    return nnx.split(make_segment(CONFIG, segment, keys)["0"])
+
+
+@pytest.fixture(scope="module")
+def x_BTD():
+    return jax.random.normal(jax.random.key(1), (2, 8, 16))
+
+
+def run(graph, params, x_BTD, execution, precise, taps=None):
+    block = nnx.merge(graph, params)
+    x_BTD, *_ = run_segment(
+        [block],
+        x_BTD,
+        execution,
+        CallContext(taps=taps),
+        flags=LayerFlags([False] * len(precise), precise),
+        unroll=1,
+    )
+    return x_BTD
+
+
+def one_by_one(graph, params, x_BTD):
+    for i, precise in enumerate(FLAGS):
+        own = jax.tree.map(lambda p, i=i: p[i : i + 1], params)
+        execution = Execution() if precise else EIGHT
+        x_BTD = run(graph, own, x_BTD, execution, [False])
+    return x_BTD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_each_layer_multiplies_as_it_is_told(stack, x_BTD, remat):
+    graph, params = stack
+    execution = EIGHT._replace(remat=remat)
+
+    def loss(function):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(function(p) ** 2)))
+
+    found, grads = loss(lambda p: run(graph, p, x_BTD, execution, FLAGS))(params)
+    wanted, others = loss(lambda p: one_by_one(graph, p, x_BTD))(params)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), grads, others
+    )
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
+    """What a branch keeps of its arguments is stacked: it must be no weight."""
+    graph, params = stack
+
+    def kept(precise):
+        execution = EIGHT._replace(remat=remat)
+        step = jax.grad(lambda p: jnp.sum(run(graph, p, x_BTD, execution, precise)))
+        loops = [
+            e for e in jax.make_jaxpr(step)(params).eqns if e.primitive.name == "scan"
+        ]
+        forward, _ = loops
+        return sorted(str(v.aval) for v in forward.outvars if v.aval.ndim > 2)
+
+    mixed = kept(FLAGS)
+    assert not any("[3,16,24]" in array or "[3,24,16]" in array for array in mixed)
+    if remat != "none":  # else activations that both make are kept in other places
+        assert mixed == kept([False] * 3)
+
+
+def test_what_precise_layers_round_is_nothing(stack, x_BTD):
+    """Of int8 the largest value of each row is its largest."""
+    int8, taps = Quantization(ComputeDtype.int8, emulated=True), Taps()
+    execution = Execution(numerics=Numerics(quantization=int8))
+    run(*stack, x_BTD, execution, FLAGS, taps)
+    saturated = np.asarray(taps.all_figures().shares["saturated"])
+    assert (saturated > 0).tolist() == [not precise for precise in FLAGS]

@@ -1,0 +1,158 @@
+"""Documents by offsets: what cuDNN is told, and what comes of doing as it is told.
+
+No GPU is here: a stand-in reads lengths and offsets as cuDNN documents them, finds its
+arrays by these alone, and leaves nonsense wherever no document of the call lies.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model import compat
+from model.attention.inputs import Inputs
+from model.attention.kernel import attention
+from model.choices import Attention
+from model.parts.kernels import cudnn_packed
+
+pytestmark = pytest.mark.usefixtures("strict")
+
+B, T, N, K, H = 3, 12, 4, 2, 8
+DOCUMENTS = np.array(
+    [
+        [1, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5],  # three turns of two
+        [7] * T,  # one document, as long as the row
+        [1] * 5 + [2] * 5 + [0] * 2,  # padding behind them
+    ],
+    np.int32,
+)
+
+
+def formula(operands, window):
+    """Attend inside the documents that lengths and offsets name, by the formula.
+
+    Returns:
+        Outputs, log-sum-exps [D, N, T] of the documents, which of these are of a
+        document, and which positions are.
+    """
+    q, k, v, _, lengths, _, offsets, kv_offsets = operands[:8]
+    D = lengths.size
+    starts, kv_starts = (
+        offsets.ravel()[:D] // (N * H),
+        kv_offsets.ravel()[:D] // (K * H),
+    )
+    position, length = jnp.arange(B * T)[None], lengths.reshape(D, 1)
+    inside, inside_keys = (
+        (position >= start[:, None]) & (position < start[:, None] + length)
+        for start in (starts, kv_starts)
+    )
+    same = (inside[:, :, None] & inside_keys[:, None]).any(0)
+    distance = position.T - position
+    seen = same & (distance >= 0) & (distance < (window or T))
+    q, k, v = (x.reshape(B * T, -1, H) for x in (q, k, v))
+    k, v = (jnp.repeat(x, N // K, 1) for x in (k, v))
+    scores = jnp.where(seen[None], jnp.einsum("tnh,snh->nts", q, k) * H**-0.5, -1e30)
+    lse = jax.nn.logsumexp(scores, -1)
+    o = jnp.einsum("nts,snh->tnh", jnp.exp(scores - lse[..., None]), v)
+    at = jnp.minimum(starts[:, None] + jnp.arange(T)[None], B * T - 1)
+    used = (jnp.arange(T)[None] < length)[:, None]
+    inside = inside.any(0).reshape(B, T, 1, 1)
+    return o.reshape(B, T, N, H), lse[:, at].swapaxes(0, 1), used, inside
+
+
+def forward(*operands, is_training, mask_type, scale, sliding_window_length, **_):
+    assert (mask_type.name, scale, is_training) == ("PADDING_CAUSAL", H**-0.5, True)
+    o, lse, used, inside = formula(operands, sliding_window_length)
+    return jnp.where(inside, o, jnp.nan), jnp.where(used, lse, jnp.nan)
+
+
+def backward(*operands, mask_type, scale, sliding_window_length, **_):
+    assert (mask_type.name, scale) == ("PADDING_CAUSAL", H**-0.5)
+    lse, o, do = operands[10:]
+
+    def attend(q, k, v):
+        o, *others = formula((q, k, v, *operands[3:]), sliding_window_length)
+        return o, others
+
+    right, back, (right_lse, used, inside) = jax.vjp(
+        attend, *operands[:3], has_aux=True
+    )
+    error = jnp.where(used, jnp.abs(lse - right_lse), 0).max()
+    error += jnp.where(inside, jnp.abs(o - right), 0).max()
+    grads = back(jnp.where(inside, do, 0))
+    return [jnp.where(inside & (error < 1e-4), grad, jnp.nan) for grad in grads]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Replace the two primitives and, for float32, the check of operands."""
+    for name, bind in (("fwd", forward), ("bwd", backward)):
+        primitive = SimpleNamespace(bind=bind)
+        monkeypatch.setattr(compat.fused, f"_dot_product_attention_{name}_p", primitive)
+    monkeypatch.setattr(compat.fused, "check_layout", lambda *_: None)
+
+
+def gradients(kernel, documents, window):
+    """Give the result, and the gradients for a cotangent that is not constant."""
+    drawn = np.random.default_rng(0)
+    operands = [
+        jnp.asarray(drawn.normal(size=(B, T, heads, H)), jnp.float32)
+        for heads in (N, K, K)
+    ]
+
+    def loss(q, k, v):
+        out = attention(
+            *(q, k, v, documents),
+            implementation=kernel,
+            compute=jnp.float32,
+            window=window,
+        )
+        return jnp.sum(jnp.sin(out.o_BTNV)), out
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*operands)
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 2])
+def test_documents_by_offsets_are_documents_by_mask(stand_in, window):
+    documents = jnp.asarray(DOCUMENTS)
+    found = gradients(Attention.cudnn_packed, documents, window)
+    expected = gradients(Attention.xla, documents, window)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+def lowered(kernel):
+    """Lower one layer's attention with its gradient for a GPU that is not here."""
+    rows, length = 2, 96
+
+    def loss(*operands):
+        how = {"implementation": kernel, "compute": jnp.bfloat16}
+        return attention(*operands, **how).o_BTNV.astype(jnp.float32).sum()
+
+    q, k = (
+        jax.ShapeDtypeStruct((rows, length, heads, H), jnp.bfloat16) for heads in (N, K)
+    )
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k, ids)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_no_mask_is_built():
+    """One loop forward, one backward, in each one kernel that is told offsets."""
+    text = lowered(Attention.cudnn_packed)
+    assert text.count("stablehlo.while") == 2
+    assert (
+        text.count('@"__cudnn$fmhaSoftmax"') + text.count("@__cudnn$fmhaSoftmax(") == 1
+    )
+    assert "96x96" not in text
+
+
+def test_too_long_rows_are_refused():
+    q = jax.ShapeDtypeStruct((4, 2**17, 32, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, 2**17), jnp.int32)
+    with pytest.raises(
+        ValueError, match=r"2\^31 .*these 4 rows have .* take more microbatch"
+    ):
+        jax.eval_shape(cudnn_packed.attend, Inputs(q, q, q, ids))

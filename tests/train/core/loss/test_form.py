@@ -1,0 +1,157 @@
+"""How the logits are divided: by platform, by shapes and by memory."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+from model.axes import AxisRules
+from model.execution import Execution, Numerics
+from model.placement import Placement
+from train.core.execution import scatters_tables
+from train.core.loss.form import LossForm, choose_form
+from train.core.sharding import axis_rules
+
+FSDP_256 = {"fsdp": 256}
+
+
+@pytest.fixture(scope="module")
+def form(composed):
+    """Choose the form for a Llama 3 8B with some other fields.
+
+    form(rows=(B, T), **model fields) -> LossForm
+
+    The mesh is fsdp 256 on TPUs unless it is given.
+    """
+    config = composed("model=llama3_8b")
+
+    def form(
+        rows: tuple[int, int],
+        mesh: dict[str, int] = FSDP_256,
+        rules: AxisRules | None = None,
+        platform: str = "tpu",
+        chunk: int | None = None,
+        dtype: str = "bfloat16",
+        **fields: Any,
+    ) -> LossForm:
+        model = replace(config.model, **fields)
+        abstract_mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        placement = Placement(abstract_mesh, rules or axis_rules(config.mesh), platform)
+        placement = replace(placement, scatters_tables=scatters_tables(placement))
+        execution = Execution(Numerics(compute_dtype=jnp.dtype(dtype)), placement)
+        return choose_form(model, execution, rows, chunk)
+
+    return form
+
+
+def test_few_tokens_take_pieces_and_many_take_tiles(form):
+    """The exponentials of pieces need too much memory for many tokens.
+
+    In float32 they need twice as much as in bfloat16.
+    """
+    few = form((2, 4096))
+    assert few.ids is not None
+    assert few.ids % 128 == 0
+    assert str(few) == f"all positions and {few.ids:,} ids at once"
+    assert form((2, 4096), dtype="float32").ids is None
+    assert form((1, 4096), dtype="float32").ids is not None
+    many = form((4, 8192))
+    assert many.ids is None
+    assert 128 < many.positions < 8192
+    assert str(many) == f"{many.positions:,} positions of each row and all ids at once"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 64, "tensor": 4},  # XLA shards the vocabulary.
+        {"data": 256},  # The head is replicated.
+        {},
+    ],
+)
+def test_only_a_head_that_manual_axes_shard_takes_pieces(form, mesh):
+    assert form((2, 4096), mesh).ids is None
+
+
+def test_a_head_whose_vocabulary_is_sharded_takes_tiles(form, composed):
+    config = composed("mesh.params.vocab=fsdp", "mesh.params.embed=null")
+    assert form((2, 4096), rules=axis_rules(config.mesh)).ids is None
+
+
+def test_a_tied_head_takes_the_pieces_of_an_untied_one(form):
+    assert form((2, 4096), tied_head=True) == form((2, 4096))
+
+
+@pytest.mark.parametrize(
+    ("T", "V", "chunk", "expected"),
+    [
+        (1024, 384, None, 1024),
+        (1000, 50304, None, 125),
+        (1024, 384, 100, 64),
+        (32, 50304, None, 32),
+        (31, 384, 30, 1),
+    ],
+)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_tile_without_a_tpu_is_a_divisor_of_the_row(
+    form, platform, T, V, chunk, expected
+):
+    found = form((8, T), platform=platform, chunk=chunk, vocab_size=V)
+    assert found == LossForm(expected)
+
+
+@pytest.mark.parametrize("mesh", [{}, FSDP_256])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_an_explicit_chunk_and_a_small_vocabulary_take_tiles(form, mesh, platform):
+    rows = (2, 4096)
+    assert form(rows, mesh, platform=platform, chunk=1000) == LossForm(512)
+    assert form(rows, mesh, platform=platform, vocab_size=8191) == LossForm(4096)
+
+
+def bytes_of(form: LossForm, shape: tuple[int, int, int], V: int) -> float:
+    """Count the bytes of logits, exponentials, the gathered weight and gradients.
+
+    The gradient of x counts only as far as pieces, which sum it in float32, need more
+    than tiles. With pieces a device has the gradient of 1/256 of the weight.
+    """
+    B, T, D = shape
+    N, weight = B * T, 2 * D * V
+    if form.ids is None:
+        return weight + 4 * D * V + 4 * B * form.positions * V
+    return weight + 4 * D * V / 256 + 2 * N * D + 4 * N * form.ids + 2 * N * V
+
+
+def test_no_form_needs_more_memory_than_small_tiles_or_a_layer(form):
+    """Tiles of 128 positions are small. A layer holds six arrays of each width.
+
+    Pieces may need a tenth more: their logits, and the float32 gradient of x.
+    """
+    kinds = set()
+    for V, B, T, D, mlp_per_D in itertools.product(
+        (8192, 50257, 128256, 262144),
+        (1, 2, 3, 16),
+        (128, 1024, 4000, 8192),
+        (512, 2048, 4096, 8192),
+        (2, 4),
+    ):
+        F = mlp_per_D * D
+        found = form((B, T), vocab_size=V, embed_dim=D, mlp_dim=F)
+        small = LossForm(max(c for c in range(1, 129) if T % c == 0))
+        least, layer = bytes_of(small, (B, T, D), V), 6 * 2 * B * T * (F + D)
+        limit = (1.1 if found.ids else 1) * max(least, layer)
+        assert T % found.positions == 0
+        assert found.positions >= small.positions
+        assert bytes_of(found, (B, T, D), V) <= limit, (V, B, T, D, F, found)
+        kinds.add("pieces" if found.ids else "small" if found == small else "large")
+    assert kinds == {"pieces", "small", "large"}
+
+
+@pytest.mark.parametrize("V", [8192, 32000, 50257, 128256, 151936, 262144])
+@pytest.mark.parametrize("D", [512, 4096, 8192])
+def test_pieces_overlap_little(form, V, D):
+    ids = form((1, D), vocab_size=V, embed_dim=D).ids
+    assert ids is not None
+    assert -(-V // ids) * ids <= 1.06 * V

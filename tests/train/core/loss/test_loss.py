@@ -1,0 +1,218 @@
+"""The loss: in tiles or whole, sharded or not, the same sum."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from data.batches import Batch, Order
+from model.gpt import GPT, bind, params_of
+from model.placement import ONE_DEVICE
+from train.core.loss.loss import loss_sum
+from train.core.program import make_program
+from train.core.rows import (
+    REPLICATED,
+    reduce_over_replicas,
+    run_per_device,
+    sum_over_rows,
+)
+from train.core.step import make_gradients
+
+
+@pytest.fixture(scope="module")
+def program(programs):
+    return programs("model.num_layers=1", devices=1)
+
+
+@pytest.fixture(scope="module")
+def params(program):
+    return params_of(GPT(program.config.model, nnx.Rngs(1)))
+
+
+@pytest.fixture(scope="module")
+def batch(program, store) -> Batch:
+    found = Order(store, program.config.data, 0).read(0)
+    assert (found.targets < 0).any()  # where documents end
+    return jax.tree.map(jnp.asarray, found)
+
+
+JITTED = {}
+
+
+def value_and_grads(program, params, batch, chunk):
+    execution = program.execution
+
+    def on_a_device(params, batch):
+        def loss(params):
+            model = bind(program.model, params)
+            sums = loss_sum(model, batch, execution, 0.1, chunk)
+            return sums.losses[0], sums.nats[0]
+
+        sums, grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return sum_over_rows(sums, execution.placement), reduce_over_replicas(
+            grads, program.infos, execution
+        )
+
+    key = (program.mesh, program.execution, program.config.model, chunk)
+    if key not in JITTED:
+        everywhere = run_per_device(
+            on_a_device,
+            program.execution,
+            program.infos,
+            lambda specs: (REPLICATED, specs),
+        )
+        JITTED[key] = jax.jit(everywhere)
+    params = jax.device_put(params, program.shardings.params)
+    batch = jax.device_put(batch, program.batch_shardings)
+    return jax.device_get(JITTED[key](params, batch))
+
+
+def close(a, b):
+    """Compare array by array, each error relative to the length of the whole."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.linalg.norm(x - y) <= 2e-5 * np.linalg.norm(y)
+
+
+def logits_of(model, params, batch, execution) -> np.ndarray:
+    @jax.jit
+    def logits(params):
+        bound = bind(model, params)
+        x_BTD, *_ = bound.features(
+            batch.inputs, batch.positions, batch.segment_ids, execution
+        )
+        return bound.logits(x_BTD, execution)
+
+    return np.float64(logits(params))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("mesh.tensor=4", "mesh.fsdp=2"),
+        pytest.param(("model.tied_head=true",), marks=pytest.mark.slow),
+    ],
+    ids=["whole", "cut", "tied"],
+)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_ids_that_only_pad_the_vocabulary_have_no_probability(
+    programs, batch, more, platform
+):
+    """In training and in validation, whatever tiles and shards the vocabulary has."""
+    program = programs("model.num_layers=1", *more, devices=8 if len(more) > 1 else 1)
+    placement = replace(program.execution.placement, platform=platform)
+    execution = program.execution._replace(placement=placement)
+    program = replace(program, num_tokens=257, execution=execution)
+    model = program.model
+    execution = program.execution._replace(placement=ONE_DEVICE)
+    params = program.init().params
+    placed = jax.device_put(batch, program.batch_shardings)
+    nats, targets = jax.device_get(program.eval_step(params, placed))
+    train = program.config.train
+    step = make_gradients(model, program.execution, train, num_tokens=257)
+    (loss,), grads, *_ = jax.device_get(jax.jit(step)(params, placed))
+    values = logits_of(model, jax.device_get(params), batch, execution)[..., :257]
+    values -= np.log(np.exp(values).sum(-1, keepdims=True))
+    rows, columns = np.nonzero(batch.targets >= 0)
+    expected = -values[rows, columns, batch.targets[rows, columns]].sum()
+    assert nats == pytest.approx(expected, rel=2e-6)
+    assert loss == pytest.approx(nats / targets, rel=1e-6)
+    tied = program.config.model.tied_head
+    table = grads["embedding"]["weight"] if tied else grads["head"]["weight"].T
+    assert (table[257:] == 0).all()
+    assert (table[:257] != 0).any(axis=1).all()
+
+
+@pytest.fixture(scope="module")
+def whole(program, params, batch):
+    return value_and_grads(program, params, batch, None)
+
+
+def test_in_tiles_the_loss_and_its_gradient_are_the_same(program, params, batch, whole):
+    close(value_and_grads(program, params, batch, 8), whole)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunk"),
+    [((2, 2, 2), None), ((1, 2, 4), 8), ((4, 2, 1), 8)],
+)
+def test_wherever_the_weight_lies(programs, params, batch, whole, mesh, chunk):
+    shape = [
+        f"mesh.{axis}={size}"
+        for axis, size in zip(("data", "fsdp", "tensor"), mesh, strict=True)
+    ]
+    program = programs("model.num_layers=1", *shape, devices=8)
+    head = program.shardings.params["head"]["weight"].spec
+    assert head == PartitionSpec("fsdp", "tensor")
+    close(value_and_grads(program, params, batch, chunk), whole)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ("mesh.params.vocab=[fsdp,tensor]", "mesh.params.embed=null"),
+        ("mesh.params.vocab=null", "mesh.params.embed=null"),
+        (
+            *("mesh.params.vocab=fsdp", "mesh.params.embed=tensor"),
+            *("mesh.params.heads=null", "mesh.params.kv_heads=null"),
+            "mesh.params.mlp=null",
+        ),
+    ],
+)
+def test_other_rules_for_the_weight(programs, params, batch, whole, rules):
+    """Also those by which devices that share no rows share the weight."""
+    shape = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
+    program = programs("model.num_layers=1", *shape, *rules, devices=8)
+    close(value_and_grads(program, params, batch, 8), whole)
+
+
+def test_a_tied_table_in_tiles(programs, batch):
+    program = programs(
+        "model.num_layers=1", "model.tied_head=true", "mesh.fsdp=8", devices=8
+    )
+    params = params_of(GPT(program.config.model, nnx.Rngs(1)))
+    whole = value_and_grads(program, params, batch, None)
+    close(value_and_grads(program, params, batch, 8), whole)
+
+
+def test_it_is_the_cross_entropy_of_what_counts_with_the_z_loss(
+    program, params, batch, whole
+):
+    """Against numpy, from the logits."""
+    values = logits_of(program.model, params, batch, program.execution)
+    log_z = np.log(np.exp(values).sum(-1))
+    counts = np.asarray(batch.targets) >= 0
+    picked = np.take_along_axis(values, np.asarray(batch.targets)[..., None], -1)[
+        ..., 0
+    ]
+    nats = (log_z - picked)[counts].sum()
+    z = (log_z**2)[counts].sum()
+    (loss, found), _ = whole
+    assert float(found) == pytest.approx(nats, rel=1e-5)
+    assert float(loss) == pytest.approx(nats + 0.1 * z, rel=1e-5)
+
+
+def largest_float(program) -> int:
+    """Count the elements of the compiled step's largest float32 buffer."""
+    step = program.train_step.lower(program.state, program.batch)
+    shapes = re.findall(r"f32\[([\d,]+)\]", step.compile().as_text())
+    return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_large_vocabularys_logits_never_exist_at_once(program, tiled):
+    B, T, V = 2, 256, 8192
+    config = program.config
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=V),
+        data=replace(config.data, sequence_length=T, batch_size=B),
+        train=replace(config.train, loss_chunk_tokens=None if tiled else T),
+    )
+    found = largest_float(make_program(config, jax.devices()[:1]))
+    assert found == (B * 128 * V if tiled else B * T * V)

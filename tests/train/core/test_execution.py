@@ -1,0 +1,67 @@
+"""What a device cannot do is refused, with what to type instead."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from train.config import MESH_AXES
+from train.core.execution import choose_execution
+from train.errors import ConfigError
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "typed", "rule"),
+    [
+        (H100, "9.0", ["model.head_dim=256"], ""),
+        ("NVIDIA A100-SXM4-80GB", "8.0", [], ""),
+        ("NVIDIA A100-SXM4-80GB", None, ["model.head_dim=256"], "at most 128 dims"),
+        ("NVIDIA L4", "8.9", ["model.head_dim=256"], "not 256; set model.attention=x"),
+        ("NVIDIA L4", "8.9", ["model.attention=cudnn_packed"], "needs Hopper or later"),
+        (H100, "9.0", ["model.compute_dtype=float32"], "=auto or"),
+    ],
+)
+def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
+    configure, name, version, typed, rule
+):
+    known = {"platform": "gpu", "device_kind": name, "compute_capability": version}
+    typed = "model.attention=cudnn", "model.compute_dtype=auto", *typed
+    asked = configure(*typed), SimpleNamespace(**known), dict.fromkeys(MESH_AXES, 1)
+    if not rule:
+        assert choose_execution(*asked).attention == "cudnn"
+        return
+    with pytest.raises(ConfigError, match=rule):
+        choose_execution(*asked)
+
+
+@pytest.mark.parametrize(
+    ("platform", "layers", "axis", "typed", "unroll"),
+    [
+        ("gpu", 16, "data", "null", -1),
+        ("gpu", 17, "data", "null", 1),
+        ("gpu", 16, "fsdp", "null", 1),
+        ("gpu", 16, "pipeline", "null", 1),
+        ("gpu", 16, "data", "null train.remat=full", 1),
+        ("gpu", 16, "data", "2", 2),
+        ("cpu", 2, "data", "null", 1),
+        ("cpu", 2, "data", "-1", -1),
+    ],
+)
+def test_only_a_gpu_unrolls_few_layers_unasked(
+    configure, platform, layers, axis, typed, unroll
+):
+    typed = f"model.layer_unroll={typed}".split()
+    typed += [f"model.num_layers={layers}", "model.compute_dtype=auto"]
+    config = configure(*typed)
+    device = SimpleNamespace(platform=platform, device_kind=H100)
+    sizes = {**dict.fromkeys(MESH_AXES, 1), axis: 2}
+    assert choose_execution(config, device, sizes).layer_unroll == unroll
+
+
+def test_pieces_of_rows_that_are_shorter_than_a_convolution_are_refused(programs):
+    rows = "mesh.context=4", "mesh.data=2", "data.sequence_length=32"
+    with pytest.raises(ConfigError, match="must be at least 40"):
+        programs(
+            *rows, "model.mixer=gated_delta", "model.delta_conv_width=6", devices=8
+        )

@@ -1,0 +1,113 @@
+"""A run whose batches change their shape, stopped and continued."""
+
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from data.phases import Phase, phases_of
+from tests.train import doors
+from tests.train.doors import Door, steps
+from train.core.phases import PhaseSteps, phase_programs
+from train.core.program import Program, make_program
+from train.errors import ConfigError
+from train.run.metrics import read_events
+
+folder, door = doors.folder, doors.door  # fixtures
+
+GROWING = (
+    "data.batch_schedule=[{from_step: 6, rows: 12}, {from_tokens: 3000, rows: 16}]",
+    "data.sequence_schedule=[{from_step: 0, length: 16}, {from_step: 4, length: 32}]",
+    *("schedule.batch_rule=sqrt", "train.num_steps=14", "schedule=constant"),
+)
+
+
+def test_a_growing_batch_goes_on_on_another_mesh_after_a_preemption(
+    folder: Path, door: Door
+):
+    """4 x 128, 2 x 256 and 6 x 384 tokens, then 512 a step from batch 12 on."""
+    straight, stopped = folder / "straight", folder / "stopped"
+    result = door(straight, *GROWING)
+    assert result.returncode == 0, result.stderr
+    assert "16 rows x 32 = 512 tokens from batch 12 on" in result.stdout
+    found = [e for e in read_events(straight) if e["event"] == "phase"]
+    keys = ("step", "rows", "length")
+    assert [tuple(e[key] for key in keys) for e in found] == [
+        (5, 8, 32),
+        (7, 12, 32),
+        (13, 16, 32),
+    ]
+    rates = [line["learning_rate"] / 1e-3 for line in steps(straight)]
+    assert rates[3:12:2] == pytest.approx([0.5**0.5, 1, *[1.5**0.5] * 3], rel=1e-6)
+
+    preempted = door(stopped, *GROWING, at_step=8, number=signal.SIGTERM)
+    assert preempted.returncode == 42, preempted.stderr
+    result = door(stopped, *GROWING, "mesh=ddp")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"from step (8|9|1\d)\n", result.stdout)
+    for a, b in zip(steps(straight), steps(stopped), strict=True):
+        assert a["tokens"] == b["tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=2e-5), a["step"]
+
+
+class Compiler:
+    """A program that notes when its step is compiled."""
+
+    def __init__(self, compiled: list[str], name: str):
+        self.config = SimpleNamespace(log=SimpleNamespace(numerics_interval_steps=None))
+        self.state = self.batch = None
+        self.train_step = SimpleNamespace(lower=lambda *_: self)
+        self.compile = lambda: compiled.append(name)
+
+
+def test_the_next_phase_is_compiled_ahead_unless_the_run_ends_before():
+    compiled: list[str] = []
+    firsts = {"a": 0, "b": 5, "c": 10}
+    programs = {Phase(n, 4, 16): Compiler(compiled, k) for k, n in firsts.items()}
+    steps = PhaseSteps(programs, last_batch=9)
+    steps.get(3)
+    steps.begin(5).result()
+    assert compiled == ["a", "b"]
+    steps.get(9)
+    steps.begin(0).result()
+    assert compiled == ["a", "b"]
+
+
+def phases_on(program: Program) -> dict[Phase, Program]:
+    devices = list(program.mesh.devices.flat)
+    return phase_programs(program, lambda config: make_program(config, devices))
+
+
+def test_microbatches_of_a_phase_have_at_most_as_many_tokens(programs):
+    program = programs(
+        *("data.batch_size=8", "data.sequence_length=32", "train.accumulation_steps=2"),
+        "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 4, rows: 14}]",
+        "data.sequence_schedule=[{from_step: 0, length: 8}, "
+        "{from_step: 6, length: 32}]",
+    )
+    found = phases_on(program)
+    assert tuple(found) == phases_of(program.config.data)
+    # 4 x 32 tokens at most: 8 x 8, 12 x 8 and 14 x 8 fit in one; 14 = 7 x 2 rows.
+    counts = [p.config.train.accumulation_steps for p in found.values()]
+    assert counts == [1, 1, 1, 7]
+
+
+def test_a_phase_that_devices_cannot_share_is_a_mistake(programs):
+    changes = "data.batch_schedule=[{from_step: 2, rows: 7}]"
+    program = programs("mesh.data=2", "data.batch_size=8", changes, devices=2)
+    with pytest.raises(ConfigError) as error:
+        phases_on(program)
+    (mistake,) = error.value.mistakes
+    assert (mistake.key, mistake.value) == ("data.batch_schedule", 7)
+
+
+def test_a_warm_up_in_tokens_ends_at_the_same_step_in_all_phases(programs):
+    program = programs(
+        *("schedule.warmup_tokens=1000", "data.batch_size=8"),
+        "data.batch_schedule=[{from_step: 2, rows: 12}, {from_step: 3, rows: 16}]",
+    )
+    configs = [program.config, *(p.config for p in phases_on(program).values())]
+    ends = [config.schedule.in_steps(config.data).warmup_steps for config in configs]
+    assert ends == [4] * 4  # 256 + 256 + 384 + 512 tokens

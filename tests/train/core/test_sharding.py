@@ -1,0 +1,108 @@
+"""Where every array lies."""
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.params import Kind, ParamInfo, named
+from tests.train.conftest import CUBE
+from train.core.sharding import bytes_per_device
+from train.errors import ConfigError
+
+
+def mistakes(programs, *overrides: str) -> dict[str, tuple[object, str]]:
+    with pytest.raises(ConfigError) as error:
+        programs(*overrides, devices=8)
+    return {m.key: (m.value, m.rule) for m in error.value.mistakes}
+
+
+def test_parameters_lie_as_the_table_says(programs):
+    program = programs(*CUBE, devices=8)
+    table = program.config.mesh.params
+    infos = dict(named(program.infos, lambda x: isinstance(x, ParamInfo)))
+    for name, leaf in named(program.state.params):
+        axes = (table[axis] for axis in infos[name].axes)
+        spec = PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
+        told = NamedSharding(program.mesh, spec)
+        assert leaf.sharding.is_equivalent_to(told, leaf.ndim)
+    specs = {name: leaf.sharding.spec for name, leaf in named(program.state.params)}
+    assert specs["layers.0.0.mlp.up.weight"] == PartitionSpec(
+        "pipeline", "fsdp", "tensor"
+    )
+    assert specs["layers.0.0.mlp.down.weight"] == PartitionSpec(
+        "pipeline", "tensor", "fsdp"
+    )
+
+
+def test_bytes_per_device_are_those_of_a_shard(programs):
+    for _, leaf in named(programs(*CUBE, devices=8).state):
+        shard = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        assert bytes_per_device(leaf) == shard.size * leaf.dtype.itemsize
+
+
+def test_all_that_does_not_divide_is_listed_at_once(programs):
+    shape = ("model.num_heads=3", "model.embed_dim=30", "model.head_dim=8")
+    found = mistakes(programs, *shape, "mesh.fsdp=4", "mesh.tensor=2")
+    assert set(found) == {f"mesh.params.{x}" for x in ("embed", "heads", "kv_heads")}
+    value, rule = found["mesh.params.embed"]
+    assert value == "fsdp"
+    assert "embed dim 30 of" in rule
+    assert "on 4 devices" in rule
+
+
+def test_a_missing_rule_and_two_dims_on_one_axis_are_listed_at_once(programs):
+    rules = ("~mesh.params.vocab", "mesh.params.head_dim=tensor")
+    assert set(mistakes(programs, *rules, *CUBE)) == {"mesh.params"}
+
+
+def moments(state, fields: tuple[str, ...], params) -> dict:
+    """Find the first or second moment of each parameter in the optimizer's state."""
+    found = {}
+    for path, leaf in by_path(state.optimizer.transform).items():
+        for name in params:
+            if any(f".{field}{name}" in path for field in fields):
+                assert name not in found
+                found[name] = leaf
+    return found
+
+
+def by_path(params) -> dict:
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
+    program = programs(
+        *(f"optimizer={optimizer}", "optimizer.ema_decay=0.9", *CUBE), devices=8
+    )
+    params, state = by_path(program.state.params), program.state
+    infos = by_path(program.infos)
+    is_matrix = {path for path in params if infos[f"{path}.kind"] is Kind.matrix}
+    with_nu = set(params) - (is_matrix if optimizer == "muon" else set())
+    mu = moments(state, ("mu", "trace"), params)
+    nu = moments(state, ("nu",), params)
+    assert set(mu) == set(params)
+    assert set(nu) == with_nu
+    for tree in (mu, nu, by_path(state.optimizer.average)):
+        for path, leaf in tree.items():
+            param = params[path]
+            assert (leaf.shape, leaf.sharding) == (param.shape, param.sharding)
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["optimizer.moment_dtype=int8", "optimizer=adafactor"]
+)
+def test_maxima_and_means_lie_along_what_is_left_of_the_parameter(programs, optimizer):
+    state = programs(optimizer, *CUBE, devices=8).state
+    up = state.params["layers"]["0"]["0"]["mlp"]["up"]["weight"]
+    (layers, inputs, outputs), spec = up.shape, up.sharding.spec
+    parts = set()
+    for path, leaf in by_path(state.optimizer).items():
+        if "['up']['weight']" in path:
+            name = path.rpartition("]")[2]
+            parts.add((name, leaf.shape, leaf.sharding.spec))
+    assert parts - {(".codes", up.shape, spec)} == {
+        (".rows", (layers, inputs, 1), PartitionSpec(*spec[:2], None)),
+        (".columns", (layers, 1, outputs), PartitionSpec(spec[0], None, spec[2])),
+    }

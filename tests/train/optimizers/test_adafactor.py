@@ -1,0 +1,99 @@
+"""Adafactor: the paper's, matrix by matrix."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from model.params import Kind, ParamInfo
+from tests.train.core.optimizer.test_update import (
+    ADAMW,
+    INFOS,
+    SHAPES,
+    draw,
+    take_steps,
+)
+from train.config import OptimizerName
+
+ADAFACTOR = replace(ADAMW, name=OptimizerName.adafactor, weight_decay=0.0)
+
+
+def test_of_single_arrays_it_is_optaxs():
+    params = jax.tree.map(lambda x: 0.3 * x, draw(0))
+    optimizer = optax.adafactor(ADAFACTOR.learning_rate, min_dim_size_to_factor=1)
+    state, theirs = optimizer.init(params), params
+    ours = take_steps(ADAFACTOR, params, 5)
+    for step in range(5):
+        updates, state = optimizer.update(draw(step + 1), state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+        for name in SHAPES:
+            np.testing.assert_allclose(ours[step][0][name], theirs[name], rtol=1e-5)
+
+
+def test_a_stack_is_its_matrices_and_heads_are_outputs():
+    shape = {"matrix": (2, 8, 3, 4), "vector": (2, 8)}
+    axes = ("embed", "heads", "head_dim")
+    stacked = {
+        "matrix": ParamInfo(("layers", *axes), Kind.matrix, 1),
+        "vector": ParamInfo(("layers", "embed"), Kind.vector),
+    }
+    alone = {
+        "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
+        "vector": INFOS["vector"],
+    }
+    params = draw(0, shape)
+    grads = [draw(step, shape) for step in (1, 2)]
+    size = jnp.array([1.0, 1e3])  # of a layer: a limit that both share would show
+    for grad in grads:
+        grad["matrix"] *= size[:, None, None, None]
+    (_, (found, state)) = take_steps(ADAFACTOR, params, 2, infos=stacked, grads=grads)
+    kept = [leaf.shape for leaf in jax.tree.leaves(state.transform) if leaf.ndim]
+    assert sorted(kept) == [(2, 1, 3, 4), (2, 8), (2, 8, 1, 1)]
+
+    def of(tree, layer: int):
+        flat = {"matrix": (8, 12), "vector": (8,)}
+        return {name: tree[name][layer].reshape(flat[name]) for name in tree}
+
+    for layer in range(2):
+        own = [of(grad, layer) for grad in grads]
+        start = of(params, layer)
+        (_, (single, _)) = take_steps(ADAFACTOR, start, 2, infos=alone, grads=own)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+            of(found, layer),
+            single,
+        )
+
+
+def test_padding_of_the_vocabulary_changes_no_step():
+    """The step is relative to the weights of tokens, of a table and of a head."""
+    padding = {"table": 6, "head": 6}
+    infos = {
+        "table": ParamInfo(("vocab", "embed"), Kind.table),
+        "head": ParamInfo(("embed", "vocab"), Kind.table, 1),
+    }
+    padded_infos = {
+        name: info._replace(padding=padding[name]) for name, info in infos.items()
+    }
+
+    def padded(tree):
+        table, head = (jnp.pad(tree[k], [(0, 6), (0, 6)]) for k in ("table", "head"))
+        return {"table": table[:, :8], "head": head[:8]}
+
+    shapes = {"table": (10, 8), "head": (8, 10)}
+    params, grads = draw(0, shapes), [draw(step, shapes) for step in (1, 2)]
+    expected = take_steps(ADAFACTOR, params, 2, infos=infos, grads=grads)[-1][0]
+    found = take_steps(
+        ADAFACTOR,
+        padded(params),
+        2,
+        infos=padded_infos,
+        grads=[padded(grad) for grad in grads],
+    )[-1][0]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        found,
+        padded(expected),
+    )

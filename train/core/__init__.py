@@ -1,0 +1,1 @@
+"""The program of a step, and the loop that runs it."""

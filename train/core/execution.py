@@ -1,0 +1,318 @@
+"""Choose how a program runs on its devices: dtypes, kernels and placement.
+
+A choice that the devices cannot run raises ConfigError before anything is compiled.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from model.attention.kernel import choose_kernel
+from model.axes import AxisRules
+from model.choices import (
+    Attention,
+    ComputeDtype,
+    ContextAttention,
+    Dtype,
+    ExpertExchange,
+    Grouped,
+    Mixer,
+)
+from model.config import ModelConfig
+from model.execution import Execution, Numerics
+from model.gather import AxisSteps
+from model.parts.context.context_parallel import choose_context_attention
+from model.parts.eight_bits.quantization import Quantization
+from model.parts.experts.grouped import choose_grouped
+from model.placement import Placement
+from train.config import Config, MomentDtype, Remat
+from train.core.mesh import Device
+from train.core.mesh_sizes import num_shards, pipeline_of
+from train.core.runtime import cpu_prefers_bfloat16
+from train.core.sharding import axis_rules
+from train.errors import ConfigError, Mistake, check_all
+from train.hardware.chips import chip_of
+
+_MOST_UNROLLED = 16  # The largest number of layers that a GPU runs without a loop.
+_CUDNN_HEAD_DIM = 128  # The largest head dim of cuDNN's kernel on GPUs before Hopper.
+
+
+class BatchShards(NamedTuple):
+    """How many shards a batch has along its rows and along the positions of a row."""
+
+    rows: int
+    sequence: int
+
+
+def batch_shards(rules: AxisRules, sizes: Mapping[str, int]) -> BatchShards:
+    """Return how many shards a batch has on a mesh with these axis sizes."""
+    rows, sequence = rules.spec("batch", "seq")
+    return BatchShards(num_shards(sizes, rows), num_shards(sizes, sequence))
+
+
+def choose_placement(
+    config: Config, mesh: Mesh, axis_steps: tuple[AxisSteps, ...]
+) -> Placement:
+    """Return the placement of arrays, and how devices exchange weights."""
+    rules, train = axis_rules(config.mesh), config.train
+    data, shards = config.data, batch_shards(rules, mesh.shape)
+    rows = data.batch_size // (train.accumulation_steps * shards.rows)
+    length = data.sequence_length // shards.sequence
+    pipelined = mesh.shape["pipeline"] > 1
+    placement = Placement(
+        mesh=mesh,
+        rules=rules,
+        platform=mesh.devices.flat[0].platform,
+        axis_steps=axis_steps,
+        # Without microbatches, a layer has a single backward pass in a step.
+        reduce_in_layers=train.accumulation_steps == 1 and not pipelined,
+        exchange_embedding_rows=rows * length < config.model.vocab_rows,
+        microbatch_shape=(rows, length),
+    )
+    return replace(placement, scatters_tables=scatters_tables(placement))
+
+
+def scatters_tables(placement: Placement) -> bool:
+    """Return `Placement.scatters_tables` for the placement's mesh and rules."""
+    if placement.mesh is None or placement.automatic_axes:
+        return False
+    table_axes = dict(placement.sharded_dims(("vocab", "embed")))
+    if {*table_axes} != {1}:
+        return False
+    # With fewer shards, a shard of the float32 gradient takes much memory.
+    return math.prod(placement.mesh.shape[axis] for axis in table_axes[1]) >= 8
+
+
+def choose_execution(
+    config: Config, device: Device, sizes: Mapping[str, int]
+) -> Execution:
+    """Return the execution, with dtypes and kernels but without its placement.
+
+    On a CPU, only the operands of products are rounded to bfloat16, and activations
+    between layers stay float32: XLA's CPU backend is slow at other operations in
+    bfloat16.
+
+    Raises:
+        ConfigError: if the platform cannot run the attention kernel or the products, or
+            cannot put the moments in the configured memory, or if devices cannot share
+            rows, or exchange the rows of experts, by the configured method.
+    """
+    model, train = config.model, config.train
+    platform, rules = device.platform, axis_rules(config.mesh)
+    kernel, quantization, _ = check_all(
+        lambda: _resolve_kernel(config, device),
+        lambda: _resolve_quantization(config, device),
+        lambda: _check_host_memory(config, platform),
+    )
+    compute_dtype = Dtype.auto if quantization else Dtype(model.compute_dtype)
+    if compute_dtype is Dtype.auto:
+        use_float32 = platform == "cpu" and not cpu_prefers_bfloat16()
+        compute_dtype = Dtype.float32 if use_float32 else Dtype.bfloat16
+    grouped, expert_quantization = choose_grouped(platform), None
+    if quantization and grouped is not Grouped.megablox:
+        is_float8 = quantization.dtype is ComputeDtype.float8
+        expert_quantization = quantization if is_float8 else None
+    reduce_dtype = train.reduce_dtype
+    if reduce_dtype is Dtype.auto:
+        reduce_dtype = Dtype.float32 if platform == "cpu" else compute_dtype
+    numerics = Numerics(
+        activation_dtype=jnp.dtype("float32" if platform == "cpu" else compute_dtype),
+        compute_dtype=jnp.dtype(compute_dtype),
+        reduce_dtype=jnp.dtype(reduce_dtype),
+        quantization=quantization,
+        expert_quantization=expert_quantization,
+    )
+    pipeline = pipeline_of(config, sizes["pipeline"])
+    return Execution(
+        numerics=numerics,
+        attention=kernel,
+        context_attention=_resolve_context_attention(config, kernel, rules, sizes),
+        expert_exchange=_resolve_expert_exchange(config, device, sizes),
+        grouped=grouped,
+        remat=train.remat,
+        offload=train.offload,
+        layer_unroll=choose_layer_unroll(config, platform, sizes),
+        pipeline_microbatches=pipeline.microbatches,
+        pipeline_repeats=pipeline.repeats,
+    )
+
+
+def choose_layer_unroll(config: Config, platform: str, sizes: Mapping[str, int]) -> int:
+    """Return how many layers an iteration of the scan runs. -1 means all layers.
+
+    A loop copies what the forward pass saves into arrays of all layers, and the
+    backward pass copies it back. Without a loop, a GPU trains a model of 12 layers 1.3
+    times as fast. But the time to compile grows with the number of layers, and a model
+    that recomputes gains little and needs more memory. If weights are sharded, XLA
+    merges the gathers of both passes, and holds the gathered weights of all layers
+    (docs/log/gpu.md).
+    """
+    model, remat = config.model, config.train.remat
+    if model.layer_unroll is not None:
+        return model.layer_unroll
+    params = axis_rules(config.mesh).params
+    is_sharded = any(num_shards(sizes, axes) > 1 for _, axes in params)
+    is_shallow = model.num_layers <= _MOST_UNROLLED
+    if platform == "gpu" and is_shallow and remat is Remat.none and not is_sharded:
+        return -1
+    return 1
+
+
+def _resolve_context_attention(
+    config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
+) -> ContextAttention:
+    """Choose how devices that share a row attend; unused if no devices share a row."""
+    setting, length = config.mesh.context_attention, config.data.sequence_length
+    devices = num_shards(sizes, rules.spec("seq")[0])
+    if devices == 1:
+        return ContextAttention.ring
+    _check_delta_pieces(config, devices)
+    model = config.model
+    head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))
+    kv_heads = model.kv_heads // num_shards(sizes, kv_axes)
+    if head_axes != kv_axes:  # `attend` then repeats each key head for its query heads.
+        kv_heads = model.num_heads // num_shards(sizes, head_axes)
+    row_shards = num_shards(sizes, rules.spec("batch")[0])
+    rows = config.data.batch_size // (row_shards * config.train.accumulation_steps)
+    # The keys and values are in bfloat16 wherever splash runs.
+    head_dims = model.head_size + model.value_size
+    kv_bytes = 2 * rows * length * kv_heads * head_dims
+    if rate := model.dropout.attention:
+        rule = (
+            f"must be 0 if {devices} devices share a row, because no device has all "
+            "weights of a query; set mesh.context=1, or use only "
+            "model.dropout.embedding and model.dropout.residual"
+        )
+        raise ConfigError([Mistake("model.dropout.attention", rate, rule)])
+    try:
+        return choose_context_attention(
+            setting,
+            kernel,
+            devices,
+            length,
+            kv_heads,
+            None if config.train.remat is Remat.none else kv_bytes,
+        )
+    except ValueError as error:
+        rule = f"is not possible: {error}; change one of them"
+        raise ConfigError([Mistake("mesh.context_attention", setting, rule)]) from None
+
+
+def _check_delta_pieces(config: Config, devices: int) -> None:
+    """Refuse rows whose pieces on a device are shorter than a convolution reaches."""
+    model, length, pieces = config.model, config.data.sequence_length, 2 * devices
+    shortest = pieces * (model.delta_conv_width - 1)
+    if Mixer.gated_delta in model.mixers and length < shortest:
+        rule = f"must be at least {shortest}: {devices} devices share a row in up to "
+        rule += f"{pieces} pieces, and a gated delta net needs model.delta_conv_width "
+        rule += "- 1 positions in each; use longer rows or a smaller mesh.context"
+        related = ("model.delta_conv_width", "mesh.context")
+        raise ConfigError([Mistake("data.sequence_length", length, rule, related)])
+
+
+def _resolve_expert_exchange(
+    config: Config, device: Device, sizes: Mapping[str, int]
+) -> ExpertExchange:
+    """Choose how tokens reach experts on other devices.
+
+    A device has n tokens, a token goes to k experts, and S devices share the experts.
+    `all_gather` sends 2 n (S - 1) rows per device, and `ragged` at most
+    2 n k (S - 1) / S rows, which pass through main memory once instead of once in each
+    chunk (model/parts/experts/exchange.py). On GPUs `ragged` must be set explicitly:
+    wrong gradients were reported (marin-community/marin#8077), and it is untested
+    there.
+    """
+    setting, chip = config.mesh.expert_exchange, chip_of(device.device_kind)
+    devices = num_shards(sizes, dict(axis_rules(config.mesh).params)["experts"])
+    dcn = config.mesh.dcn
+    slice_size = math.prod(size // getattr(dcn, axis) for axis, size in sizes.items())
+    max_size = chip and chip.max_ragged_devices
+    is_too_large = max_size is not None and slice_size > max_size
+    if setting is ExpertExchange.ragged and is_too_large and devices > 1:
+        rule = (
+            f"is not possible on {device.device_kind}: XLA compiles a ragged "
+            f"all-to-all only for slices of at most {max_size} devices, and a slice "
+            f"has {slice_size}; set mesh.expert_exchange=auto"
+        )
+        raise ConfigError([Mistake("mesh.expert_exchange", setting.value, rule)])
+    if setting is not ExpertExchange.auto:
+        return setting
+    sends_less = devices >= config.model.experts_per_token
+    if sends_less and device.platform == "tpu" and not is_too_large:
+        return ExpertExchange.ragged
+    return ExpertExchange.all_gather
+
+
+def _resolve_kernel(config: Config, device: Device) -> Attention:
+    model, length = config.model, config.data.sequence_length
+    try:
+        kernel = choose_kernel(
+            model.attention,
+            device.platform,
+            length,
+            model.head_size,
+            value_dim=model.value_size,
+            soft_cap=model.attention_soft_cap is not None,
+            sinks=model.attention_sinks,
+            dropout=model.dropout.attention > 0,
+        )
+    except ValueError as error:
+        mistake = Mistake("model.attention", model.attention, str(error))
+        raise ConfigError([mistake]) from None
+    if kernel.is_cudnn and (rule := _unfit_for_cudnn(model, kernel, device)):
+        raise ConfigError([Mistake("model.attention", kernel.value, rule)])
+    return kernel
+
+
+def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> str:
+    """Return why cuDNN's kernel cannot run on this GPU, or an empty string."""
+    name, or_xla = device.device_kind, "or model.attention=xla (slower)"
+    chip, version = chip_of(name), getattr(device, "compute_capability", None)
+    is_hopper = chip is None or chip.is_faster_in("float8")
+    if version is not None:
+        is_hopper = float(version) >= 9
+    if model.compute_dtype is ComputeDtype.float32:
+        return f"does not multiply float32; set model.compute_dtype=auto {or_xla}"
+    if kernel is Attention.cudnn_packed and not is_hopper:
+        return f"needs Hopper or later, not {name}; set model.attention=cudnn {or_xla}"
+    if model.head_size > _CUDNN_HEAD_DIM and not is_hopper:
+        rule = f"needs heads of at most {_CUDNN_HEAD_DIM} dims on {name}, not "
+        rule += f"{model.head_size}; set model.attention=xla (slower)"
+        return f"{rule}, or use Hopper or later"
+    return ""
+
+
+def _resolve_quantization(config: Config, device: Device) -> Quantization | None:
+    """Return how linear layers are quantized, or None if they are not.
+
+    A CPU emulates 8-bit products, so that users can try them there.
+    """
+    dtype = config.model.compute_dtype
+    if dtype not in (ComputeDtype.float8, ComputeDtype.int8):
+        return None
+    if device.platform == "cpu":
+        return Quantization(dtype, emulated=True)
+    chip = chip_of(device.device_kind)
+    if chip is None or not chip.is_faster_in(dtype):
+        rule = f"is no faster than bfloat16 on {device.device_kind}; set bfloat16"
+        alternative = {"float8": "int8", "int8": "float8"}[dtype]
+        rule += f" or {alternative}" if chip and chip.is_faster_in(alternative) else ""
+        raise ConfigError([Mistake("model.compute_dtype", dtype.value, rule)])
+    return Quantization(dtype)
+
+
+def _check_host_memory(config: Config, platform: str) -> None:
+    """Refuse offloaded int8 moments on a TPU with jax before 0.11 (libtpu 0.0.44)."""
+    optimizer, is_old = config.optimizer, jax.__version_info__ < (0, 11)
+    is_int8 = optimizer.moment_dtype is MomentDtype.int8
+    if is_old and platform == "tpu" and optimizer.offload and is_int8:
+        rule = (
+            f"cannot be in a TPU's host memory with jax {jax.__version__}; install jax "
+            "0.11 or later (Python 3.12), or set bfloat16"
+        )
+        raise ConfigError([Mistake("optimizer.moment_dtype", "int8", rule)])

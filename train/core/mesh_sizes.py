@@ -1,0 +1,254 @@
+"""Compute the sizes of mesh axes, and check that they divide dims, without JAX."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from model.choices import Mixer, Mlp
+from model.pattern import segments_of
+from train.config import MESH_AXES, Config, MeshConfig, Platform
+from train.errors import ConfigError, Mistake, check_all, nearest
+
+# If one of these environment variables is set, there may be other processes or devices.
+_CLUSTER_VARIABLES = (
+    *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "JOB_COMPLETION_INDEX"),
+    *("SKYPILOT_NUM_NODES", "TPU_WORKER_HOSTNAMES"),
+)
+_DEVICES_FLAG = "xla_force_host_platform_device_count"
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0")
+
+
+def listed(entry: Any) -> list[Any]:
+    """Return the mesh axes that an entry of a rule table names, as a list."""
+    if entry is None:
+        return []
+    return [*entry] if isinstance(entry, list | tuple) else [entry]
+
+
+def least_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Return the smallest possible size of every axis, without raising an error.
+
+    -1 becomes the number of remaining devices, or 1 if the fixed sizes do not divide
+    the number of devices. If these sizes do not divide an array's dim, then the sizes
+    of no mesh of this config divide it.
+    """
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    remaining = 1 if num_devices % fixed else num_devices // fixed
+    return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
+
+
+def axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Return the size of every axis, with -1 replaced by the remaining devices.
+
+    Raises:
+        ConfigError: if the sizes do not multiply to the number of devices.
+    """
+    sizes = least_sizes(config, num_devices)
+    if math.prod(sizes.values()) != num_devices:
+        text = " x ".join(f"{axis} {getattr(config, axis)}" for axis in sizes)
+        rule = (
+            f"must multiply to the {num_devices} devices; change a size, set one axis "
+            "to -1 (the remaining devices), or set runtime.cpu_devices on a CPU"
+        )
+        raise ConfigError([Mistake("mesh", text, rule)])
+    return sizes
+
+
+def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> int:
+    """Return the number of shards of a dim that is sharded over these mesh axes."""
+    return math.prod(sizes[axis] for axis in listed(axes))
+
+
+class Pipeline(NamedTuple):
+    """How microbatches pass through stages of layers (model/parts/pipeline.py).
+
+    repeats: the number of groups of layers on each stage.
+    microbatches: the number of microbatches that pass through the stages.
+    """
+
+    stages: int
+    repeats: int
+    microbatches: int
+
+    @property
+    def iterations(self) -> int:
+        """The number of iterations; in each, a stage runs one group of its layers."""
+        return self.repeats * self.microbatches + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of the iterations in which a stage is idle."""
+        return (self.stages - 1) / self.iterations
+
+    @property
+    def local_microbatches(self) -> int:
+        """The number of microbatches of each device's local rows."""
+        return max(1, self.microbatches // self.stages)
+
+
+def pipeline_of(config: Config, stages: int) -> Pipeline:
+    """Return the pipeline of a config on a mesh with this number of stages."""
+    if stages == 1:
+        return Pipeline(1, 1, 1)
+    microbatches = config.train.pipeline_microbatches or stages
+    return Pipeline(stages, config.mesh.pipeline_repeats, microbatches)
+
+
+def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if layers and microbatches do not divide over stages."""
+    stages, repeats, microbatches = pipeline_of(config, sizes["pipeline"])
+    mistakes = list[Mistake]()
+    if stages == 1:
+        return
+    if microbatches % stages:
+        rule = f"must be a multiple of mesh.pipeline={stages}, so that each stage "
+        rule += f"starts with the same number; {nearest(microbatches, stages)}, or null"
+        key, related = "train.pipeline_microbatches", ("mesh.pipeline",)
+        mistakes.append(Mistake(key, microbatches, rule, related))
+    groups, windows = stages * repeats, config.model.windows
+    segments = segments_of(config.model)
+    if uneven := [s for s in segments if s.repeats % groups]:
+        size, times = len(uneven[0].pattern), uneven[0].repeats
+        layers = f"{times} layers" if size == 1 else f"{times} groups of {size} layers"
+        kind = " of one kind" if len(segments) > 1 else ""
+        rule = f"x mesh.pipeline_repeats={repeats} must divide the {layers}{kind} "
+        rule += "(model.num_layers, of these model.dense_layers), which form "
+        rule += "equal groups on the stages; change stages, repeats or layers"
+        related = ("mesh.pipeline_repeats", "model.num_layers", "model.dense_layers")
+        related = (*related, "model.mixer_pattern")
+        mistakes.append(Mistake("mesh.pipeline", stages, rule, related))
+    else:
+        for segment in segments:
+            size = segment.num_layers // groups
+            stop = segment.first + segment.num_layers
+            starts = range(segment.first, stop, size)
+            if len({windows[start : start + size] for start in starts}) > 1:
+                rule = f"must be the same in each group of {size} layers that a stage "
+                rule += "runs at once; its length must divide them: change stages, "
+                rule += "mesh.pipeline_repeats or the pattern"
+                pattern = config.model.layer_pattern
+                mistakes.append(Mistake("model.layer_pattern", pattern, rule))
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def check_batch(
+    batch_size: int, accumulation: int, shards: int, local_microbatches: int = 1
+) -> None:
+    """Raise ConfigError if devices cannot get equal numbers of a microbatch's rows.
+
+    `shards` is the number of devices that share the rows of a microbatch, and
+    `local_microbatches` the number of pipeline microbatches of each device's rows.
+    """
+    if batch_size % (divisor := shards * accumulation * local_microbatches):
+        rule = f"must be divisible by {shards} (devices that share the batch) x "
+        rule += f"{accumulation} (train.accumulation_steps)"
+        if local_microbatches > 1:
+            rule += f" x {local_microbatches} "
+            rule += "(train.pipeline_microbatches / mesh.pipeline)"
+        rule += f"; {nearest(batch_size, divisor)}"
+        related = ("train.accumulation_steps", "train.pipeline_microbatches")
+        raise ConfigError([Mistake("data.batch_size", batch_size, rule, related)])
+
+
+def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if mesh axes do not divide the dims of the model's config.
+
+    The dims of each parameter are checked when it is sharded (train/core/sharding.py).
+    """
+    model, mistakes = config.model, list[Mistake]()
+    dims = [("embed", "embed_dim", model.embed_dim)]
+    if Mixer.gated_delta in model.mixers:
+        dims.append(("heads", "delta_key_heads", model.delta_sizes.key_heads))
+    if {*model.mixers} != {Mixer.gated_delta}:
+        dims.append(("heads", "num_heads", model.num_heads))
+        dims.append(("kv_heads", "num_kv_heads", model.kv_heads))
+    if model.has_latent_attention:
+        dims += [("embed", "kv_rank", model.kv_rank)]
+        dims += [("embed", "query_rank", model.query_rank)] if model.query_rank else []
+    if model.mlp is Mlp.moe:
+        dims.append(("experts", "num_experts", model.num_experts))
+        dims.append(("mlp", "expert_dim", model.expert_size))
+    else:
+        dims.append(("mlp", "mlp_dim", model.mlp_size))
+    for axis, field, size in dims:
+        # The heads of activations are sharded too.
+        tables = ["params", "activations"] if "heads" in axis else ["params"]
+        for table in tables:
+            entry = getattr(config.mesh, table).get(axis)
+            description = f"model.{field}={size}"
+            mistake = dim_mistake(sizes, axis, entry, size, description, table)
+            if mistake is not None:
+                mistakes.append(mistake._replace(related=(f"model.{field}",)))
+                break
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def dim_mistake(
+    sizes: Mapping[str, int],
+    axis: str,
+    entry: Any,
+    dim: int,
+    description: str,
+    table: str = "params",
+) -> Mistake | None:
+    """Return a mistake if the mesh axes of a rule table's entry do not divide a dim.
+
+    `description` names the dim and its size in the message.
+    """
+    shards = math.prod(sizes.get(name, 1) for name in listed(entry))
+    if dim % shards == 0:
+        return None
+    rule = f"puts {description} on {shards} devices, which do not divide it; change "
+    rule += f"size or mesh, or map {axis} to null"
+    return Mistake(f"mesh.{table}.{axis}", entry, rule)
+
+
+def mesh_mistakes(config: Config, num_devices: int | None = None) -> list[Mistake]:
+    """List the mistakes of a mesh that are known without JAX.
+
+    Every other check of the config must have passed. `num_devices` defaults to
+    `runtime.cpu_devices`. If there may be other devices, their number is not checked.
+    """
+    num_known_devices = num_devices or _cpu_devices(config)
+    batch = config.mesh.activations.get("batch")
+    rules = (*config.mesh.params.values(), *config.mesh.activations.values())
+    axes_exist = all(axis in MESH_AXES for entry in rules for axis in listed(entry))
+    if config.mesh.planned or not axes_exist:
+        return []
+    sizes = least_sizes(config.mesh, num_known_devices or 1)
+    local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
+    try:
+        check_all(
+            lambda: num_known_devices and axis_sizes(config.mesh, num_known_devices),
+            lambda: check_pipeline(config, sizes),
+            lambda: check_batch(
+                config.data.batch_size,
+                config.train.accumulation_steps,
+                num_shards(sizes, batch),
+                local_microbatches,
+            ),
+            lambda: check_dims(config, sizes),
+        )
+    except ConfigError as error:
+        return error.mistakes
+    return []
+
+
+def _cpu_devices(config: Config) -> int | None:
+    """Return the number of virtual devices, or None if there may be other devices."""
+    is_distributed = config.distributed.num_processes not in (None, 1)
+    if is_distributed or any(os.environ.get(name) for name in _CLUSTER_VARIABLES):
+        return None
+    if _DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return None
+    platform = config.runtime.platform
+    is_cpu = platform is Platform.cpu or os.environ.get("JAX_PLATFORMS") == "cpu"
+    auto_is_cpu = platform is Platform.auto and not any(
+        Path(device).exists() for device in _ACCELERATORS
+    )
+    return config.runtime.cpu_devices if is_cpu or auto_is_cpu else None

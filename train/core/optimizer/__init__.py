@@ -1,0 +1,1 @@
+"""The update of an optimizer, and the state that it carries."""

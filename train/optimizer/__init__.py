@@ -1,1 +1,0 @@
-"""Optimizers, schedules, and the formats in which moments are stored."""

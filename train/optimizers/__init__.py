@@ -1,0 +1,1 @@
+"""Optimizers, and rules that change their updates."""
