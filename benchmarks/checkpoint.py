@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from data.batches import Batch
+from data.batch import Batch
 from train.cli.command import compose
 from train.config import CheckpointConfig
 from train.core.program import Program, make_program, settle

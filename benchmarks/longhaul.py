@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data.batches import Batch
+from data.batch import Batch
 from train.cli.command import compose
 from train.config import Platform, RuntimeConfig
 from train.core.feed import place

@@ -30,7 +30,8 @@ import numpy as np
 from etils import epath
 
 from benchmarks.rates_chart import vertex
-from data.batches import Batch, Order, validation_batches
+from data.batch import Batch
+from data.batches import Order, validation_batches
 from data.encoding import padded_vocab_size
 from data.sources import encoding_of, open_sources
 from data.storage import write_atomically

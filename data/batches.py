@@ -32,7 +32,6 @@ from data.sources import Sources
 from data.text.files import Split
 
 __all__ = [
-    "Batch",
     "Order",
     "batch_number",
     "num_validation_batches",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tiktoken
 
-from data.batches import Batch, Order, validation_batches
+from data.batch import Batch
+from data.batches import Order, validation_batches
 from data.beginning import Beginning, beginning_of, beginning_token
 from data.config import DataConfig, MixtureSource, Packing, Source
 from data.encoding import FolderEncoding, decode, encode, fingerprint

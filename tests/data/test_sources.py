@@ -13,7 +13,8 @@ import pytest
 import data.inspect
 import data.token_store.reader
 import data.verify
-from data.batches import Batch, Order, validation_batches
+from data.batch import Batch
+from data.batches import Order, validation_batches
 from data.config import (
     DataConfig,
     MixtureSource,

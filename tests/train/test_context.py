@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batches import Batch
+from data.batch import Batch
 from model.choices import Attention, ContextAttention
 from model.parts.context.context_parallel import choose_context_attention
 from tests.train.conftest import distance

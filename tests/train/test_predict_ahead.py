@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data.batches import Batch, Order
+from data.batch import Batch
+from data.batches import Order
 from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
 from model.parts.predict_ahead import look_ahead

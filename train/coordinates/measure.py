@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from data.batches import Batch, Order
+from data.batch import Batch
+from data.batches import Order
 from data.sources import Sources
 from model.choices import ComputeDtype, Dtype
 from model.execution import CallContext

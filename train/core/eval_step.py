@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from data.batches import Batch
+from data.batch import Batch
 from model.execution import Execution
 from model.gpt import GPT, bind
 from model.params import param_infos

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from data.batches import Batch
+from data.batch import Batch
 
 
 def local_rows(like: Batch) -> list[slice]:

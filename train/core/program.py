@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data.batches import Batch
+from data.batch import Batch
 from data.config import DataConfig
 from model.choices import Position
 from model.count import num_active_params, num_params

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from data.batches import Batch
+from data.batch import Batch
 from model.choices import Dropout
 from model.execution import CallContext, Execution
 from model.gpt import GPT, bind

@@ -18,7 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tiktoken import Encoding
 
-from data.batches import Batch
+from data.batch import Batch
 from data.beginning import beginning_of
 from data.encoding import END_OF_TEXT, encode
 from train.core.eval_step import make_score_step

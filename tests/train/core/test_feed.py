@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from data.batches import Batch
+from data.batch import Batch
 from tests.train.conftest import CUBE
 from train.core.feed import Feed, local_rows, place
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.batches import Batch, Order
+from data.batch import Batch
+from data.batches import Order
 from tests.train.conftest import take_steps
 from train.core.rows import split
 

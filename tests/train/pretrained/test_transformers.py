@@ -9,7 +9,7 @@ import tiktoken
 from safetensors.numpy import load_file
 
 from data import bpe
-from data.batches import Batch
+from data.batch import Batch
 from data.encoding import decode, encode
 from data.tokenizer import RANK_FILE_PATTERN, parse_ranks
 from data.tokenizer_folder import _BYTE_LEVEL_PATTERN

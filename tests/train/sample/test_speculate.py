@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data.batches import Batch
+from data.batch import Batch
 from model.gpt import bind
 from model.parts.predict_ahead import look_ahead
 from model.placement import ONE_DEVICE

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from data.batches import Batch
+from data.batch import Batch
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gpt import GPT
 from model.parts.experts.router import Routing

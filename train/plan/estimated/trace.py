@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType
 
-from data.batches import Batch
+from data.batch import Batch
 from model.axes import mesh_axes
 from model.choices import Attention, Grouped
 from model.config import ModelConfig

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from data.batches import Batch, Order
+from data.batch import Batch
+from data.batches import Order
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.core.loss.loss import loss_sum
