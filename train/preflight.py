@@ -26,8 +26,6 @@ from train.distributed.processes import Cluster
 from train.errors import ConfigError, Mistake, check_all
 from train.evaluate.tasks import TaskRequest, Tasks, load_tasks
 from train.identity import run_dir
-from train.plan.search.candidates import Layout
-from train.plan.search.search import choose
 from train.run.versions import code_version, versions
 
 
@@ -77,10 +75,10 @@ class Prepared:
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
-            layout = cluster.broadcast_progress(
-                lambda beat: asdict(choose(self.config, jax.devices(), beat=beat)), beat
-            )
-            self.config = Layout(**layout).applied(self.config)
+            # The planner is large, and most runs do not use it.
+            from train.plan.search.search import with_best_layout
+
+            self.config = with_best_layout(self.config, cluster, beat)
         cluster.agree(self._build)
 
     def _settle(self) -> Mapping[str, str]:

@@ -37,7 +37,6 @@ from train.evaluate.results import compute_results, print_results
 from train.evaluate.validation import as_metrics
 from train.identity import run_dir
 from train.preflight import Prepared, settled_run_dir
-from train.prove.kernels import check_kernels
 from train.run.checkpoint import Checkpoints
 from train.run.directory import RunDir, open_run
 from train.run.folder import run_folder
@@ -75,6 +74,8 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
             if trunk is None:
                 prepared.check_initial_weights(folder)
             if config.runtime.prove_kernels:
+                from train.prove.kernels import check_kernels  # rarely used
+
                 execution = prepared.program.execution
                 cluster.agree(lambda: check_kernels(config, execution))
             with open_run(

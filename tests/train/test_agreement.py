@@ -74,6 +74,7 @@ def test_the_others_wait_as_long_as_a_search_makes_progress(tmp_path):
     code = """
 from train import preflight
 from train.distributed.processes import Cluster
+from train.plan.search import search
 from train.plan.search.candidates import Layout
 
 def choose(config, devices, beat=lambda: None):
@@ -87,7 +88,7 @@ class Impatient(Cluster):
         cluster.agree(facts)
 
 preemption.connect(cluster)
-preflight.choose, beats = choose, []
+search.choose, beats = choose, []
 impatient = Impatient(cluster.process, cluster.processes, 2.0, cluster._rounds)
 planned = compose([*sys.argv[1:], *TINY, "data.batch_size=16", "mesh=planned"])
 prepared = preflight.Prepared(planned, impatient, lambda: beats.append(1))

@@ -11,9 +11,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import jax
 from etils import epath
 from pydantic import TypeAdapter
 
@@ -21,6 +22,7 @@ from data.machine import cache_folder
 from data.storage import write_atomically
 from train.config import Config
 from train.core.mesh import Device
+from train.distributed.processes import Cluster
 from train.errors import DOES_NOT_FIT, Exit
 from train.hardware.chips import chip_of
 from train.hardware.interconnect import num_slices
@@ -115,6 +117,19 @@ def _compile(
         if candidate := weighing.plan(finalist.layout, make_plan):
             compiled = sorted([*compiled, candidate], key=rank)
     return compiled
+
+
+def with_best_layout(
+    config: Config, cluster: Cluster, beat: Callable[[], object]
+) -> Config:
+    """Return a config with the layout that process 0 chooses for all devices.
+
+    `beat` is called on all processes during the search. Raises Exit as `choose` does.
+    """
+    layout = cluster.broadcast_progress(
+        lambda beat: asdict(choose(config, jax.devices(), beat=beat)), beat
+    )
+    return Layout(**layout).applied(config)
 
 
 def choose(
