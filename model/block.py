@@ -11,17 +11,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import LayerCache
-from model.choices import Mixer, NormPlacement
+from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
-from model.layers import MLP, Normalize, SelfAttention
-from model.parts.delta.layer import GatedDeltaNet
-from model.parts.experts.experts import Experts
-from model.parts.experts.router import Routing
-from model.parts.latent.attention import LatentAttention
+from model.kinds import Kinds
+from model.layers import Normalize
 from model.parts.token_shift import shift_channels
 from model.pattern import BlockKind
+from model.routing import Routing
 from model.scopes import part_scope
 
 
@@ -31,7 +29,9 @@ class Block(nnx.Module):
     `config.norm_placement` says which of these norms exist.
     """
 
-    def __init__(self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs, kinds: Kinds
+    ):
         """Draw the parameters of one layer."""
         self.dropout = config.dropout.residual
         self.token_shift, self.shift_dim = config.token_shift, config.embed_dim // 4
@@ -51,21 +51,11 @@ class Block(nnx.Module):
             return Normalize(config, config.norm, embed=config.embed_dim)
 
         self.attention_norm = norm_if(norm_inputs)
-        match kind.mixer:
-            case Mixer.attention:
-                self.attention = SelfAttention(config, rngs)
-            case Mixer.latent_attention:
-                self.attention = LatentAttention(config, rngs)
-            case Mixer.gated_delta:
-                self.attention = GatedDeltaNet(config, rngs)
-            case _:
-                assert_never(kind.mixer)
+        self.attention = kinds.mixers[kind.mixer](config, rngs)
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
-        if kind.experts:
-            self.mlp = Experts(config, rngs)
-        else:
-            self.mlp = MLP(config, config.mlp_size, rngs)
+        self.has_experts = kind.experts
+        self.mlp = kinds.mlps[kind.experts](config, rngs)
         self.mlp_output_norm = norm_if(norm_outputs)
 
     def __call__(
@@ -98,7 +88,7 @@ class Block(nnx.Module):
         with part_scope("mlp"):
             if self.token_shift.in_mlp:
                 h_BTD, last_h = shift_channels(h_BTD, last_h, execution, call)
-            if isinstance(self.mlp, Experts):
+            if self.has_experts:
                 ids_BT = call.router_ids_BT
                 ids_BT = call.segment_ids_BT if ids_BT is None else ids_BT
                 h_BTD, routing = self.mlp(h_BTD, ids_BT, execution, call)

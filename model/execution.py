@@ -12,16 +12,15 @@ from jaxtyping import Array, Int, Key
 
 from model.choices import (
     Attention,
-    ComputeDtype,
     ContextAttention,
     ExpertExchange,
     Grouped,
     OffloadName,
 )
 from model.gather import WeightPlacement
-from model.parts.eight_bits.quantization import Quantization
 from model.parts.taps import Taps
 from model.placement import ONE_DEVICE, Placement
+from model.products import EightBits
 from model.remat import Policy
 from model.rope import Rotations
 
@@ -39,14 +38,14 @@ class Numerics(NamedTuple):
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
-    quantization: Quantization | None = None
-    expert_quantization: Quantization | None = None
+    quantization: EightBits | None = None
+    expert_quantization: EightBits | None = None
 
     @property
     def rounds_stochastically(self) -> bool:
         """Whether linear layers need random keys."""
         quantization = self.quantization
-        return quantization is not None and quantization.dtype is ComputeDtype.int8
+        return quantization is not None and quantization.is_random
 
 
 class Execution(NamedTuple):

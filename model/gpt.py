@@ -24,14 +24,15 @@ from model.dropout import drop
 from model.embedding import Table, look_up
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.head import make_head, project
+from model.kinds import Kinds
 from model.layers import Normalize
 from model.linear import Linear
 from model.params import layer_trees
-from model.parts.experts.router import Routing
 from model.parts.pipeline import run_pipeline
 from model.parts.predict_ahead import Ahead, PredictAhead, run_modules
 from model.pattern import Segment, segments_of
 from model.rope import Rotations, make_rotations
+from model.routing import Routing
 from model.segments import (
     LayerFlags,
     draw_layer_keys,
@@ -50,7 +51,7 @@ class GPT(nnx.Module):
     If positions are learned, the config must also set `max_sequence_length`.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kinds: Kinds):
         """Draw every parameter."""
         assert config.vocab_size is not None, "resolved by train/core/program.py"
         self.config = config
@@ -63,12 +64,13 @@ class GPT(nnx.Module):
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         keys_L = draw_layer_keys(config, rngs)
-        segments = (make_segment(config, s, keys_L) for s in segments_of(config))
+        segments = (make_segment(config, s, keys_L, kinds) for s in segments_of(config))
         self.layers = nnx.Dict({str(i): nnx.Dict(s) for i, s in enumerate(segments)})
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
         modules = {
-            str(k): PredictAhead(config, rngs) for k in range(config.predict_ahead)
+            str(k): PredictAhead(config, rngs, kinds)
+            for k in range(config.predict_ahead)
         }
         self.predict_ahead = nnx.Dict(modules) if modules else None
 
@@ -288,9 +290,9 @@ def _repeat(times: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (times, *x.shape))
 
 
-def abstract_gpt(config: ModelConfig) -> GPT:
+def abstract_gpt(config: ModelConfig, kinds: Kinds) -> GPT:
     """Return the model with `jax.ShapeDtypeStruct` parameters."""
-    return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0), kinds))
 
 
 def params_of(model: GPT) -> dict[str, Any]:

@@ -9,7 +9,6 @@ nor transposed, because XLA's CPU backend is fast on einsums with the dims of th
 as it is stored.
 """
 
-import re
 import zlib
 from functools import partial
 
@@ -19,24 +18,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from model.choices import ComputeDtype
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gather import UNSHARDED, WeightPlacement
 from model.params import Kind, ParamInfo
-from model.parts.eight_bits.float8 import (
-    FORWARD,
-    float8_product,
-    float8_scale,
-    to_float8,
-)
-from model.parts.eight_bits.int8 import contracted_dims, int8_product, to_int8
-from model.parts.eight_bits.quantization import (
-    ProductOptions,
-    Quantization,
-    Quantized,
-    gradient_specs,
-)
 from model.parts.taps import count_rounding
+from model.products import EightBits, ProductOptions, gradient_specs
 from model.scopes import part_scope
 
 
@@ -46,7 +32,7 @@ def product(
     b: Float[Array, "..."],
     compute: DTypeLike,
     placement: WeightPlacement = UNSHARDED,
-    quantization: Quantization | None = None,
+    quantization: EightBits | None = None,
     keys_BT: Key[Array, "B T"] | None = None,
 ) -> Float[Array, "..."]:
     """Return the einsum of two arrays, such as "ab,bc->ac". It is differentiable.
@@ -63,20 +49,7 @@ def product(
     options = ProductOptions(spec, compute, placement)
     if quantization is None:
         return _product(options, a, b)  # pyright: ignore[reportReturnType]
-    options = options._replace(emulated=quantization.emulated)
-    if quantization.dtype is ComputeDtype.float8:
-        return float8_product(options, a, b)  # pyright: ignore[reportReturnType]
-    assert quantization.dtype is ComputeDtype.int8
-    return int8_product(options, a, b, keys_BT)  # pyright: ignore[reportReturnType]
-
-
-def _quantize_left(spec: str, a: Float[Array, "..."], dtype: ComputeDtype) -> Quantized:
-    """Return the left operand of an einsum, quantized as in `product`."""
-    if dtype is ComputeDtype.float8:
-        return to_float8(a, FORWARD, float8_scale(a, FORWARD))
-    assert dtype is ComputeDtype.int8
-    dims, _, result = re.split(",|->", spec)
-    return to_int8(a, contracted_dims(dims, result))
+    return quantization.multiply(options, a, b, keys_BT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,7 +99,7 @@ def gather_weight(
     shard: jax.Array,
     placement: WeightPlacement,
     compute: DTypeLike,
-    float8: Quantization | None,
+    float8: EightBits | None,
 ) -> jax.Array:
     """Gather a weight in the compute dtype or in float8; reduce-scatter its gradient.
 
@@ -141,9 +114,7 @@ def gather_weight(
     if float8 is None:
         dtype = jnp.promote_types(compute, placement.reduce_dtype)
         return placement.gather_as(shard, compute).astype(dtype)
-    scale = float8_scale(shard, FORWARD, placement.sharded_axes)
-    values, scale = to_float8(shard, FORWARD, scale)
-    return (placement.gather(values).astype(jnp.float32) * scale).astype(shard.dtype)
+    return float8.gather(shard, placement)
 
 
 def _gather_forward(shard, placement: WeightPlacement, compute, float8):
@@ -210,7 +181,7 @@ class Linear(nnx.Module):
             call = call.fold_in(zlib.crc32(self.name.encode()))
             if call.taps and call.taps.watched and quantization is not None:
                 x_rounded = x.astype(numerics.compute_dtype)
-                x_quantized = _quantize_left(self.spec, x_rounded, quantization.dtype)
+                x_quantized = quantization.round_left(self.spec, x_rounded)
                 call.taps.note_rounding(count_rounding(x_rounded, x_quantized))
             # The product gathers the weight and reduce-scatters its gradient.
             y = product(

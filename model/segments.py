@@ -19,11 +19,12 @@ from model.attention.cache import LayerCache
 from model.block import Block
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
+from model.kinds import Kinds
 from model.params import in_layer_order
-from model.parts.experts.router import Routing
 from model.parts.taps import LayerFigures
 from model.pattern import BlockKind, Segment, kinds_of
 from model.remat import name_layer_input, rematerialized
+from model.routing import Routing
 
 
 class LayerFlags(NamedTuple):
@@ -73,7 +74,7 @@ def draw_layer_keys(config: ModelConfig, rngs: nnx.Rngs) -> Key[Array, "L"]:
 
 
 def make_segment(
-    config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"]
+    config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"], kinds: Kinds
 ) -> dict[str, Block]:
     """Return a block for each slot ("0", "1", ...), which stacks that slot's layers.
 
@@ -81,7 +82,7 @@ def make_segment(
     """
 
     def make_block(kind: BlockKind, key: jax.Array) -> Block:
-        return Block(config, kind, nnx.Rngs(key))
+        return Block(config, kind, nnx.Rngs(key), kinds)
 
     blocks = dict[str, Block]()
     for slot, kind in enumerate(segment.pattern):

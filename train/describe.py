@@ -96,7 +96,8 @@ def _describe_layers(program: Program) -> None:
         exchange = execution.expert_exchange
         print(f"experts     of a layer on {num_devices} devices: {exchange}")
     if numerics.quantization is not None:
-        quantized_dtype, emulated = numerics.quantization
+        quantized_dtype = numerics.quantization.dtype
+        emulated = numerics.quantization.emulated
         note = ", rounded to it but multiplied in float32, slowly: a CPU has no other"
         print(f"{quantized_dtype:<11} linear layers{note if emulated else ''}")
         layers = [str(n) for n, flag in enumerate(model.high_precision_flags) if flag]

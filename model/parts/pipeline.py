@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.execution import NO_CONTEXT, CallContext, Execution
-from model.parts.experts.router import Routing
 from model.parts.taps import LayerFigures, Taps
 from model.remat import rematerialized_stage
+from model.routing import Routing
 from model.scopes import part_scope
 
 # (parameters, x, positions, group number, call) -> (x, routing), for one microbatch.

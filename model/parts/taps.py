@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from model.parts.eight_bits.quantization import Quantized, largest_value
+from model.products import Quantized, largest_value
 
 ValuesByName = dict[str, Float[Array, "*L"]]
 Reduce = Callable[[jax.Array], jax.Array]

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model.attention.kernel import attention
 from model.choices import Attention, ComputeDtype
 from model.gather import WeightPlacement
-from model.parts.eight_bits.quantization import Quantization
+from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
 from train.core.mesh import Device
@@ -81,7 +81,7 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
 
 def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
     place, (M, E, D, F) = jax.sharding.SingleDeviceSharding(chips[0]), sizes
-    float8 = Quantization(ComputeDtype(dtype)) if dtype else None
+    float8 = RECIPES[ComputeDtype(dtype)]() if dtype else None
 
     def loss(x, w, sizes):
         body = choose_grouped(platform)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.catalog import KINDS
 from model.choices import (
     Activation,
     Init,
@@ -138,7 +139,7 @@ class Tiny:
     def __init__(self, name: str):
         self.name, self.config = name, TINY[name]
         self.execution = Execution(layer_unroll=self.config.layer_unroll or 1)
-        self.model = abstract_gpt(self.config)
+        self.model = abstract_gpt(self.config, KINDS)
 
     @cached_property
     def params(self) -> Any:

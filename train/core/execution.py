@@ -27,9 +27,10 @@ from model.config import ModelConfig
 from model.execution import Execution, Numerics
 from model.gather import AxisSteps
 from model.parts.context.context_parallel import choose_context_attention
-from model.parts.eight_bits.quantization import Quantization
+from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.grouped import choose_grouped
 from model.placement import Placement
+from model.products import EightBits
 from train.config import Config, MomentDtype, Remat
 from train.core.mesh import Device
 from train.core.mesh_sizes import num_shards, pipeline_of
@@ -287,7 +288,7 @@ def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> s
     return ""
 
 
-def _resolve_quantization(config: Config, device: Device) -> Quantization | None:
+def _resolve_quantization(config: Config, device: Device) -> EightBits | None:
     """Return how linear layers are quantized, or None if they are not.
 
     A CPU emulates 8-bit products, so that users can try them there.
@@ -296,14 +297,14 @@ def _resolve_quantization(config: Config, device: Device) -> Quantization | None
     if dtype not in (ComputeDtype.float8, ComputeDtype.int8):
         return None
     if device.platform == "cpu":
-        return Quantization(dtype, emulated=True)
+        return RECIPES[dtype](emulated=True)
     chip = chip_of(device.device_kind)
     if chip is None or not chip.is_faster_in(dtype):
         rule = f"is no faster than bfloat16 on {device.device_kind}; set bfloat16"
         alternative = {"float8": "int8", "int8": "float8"}[dtype]
         rule += f" or {alternative}" if chip and chip.is_faster_in(alternative) else ""
         raise ConfigError([Mistake("model.compute_dtype", dtype.value, rule)])
-    return Quantization(dtype)
+    return RECIPES[dtype]()
 
 
 def _check_host_memory(config: Config, platform: str) -> None:

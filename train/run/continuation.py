@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.sources import Sources
+from model.catalog import KINDS
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
@@ -188,7 +189,10 @@ def _refusals(
 def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
     """Return whether saved parameters fit a model, up to padding of the vocabulary."""
     saved_shapes, wanted_shapes = (
-        {name: leaf.shape for name, leaf in named(params_of(abstract_gpt(model)))}
+        {
+            name: leaf.shape
+            for name, leaf in named(params_of(abstract_gpt(model, KINDS)))
+        }
         for model in (saved, wanted)
     )
     return saved_shapes.keys() == wanted_shapes.keys() and all(

@@ -21,13 +21,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from model.gather import WeightPlacement
-from model.parts.eight_bits.quantization import (
-    ProductOptions,
-    Quantized,
-    contract,
-    gradient_specs,
-    max_abs,
-)
+from model.parts.eight_bits.quantization import contract, max_abs
+from model.products import ProductOptions, Quantized, gradient_specs
 
 FORWARD, COTANGENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 

@@ -21,13 +21,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from model.gather import UNSHARDED, WeightPlacement
-from model.parts.eight_bits.quantization import (
-    ProductOptions,
-    Quantized,
-    contract,
-    gradient_specs,
-    max_abs,
-)
+from model.parts.eight_bits.quantization import contract, max_abs
+from model.products import ProductOptions, Quantized, gradient_specs
 
 _MAX_VALUE = 127.0
 _MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)

@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from model.choices import Grouped
 from model.parts.eight_bits.float8 import FORWARD, float8_scale, to_float8
-from model.parts.eight_bits.quantization import Quantization
 from model.parts.experts import grouped_scan, grouped_triton
+from model.products import EightBits
 
 
 def choose_grouped(platform: str) -> Grouped:
@@ -43,7 +43,7 @@ def grouped_product(
     sizes_E: Int[Array, "E"],
     compute: DTypeLike,
     kernel: Grouped = Grouped.scan,
-    float8: Quantization | None = None,
+    float8: EightBits | None = None,
     swapped: bool = False,
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
@@ -64,7 +64,7 @@ class _Options(NamedTuple):
 
     compute: DTypeLike
     kernel: Grouped
-    float8: Quantization | None
+    float8: EightBits | None
     swapped: bool
 
     def round(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:

@@ -16,21 +16,11 @@ from model.execution import Execution
 from model.layers import stds
 from model.linear import expand_to, product
 from model.params import Kind, ParamInfo
+from model.routing import Routing
 
 # Added to a sum of sigmoids that divides. Source: transformers 5.24, deepseek_v3.
 _EPSILON = 1e-20
 _SCALE = 2.0**33
-
-
-class Routing(NamedTuple):
-    """The balance statistics of one layer, without padding.
-
-    load_E: float32, the number of tokens of each expert, over all devices.
-    loss: float32, the sum of the balance losses over the local tokens.
-    """
-
-    load_E: Float[Array, "*L E"]
-    loss: Float[Array, "*L"]
 
 
 class Choice(NamedTuple):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.catalog import KINDS
 from model.execution import CallContext, Execution
 from model.gpt import abstract_gpt, bind
 from model.parts.token_shift import shift_channels
@@ -56,7 +57,9 @@ def test_prompts_of_all_lengths_are_cached_in_several_calls():
         x, cache, _ = model.features(tokens, positions, None, tiny.execution, cache)
         return model.logits(x, tiny.execution), cache
 
-    cache = abstract_gpt(tiny.config).empty_cache(3, length, tiny.execution, first_B)
+    cache = abstract_gpt(tiny.config, KINDS).empty_cache(
+        3, length, tiny.execution, first_B
+    )
     parts = []
     for call in (slice(0, 4), slice(4, 7), slice(7, 8)):
         logits, cache = extend(cache, tokens[:, call], positions[:, call])

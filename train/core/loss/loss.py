@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from data.batch import Batch
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gpt import GPT
-from model.parts.experts.router import Routing
 from model.parts.predict_ahead import Ahead
+from model.routing import Routing
 from model.scopes import part_scope
 from train.core.loss.form import LossOptions, choose_form, largest_divisor
 from train.core.loss.pieces import sum_pieces

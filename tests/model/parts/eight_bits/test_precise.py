@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from model.catalog import KINDS
 from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.execution import CallContext, Execution, Numerics
-from model.parts.eight_bits.quantization import Quantization
+from model.parts.eight_bits.recipes import RECIPES
 from model.parts.taps import Taps
 from model.pattern import segments_of
 from model.segments import LayerFlags, draw_layer_keys, make_segment, run_segment
@@ -24,7 +25,7 @@ CONFIG = ModelConfig(
     high_precision_layers=("first",),
 )
 FLAGS = CONFIG.high_precision_flags
-FLOAT8 = Quantization(ComputeDtype.float8, emulated=True)
+FLOAT8 = RECIPES[ComputeDtype.float8](emulated=True)
 EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 
 
@@ -32,7 +33,7 @@ EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 def stack():
     (segment,) = segments_of(CONFIG)
     keys = draw_layer_keys(CONFIG, nnx.Rngs(0))
-    return nnx.split(make_segment(CONFIG, segment, keys)["0"])
+    return nnx.split(make_segment(CONFIG, segment, keys, KINDS)["0"])
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
 
 def test_what_precise_layers_round_is_nothing(stack, x_BTD):
     """Of int8 the largest value of each row is its largest."""
-    int8, taps = Quantization(ComputeDtype.int8, emulated=True), Taps()
+    int8, taps = RECIPES[ComputeDtype.int8](emulated=True), Taps()
     execution = Execution(numerics=Numerics(quantization=int8))
     run(*stack, x_BTD, execution, FLAGS, taps)
     saturated = np.asarray(taps.all_figures().shares["saturated"])

@@ -13,7 +13,8 @@ from model.gather import UNSHARDED, WeightPlacement
 from model.linear import gather_weight, product
 from model.parts.eight_bits.float8 import float8_scale, to_float8
 from model.parts.eight_bits.int8 import to_int8
-from model.parts.eight_bits.quantization import Quantization
+from model.parts.eight_bits.recipes import RECIPES
+from model.products import EightBits
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -26,8 +27,8 @@ E4M3, E5M2, INT8 = 2**-4, 2**-3, 0.5 / 127  # half of a unit in the last place
 FLOAT8_FLOOR = 2**-10 / 448  # half of e4m3's smallest number, to its largest
 
 
-def eight(dtype: str) -> Quantization:
-    return Quantization(ComputeDtype(dtype), emulated=True)
+def eight(dtype: str) -> EightBits:
+    return RECIPES[ComputeDtype(dtype)](emulated=True)
 
 
 def keys(rows: int, step: int = 0, length: int = 5):

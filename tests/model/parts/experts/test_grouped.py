@@ -9,7 +9,7 @@ import pytest
 
 from model.choices import ComputeDtype, Grouped
 from model.parts.eight_bits.float8 import FORWARD, float8_scale, to_float8
-from model.parts.eight_bits.quantization import Quantization
+from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts import grouped, grouped_triton
 from model.parts.experts.grouped import grouped_product
 
@@ -106,7 +106,7 @@ def test_in_float8_all_three_products_have_rounded_operands(body):
 
     x, w, dy = operands()
     sizes = jnp.asarray(SIZES["mixed"], jnp.int32)
-    float8 = Quantization(ComputeDtype.float8, emulated=True)
+    float8 = RECIPES[ComputeDtype.float8](emulated=True)
     y, back = jax.vjp(
         lambda x, w: grouped_product(x, w, sizes, jnp.float32, body, float8), x, w
     )
