@@ -20,7 +20,7 @@ from model.choices import (
 from model.gather import WeightPlacement
 from model.parts.taps import Taps
 from model.placement import ONE_DEVICE, Placement
-from model.products import EightBits
+from model.products import GatheringQuantization, Quantization
 from model.remat import Policy
 from model.rope import Rotations
 
@@ -38,8 +38,8 @@ class Numerics(NamedTuple):
     activation_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     compute_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)
-    quantization: EightBits | None = None
-    expert_quantization: EightBits | None = None
+    quantization: Quantization | None = None
+    expert_quantization: GatheringQuantization | None = None
 
     @property
     def rounds_stochastically(self) -> bool:

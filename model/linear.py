@@ -22,7 +22,12 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gather import UNSHARDED, WeightPlacement
 from model.params import Kind, ParamInfo
 from model.parts.taps import count_rounding
-from model.products import EightBits, ProductOptions, gradient_specs
+from model.products import (
+    GatheringQuantization,
+    ProductOptions,
+    Quantization,
+    gradient_specs,
+)
 from model.scopes import part_scope
 
 
@@ -32,7 +37,7 @@ def product(
     b: Float[Array, "..."],
     compute: DTypeLike,
     placement: WeightPlacement = UNSHARDED,
-    quantization: EightBits | None = None,
+    quantization: Quantization | None = None,
     keys_BT: Key[Array, "B T"] | None = None,
 ) -> Float[Array, "..."]:
     """Return the einsum of two arrays, such as "ab,bc->ac". It is differentiable.
@@ -99,7 +104,7 @@ def gather_weight(
     shard: jax.Array,
     placement: WeightPlacement,
     compute: DTypeLike,
-    float8: EightBits | None,
+    float8: GatheringQuantization | None,
 ) -> jax.Array:
     """Gather a weight in the compute dtype or in float8; reduce-scatter its gradient.
 

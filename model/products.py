@@ -1,4 +1,4 @@
-"""What a product in other dtypes than the compute dtype needs, and must provide."""
+"""The interface of products in eight bits; model/parts/eight_bits implements it."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -27,12 +27,23 @@ class Quantized(NamedTuple):
 
 
 @runtime_checkable
-class EightBits(Protocol):
+class Quantization(Protocol):
     """Products in eight bits. An instance is hashed by its values and its class."""
 
-    dtype: ComputeDtype
-    emulated: bool
-    is_random: bool
+    @property
+    def dtype(self) -> ComputeDtype:
+        """Return float8 or int8."""
+        ...
+
+    @property
+    def emulated(self) -> bool:
+        """Return whether float32 products of rounded values replace the products."""
+        ...
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether the products round stochastically, and so need keys."""
+        ...
 
     def multiply(
         self,
@@ -46,6 +57,15 @@ class EightBits(Protocol):
 
     def round_left(self, spec: str, a: jax.Array) -> Quantized:
         """Return the left operand as `multiply` rounds it."""
+        ...
+
+
+@runtime_checkable
+class GatheringQuantization(Quantization, Protocol):
+    """Products in eight bits that also gather a weight in eight bits."""
+
+    def gather(self, shard: jax.Array, placement: WeightPlacement) -> jax.Array:
+        """Gather a weight in eight bits, and return it in the dtype of the shard."""
         ...
 
 

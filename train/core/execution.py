@@ -27,10 +27,10 @@ from model.config import ModelConfig
 from model.execution import Execution, Numerics
 from model.gather import AxisSteps
 from model.parts.context.context_parallel import choose_context_attention
-from model.parts.eight_bits.recipes import RECIPES
+from model.parts.eight_bits.recipes import RECIPES, Float8
 from model.parts.experts.grouped import choose_grouped
 from model.placement import Placement
-from model.products import EightBits
+from model.products import Quantization
 from train.config import Config, MomentDtype, Remat
 from train.core.mesh import Device
 from train.core.mesh_sizes import num_shards, pipeline_of
@@ -116,7 +116,7 @@ def choose_execution(
         compute_dtype = Dtype.float32 if use_float32 else Dtype.bfloat16
     grouped, expert_quantization = choose_grouped(platform), None
     if quantization and grouped is not Grouped.megablox:
-        is_float8 = quantization.dtype is ComputeDtype.float8
+        is_float8 = isinstance(quantization, Float8)
         expert_quantization = quantization if is_float8 else None
     reduce_dtype = train.reduce_dtype
     if reduce_dtype is Dtype.auto:
@@ -288,7 +288,7 @@ def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> s
     return ""
 
 
-def _resolve_quantization(config: Config, device: Device) -> EightBits | None:
+def _resolve_quantization(config: Config, device: Device) -> Quantization | None:
     """Return how linear layers are quantized, or None if they are not.
 
     A CPU emulates 8-bit products, so that users can try them there.

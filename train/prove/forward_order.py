@@ -21,7 +21,7 @@ def forward_order(config: ModelConfig) -> list[str]:
         for number, segment in enumerate(segments_of(config)):
             for slot, kind in enumerate(segment.pattern):
                 # `nnx.vmap` has sorted the parameters of stacked blocks by name.
-                model.layers[str(number)][str(slot)] = Block(config, kind, rngs)
+                model.layers[str(number)][str(slot)] = Block(config, kind, rngs, KINDS)
         names.extend(_declared_names(model))
 
     jax.eval_shape(build)

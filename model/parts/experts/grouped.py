@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from model.choices import Grouped
 from model.parts.eight_bits.float8 import FORWARD, float8_scale, to_float8
 from model.parts.experts import grouped_scan, grouped_triton
-from model.products import EightBits
+from model.products import Quantization
 
 
 def choose_grouped(platform: str) -> Grouped:
@@ -43,7 +43,7 @@ def grouped_product(
     sizes_E: Int[Array, "E"],
     compute: DTypeLike,
     kernel: Grouped = Grouped.scan,
-    float8: EightBits | None = None,
+    float8: Quantization | None = None,
     swapped: bool = False,
 ) -> Float[Array, "M F"]:
     """Multiply each row by its expert's matrix, differentiably.
@@ -64,7 +64,7 @@ class _Options(NamedTuple):
 
     compute: DTypeLike
     kernel: Grouped
-    float8: EightBits | None
+    float8: Quantization | None
     swapped: bool
 
     def round(self, *arrays: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
