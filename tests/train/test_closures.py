@@ -16,8 +16,8 @@ PACKAGES = ("train", "model", "data", "launch")
 MAX_LINES = {
     "model.gpt": 6_300,
     "train.core.step": 14_600,
-    "train.core.program": 16_600,
-    "train.core.loop": 33_500,
+    "train.core.program": 16_700,
+    "train.core.loop": 33_700,
     "train.start": 36_700,
 }
 # Imports inside functions that do not count, each with its reason.
