@@ -1,6 +1,6 @@
 """Rows that devices share: what a piece of a row gets from the pieces before it.
 
-A device has one piece of each of its rows, or two in ring order (attention/ring.py).
+A device has one piece of each of its rows, or two in ring order (`ring.py`).
 A piece is treated as a row of its own, whose state and whose earlier inputs come from
 other devices.
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from model.execution import Execution
-from model.parts.delta.rule import AffineMap
 
 
 class RowPieces(NamedTuple):
@@ -44,26 +43,19 @@ class RowPieces(NamedTuple):
         """
         last = jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
         if self.axes:
-            pieces = self._gather(x[:, -count:])
+            pieces = self.gather(x[:, -count:])
             no_piece = jnp.zeros_like(pieces[:1])
-            last = self._take_local(jnp.concatenate([no_piece, pieces[:-1]]))
+            last = self.take_local(jnp.concatenate([no_piece, pieces[:-1]]))
         return jnp.concatenate([last, x], axis=1)
 
-    def state_before(self, local_map: AffineMap) -> jax.Array:
-        """Return the state before each piece, from the maps of all earlier pieces."""
-        maps = AffineMap(*map(self._gather, local_map))
-        state = jnp.zeros_like(maps.offset[0])
-        _, states = jax.lax.scan(lambda s, piece: (piece(s), s), state, maps)
-        return self._take_local(states)
-
-    def _gather(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: jax.Array) -> jax.Array:
         """Return [P, B, ...] of all devices, in the order of the row."""
         local = x.reshape(self.num_local, 1, -1, *x.shape[1:])
         first, *second = jax.lax.all_gather(local, self.axes, axis=1, tiled=True)
         # In ring order, device i of c has the pieces i and 2c-1-i.
         return jnp.concatenate([first, *(pieces[::-1] for pieces in second)])
 
-    def _take_local(self, x: jax.Array) -> jax.Array:
+    def take_local(self, x: jax.Array) -> jax.Array:
         """Return [rows, ...] of a device's pieces, from [P, B, ...]."""
         i = jax.lax.axis_index(self.axes)
         numbers = jnp.stack([i, len(x) - 1 - i][: self.num_local])

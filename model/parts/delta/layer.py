@@ -28,7 +28,7 @@ from model.linear import Linear
 from model.params import Kind, ParamInfo
 from model.parts.context.row_pieces import RowPieces, row_pieces
 from model.parts.delta.convolution import convolve
-from model.parts.delta.rule import DeltaInputs, delta_rule
+from model.parts.delta.rule import AffineMap, DeltaInputs, delta_rule
 from model.remat import saveable
 from model.scopes import part_scope
 
@@ -145,9 +145,12 @@ class GatedDeltaNet(nnx.Module):
             ids_BS = jnp.broadcast_to(is_in_row, (B, E + T)).astype(jnp.int32)
         inputs = self._rule_inputs(qkv, ids_BS, g_BTN, beta_BTN)
         with part_scope("delta"):
-            state = pieces.state_before if pieces.axes else self._empty_state(B)
             if cache is not None:
                 state = cache.state
+            elif pieces.axes:
+                state = partial(_state_before, pieces)
+            else:
+                state = self._empty_state(B)
             o_BTKRV, state = delta_rule(inputs, state, compute)
         if cache is not None:
             q, k, v = (x[:, -E:] for x in qkv)
@@ -193,6 +196,14 @@ class GatedDeltaNet(nnx.Module):
     def _empty_state(self, batch: int) -> Float[Array, "B K R H V"]:
         K, N, H, V = self.sizes
         return jnp.zeros((batch, K, N // K, H, V))
+
+
+def _state_before(pieces: RowPieces, local_map: AffineMap) -> Float[Array, "..."]:
+    """Return the state before each local piece, from the maps of all earlier pieces."""
+    maps = AffineMap(*map(pieces.gather, local_map))
+    state = jnp.zeros_like(maps.offset[0])
+    _, states = jax.lax.scan(lambda s, piece: (piece(s), s), state, maps)
+    return pieces.take_local(states)
 
 
 def _normalize(x: Float[Array, "*dims H"]) -> Float[Array, "*dims H"]:
