@@ -84,6 +84,13 @@ def test_a_preset_plans_on_drawn_meshes_or_is_refused(plan, preset, platform):
             assert values["needed"]["bytes"] > 0
 
 
+def test_the_heads_that_ulysses_exchanges_are_traced_as_they_are(plan):
+    """Traces give the tensor axis, of size 1 here, a size of two."""
+    shape = ("model=gpt2_nano", "data.batch_size=64", "data.sequence_length=256")
+    values = plan("v5e-8", *shape, "mesh.fsdp=2", "mesh.context=4")
+    assert values["needed"]["bytes"] > 0
+
+
 @pytest.mark.parametrize(
     "mesh",
     [

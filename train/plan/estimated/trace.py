@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 from data.batch import Batch
 from model.axes import mesh_axes
 from model.catalog import KINDS
-from model.choices import Attention, Grouped
+from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
@@ -104,6 +104,11 @@ def _traced_size(axis: str, program: Program) -> int:
     # of a ring. Around experts, the axes of their matrices are manual.
     mlp = [params["mlp"]] if program.config.model.expert_layers else []
     fixed = [params["experts"], params["layers"], *mlp, *rules.spec("seq")]
+    shares_rows = program.batch_shards.sequence > 1
+    method = program.execution.context_attention
+    if shares_rows and method is ContextAttention.ulysses:
+        # The devices that share rows must divide the heads of a device.
+        fixed += [*rules.spec("heads"), *rules.spec("kv_heads")]
     dims = [
         dim
         for leaf in jax.tree.leaves(program.state.params)
