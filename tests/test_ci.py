@@ -57,3 +57,18 @@ def test_all_extras_are_installed_but_those_of_gpus():
     every = project["optional-dependencies"].keys()
     # `plan` has the compiler of `tpu`.
     assert every - installed == {"cuda", "plan-gpu", "tpu"}
+
+
+def test_the_tests_that_it_names_exist():
+    text = (REPOSITORY / ".ci/run").read_text()
+    words = re.findall(r"(?<=\s)tests/\S+", text)
+    assert len(words) > 5
+    for word in words:
+        # An expression without a match stays as it is.
+        listed = subprocess.check_output(
+            ["bash", "-c", f"echo {word}"], cwd=REPOSITORY, text=True
+        )
+        missing = [
+            name for name in listed.split() if not Path(REPOSITORY, name).exists()
+        ]
+        assert not missing

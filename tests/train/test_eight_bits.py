@@ -12,6 +12,7 @@ import pytest
 from data.batches import Order
 from model.choices import Attention, ComputeDtype
 from model.config import ModelConfig
+from model.parts.eight_bits.recipes import RECIPES
 from tests.train.conftest import CUBE, take_steps
 from train.config import MESH_AXES
 from train.core.execution import choose_execution
@@ -123,7 +124,7 @@ def test_a_chip_that_gains_nothing_refuses(composed, kind, platform, dtype, inst
         assert mistake.rule.endswith(instead)
         return
     numerics = choose_execution(*settings).numerics
-    assert numerics.quantization == (dtype, False)
+    assert numerics.quantization == RECIPES[ComputeDtype(dtype)]()
     assert numerics.compute_dtype == numerics.activation_dtype == jnp.bfloat16
     experts = numerics.quantization if platform == "gpu" else None
     assert numerics.expert_quantization == experts

@@ -14,7 +14,7 @@ from model.linear import gather_weight, product
 from model.parts.eight_bits.float8 import float8_scale, to_float8
 from model.parts.eight_bits.int8 import to_int8
 from model.parts.eight_bits.recipes import RECIPES
-from model.products import EightBits
+from model.products import Quantization
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -27,7 +27,7 @@ E4M3, E5M2, INT8 = 2**-4, 2**-3, 0.5 / 127  # half of a unit in the last place
 FLOAT8_FLOOR = 2**-10 / 448  # half of e4m3's smallest number, to its largest
 
 
-def eight(dtype: str) -> EightBits:
+def eight(dtype: str) -> Quantization:
     return RECIPES[ComputeDtype(dtype)](emulated=True)
 
 
