@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import LayerCache
+from model.block_parts import BlockParts
 from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
-from model.kinds import Kinds
 from model.layers import Normalize
 from model.parts.token_shift import shift_channels
 from model.pattern import BlockKind
@@ -30,7 +30,7 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs, kinds: Kinds
+        self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs, parts: BlockParts
     ):
         """Draw the parameters of one layer."""
         self.dropout = config.dropout.residual
@@ -51,11 +51,12 @@ class Block(nnx.Module):
             return Normalize(config, config.norm, embed=config.embed_dim)
 
         self.attention_norm = norm_if(norm_inputs)
-        self.attention = kinds.mixers[kind.mixer](config, rngs)
+        self.attention = parts.mixers[kind.mixer](config, rngs)
         self.attention_output_norm = norm_if(norm_outputs)
         self.mlp_norm = norm_if(norm_inputs)
         self.has_experts = kind.experts
-        self.mlp = kinds.mlps[kind.experts](config, rngs)
+        make_mlp = parts.experts if kind.experts else parts.mlp
+        self.mlp = make_mlp(config, rngs)
         self.mlp_output_norm = norm_if(norm_outputs)
 
     def __call__(

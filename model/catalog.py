@@ -1,10 +1,10 @@
-"""The kinds of blocks that there are: the only module that knows all of them."""
+"""The parts of which blocks are made. The model takes them as a value."""
 
 from flax import nnx
 
+from model.block_parts import BlockParts
 from model.choices import Mixer
 from model.config import ModelConfig
-from model.kinds import Kinds
 from model.layers import MLP, SelfAttention
 from model.parts.delta.layer import GatedDeltaNet
 from model.parts.experts.experts import Experts
@@ -12,15 +12,16 @@ from model.parts.latent.attention import LatentAttention
 
 
 def make_mlp(config: ModelConfig, rngs: nnx.Rngs) -> MLP:
-    """Return the MLP of a layer without experts."""
+    """Return the MLP of a block without experts."""
     return MLP(config, config.mlp_size, rngs)
 
 
-KINDS = Kinds(
+BLOCK_PARTS = BlockParts(
     mixers={
         Mixer.attention: SelfAttention,
         Mixer.latent_attention: LatentAttention,
         Mixer.gated_delta: GatedDeltaNet,
     },
-    mlps={False: make_mlp, True: Experts},
+    mlp=make_mlp,
+    experts=Experts,
 )

@@ -2,7 +2,7 @@
 
 import jax
 
-from model.catalog import KINDS
+from model.catalog import BLOCK_PARTS
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import ParamInfo, is_info, param_infos
@@ -27,7 +27,7 @@ def active_parts(info: ParamInfo, config: ModelConfig) -> int:
 
 
 def _infos_and_shapes(config: ModelConfig) -> list[tuple[ParamInfo, tuple[int, ...]]]:
-    model = abstract_gpt(config, KINDS)
+    model = abstract_gpt(config, BLOCK_PARTS)
     infos = jax.tree.leaves(param_infos(model), is_leaf=is_info)
     params = jax.tree.leaves(params_of(model))
     return [(i, p.shape) for i, p in zip(infos, params, strict=True)]

@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import LayerCache
 from model.block import Block
+from model.block_parts import BlockParts
 from model.choices import Position
 from model.config import ModelConfig
 from model.dropout import drop
 from model.embedding import Table, look_up
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.head import make_head, project
-from model.kinds import Kinds
 from model.layers import Normalize
 from model.linear import Linear
 from model.params import layer_trees
@@ -51,7 +51,7 @@ class GPT(nnx.Module):
     If positions are learned, the config must also set `max_sequence_length`.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kinds: Kinds):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: BlockParts):
         """Draw every parameter."""
         assert config.vocab_size is not None, "resolved by train/core/program.py"
         self.config = config
@@ -64,12 +64,12 @@ class GPT(nnx.Module):
         self.positions = Table(config, length, "seq", std, rngs) if learned else None
 
         keys_L = draw_layer_keys(config, rngs)
-        segments = (make_segment(config, s, keys_L, kinds) for s in segments_of(config))
+        segments = (make_segment(config, s, keys_L, parts) for s in segments_of(config))
         self.layers = nnx.Dict({str(i): nnx.Dict(s) for i, s in enumerate(segments)})
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
         modules = {
-            str(k): PredictAhead(config, rngs, kinds)
+            str(k): PredictAhead(config, rngs, parts)
             for k in range(config.predict_ahead)
         }
         self.predict_ahead = nnx.Dict(modules) if modules else None
@@ -290,9 +290,9 @@ def _repeat(times: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (times, *x.shape))
 
 
-def abstract_gpt(config: ModelConfig, kinds: Kinds) -> GPT:
+def abstract_gpt(config: ModelConfig, parts: BlockParts) -> GPT:
     """Return the model with `jax.ShapeDtypeStruct` parameters."""
-    return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0), kinds))
+    return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0), parts))
 
 
 def params_of(model: GPT) -> dict[str, Any]:

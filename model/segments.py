@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Key
 
 from model.attention.cache import LayerCache
 from model.block import Block
+from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
-from model.kinds import Kinds
 from model.params import in_layer_order
 from model.parts.taps import LayerFigures
 from model.pattern import BlockKind, Segment, kinds_of
@@ -74,7 +74,7 @@ def draw_layer_keys(config: ModelConfig, rngs: nnx.Rngs) -> Key[Array, "L"]:
 
 
 def make_segment(
-    config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"], kinds: Kinds
+    config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"], parts: BlockParts
 ) -> dict[str, Block]:
     """Return a block for each slot ("0", "1", ...), which stacks that slot's layers.
 
@@ -82,7 +82,7 @@ def make_segment(
     """
 
     def make_block(kind: BlockKind, key: jax.Array) -> Block:
-        return Block(config, kind, nnx.Rngs(key), kinds)
+        return Block(config, kind, nnx.Rngs(key), parts)
 
     blocks = dict[str, Block]()
     for slot, kind in enumerate(segment.pattern):

@@ -108,10 +108,13 @@ def writing(key: str, path: object) -> Iterator[None]:
     """Write the output at `path`, which the config key `key` names.
 
     Raises:
-        ConfigError: the output cannot be written.
+        ConfigError: the output cannot be written. A broken connection, which another
+            start may not meet, keeps its own error.
     """
     try:
         yield
+    except (ConnectionError, TimeoutError):
+        raise
     except OSError as error:
         file = error.filename2 or error.filename or path
         rule = f"{file} cannot be written: {error.strerror or error}. "

@@ -45,7 +45,8 @@ def main(config: ReportConfig) -> int:
     folders = [*dict.fromkeys(runs)]  # each run once, even if it is named twice
     if len(folders) == 1:
         with writing("runs", folders[0]):
-            print(write_report(folders[0]))
+            page = write_report(folders[0])
+        print(page)
         return 0
     output, comparison = run_folder(config.output, "output"), compare_runs(folders)
     for title, headers, rows in comparison["tables"]:

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import LayerCache
 from model.block import Block
+from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
-from model.kinds import Kinds
 from model.layers import Normalize, stds
 from model.linear import Linear
 from model.pattern import kinds_of
@@ -68,7 +68,7 @@ def look_ahead(
 class PredictAhead(nnx.Module):
     """A prediction module: a projection and a block like those of the last layer."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, kinds: Kinds):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: BlockParts):
         """Draw the projection and the block."""
         D = config.embed_dim
         make_norm = partial(Normalize, config, config.norm, embed=D)
@@ -84,7 +84,7 @@ class PredictAhead(nnx.Module):
             dtype=jnp.dtype(config.param_dtype),
             rngs=rngs,
         )
-        self.block = Block(config, kinds_of(config)[-1], rngs, kinds)
+        self.block = Block(config, kinds_of(config)[-1], rngs, parts)
         self.is_local = config.windows[-1] is not None
         self.first_number = config.num_layers  # Modules are numbered after layers.
         self.norm = make_norm()

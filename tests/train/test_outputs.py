@@ -9,6 +9,7 @@ import pytest
 from tests.forks import Forks
 from tests.train import doors
 from tests.train.doors import Door
+from train.errors import writing
 
 folder, door = doors.folder, doors.door  # fixtures
 
@@ -60,3 +61,9 @@ def test_an_output_below_a_file_is_refused(words, folder, forks: Forks, command)
     assert "Traceback" not in result.stderr
     assert "output" in result.stderr
     assert str(folder / "file") in result.stderr
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError, TimeoutError])
+def test_a_broken_connection_is_no_mistake_of_the_config(error):
+    with pytest.raises(error), writing("output", "s3://bucket/page.html"):
+        raise error

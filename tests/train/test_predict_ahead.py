@@ -8,7 +8,7 @@ from flax import nnx
 
 from data.batch import Batch
 from data.batches import Order
-from model.catalog import KINDS
+from model.catalog import BLOCK_PARTS
 from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
 from model.parts.predict_ahead import look_ahead
@@ -31,7 +31,7 @@ def params(program):
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda w: w + 0.3 * rng.normal(size=w.shape).astype(np.float32),
-        params_of(GPT(program.config.model, nnx.Rngs(1), KINDS)),
+        params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS)),
     )
 
 

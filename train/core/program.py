@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
 from data.config import DataConfig
-from model.catalog import KINDS
+from model.catalog import BLOCK_PARTS
 from model.choices import Position
 from model.count import num_active_params, num_params
 from model.execution import Execution
@@ -234,7 +234,7 @@ def make_program(
     sizes = least_sizes(config.mesh, len(devices))
     data, train = config.data, config.train
     shards = batch_shards(axis_rules(config.mesh), sizes)
-    model = abstract_gpt(config.model, KINDS)
+    model = abstract_gpt(config.model, BLOCK_PARTS)
     infos = param_infos(model)
     local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
     mesh, execution, _, _, specs = check_all(

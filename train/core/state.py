@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.catalog import KINDS
+from model.catalog import BLOCK_PARTS
 from model.config import ModelConfig
 from model.gpt import GPT, params_of
 from model.params import named
@@ -40,7 +40,7 @@ def initial_state(
     model: ModelConfig, optimizer: Optimizer, train: TrainConfig, seed: int
 ) -> TrainState:
     """Return the state of step 0, the same on any mesh. Call it under `jit`."""
-    params = params_of(GPT(model, nnx.Rngs(seed), KINDS))
+    params = params_of(GPT(model, nnx.Rngs(seed), BLOCK_PARTS))
     params = scale_initial_values(params, optimizer.factors, model)
     recent = None if train.skip_sigma is None else empty_recent(train.skip_window)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)

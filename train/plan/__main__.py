@@ -207,10 +207,12 @@ def _write(config: PlanConfig, values: dict[str, Any], plan: "Plan") -> None:
             folder / "plan.json", json.dumps(mask_texts(values), indent=1) + "\n"
         )
         write_page(folder / "plan.html", TEMPLATE, values)
-        print(f"page        {folder}/plan.html", file=sys.stderr)
+        files = list[str]()
         if config.show and plan.text:
-            files = ", ".join(write_texts(plan.program, plan.text, folder))
-            print(f"texts       {folder}: {files}", file=sys.stderr)
+            files = write_texts(plan.program, plan.text, folder)
+    print(f"page        {folder}/plan.html", file=sys.stderr)
+    if files:
+        print(f"texts       {folder}: {', '.join(files)}", file=sys.stderr)
 
 
 def plan_mistakes(config: PlanConfig) -> list[Mistake]:

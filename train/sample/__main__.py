@@ -225,7 +225,8 @@ def output_file(path: str) -> epath.Path:
         elif not file.exists():
             file.write_bytes(b"")
     except Exception as error:  # Each store raises different errors.
-        rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        rule = f"cannot be written: {getattr(error, 'strerror', None) or error}. "
+        rule += "Name a file where you may write"
         raise ConfigError([Mistake("output", path, rule)]) from None
     return file
 

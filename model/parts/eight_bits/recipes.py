@@ -1,4 +1,4 @@
-"""The two recipes of products in eight bits, which the caller of a program chooses."""
+"""Products in float8 and in int8, which the model takes as a value."""
 
 import re
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model.catalog import KINDS
+from model.catalog import BLOCK_PARTS
 from model.count import num_params
 from model.gpt import abstract_gpt, bind, params_of
 from model.params import named, param_infos
@@ -57,7 +57,7 @@ def test_the_module_of_deepseek_v3_has_its_published_names_and_size():
     tensors, sizes = [], []
     for depth in (0, 1):
         model = compose(["model=deepseek_v3", f"model.predict_ahead={depth}"]).model
-        abstract = abstract_gpt(model, KINDS)
+        abstract = abstract_gpt(model, BLOCK_PARTS)
         parts = FamilyTensors(
             family_of(model), model, param_infos(abstract), model.vocab_size
         )

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batch import Batch
 from model.axes import mesh_axes
-from model.catalog import KINDS
+from model.catalog import BLOCK_PARTS
 from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
@@ -76,7 +76,7 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
 def _trace_gradients(
     config: ModelConfig, execution: Execution, train: TrainConfig, batch: Batch
 ) -> ClosedJaxpr:
-    model = abstract_gpt(config, KINDS)
+    model = abstract_gpt(config, BLOCK_PARTS)
     step = make_gradients(model, execution, train)
     return jax.make_jaxpr(step)(params_of(model), batch)
 
