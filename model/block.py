@@ -17,7 +17,6 @@ from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.layers import Normalize
-from model.parts.token_shift import shift_channels
 from model.pattern import BlockKind
 from model.routing import Routing
 from model.scopes import part_scope
@@ -34,7 +33,9 @@ class Block(nnx.Module):
     ):
         """Draw the parameters of one layer."""
         self.dropout = config.dropout.residual
-        self.token_shift, self.shift_dim = config.token_shift, config.embed_dim // 4
+        self.token_shift = config.token_shift
+        self.shift_dim = config.embed_dim // 4
+        self.shift = parts.shift
         match config.norm_placement:
             case NormPlacement.before:
                 norm_inputs, norm_outputs = True, False
@@ -77,7 +78,7 @@ class Block(nnx.Module):
         a_BTD = _normalize(self.attention_norm, x_BTD)
         with part_scope("attention"):
             if self.token_shift.in_attention:
-                a_BTD, last_a = shift_channels(a_BTD, last_a, execution, call)
+                a_BTD, last_a = self.shift(a_BTD, last_a, execution, call)
             a_BTD, mixer_cache = self.attention(
                 a_BTD, execution, call, mixer_cache, local_flag
             )
@@ -88,7 +89,7 @@ class Block(nnx.Module):
         h_BTD, routing = _normalize(self.mlp_norm, x_BTD), None
         with part_scope("mlp"):
             if self.token_shift.in_mlp:
-                h_BTD, last_h = shift_channels(h_BTD, last_h, execution, call)
+                h_BTD, last_h = self.shift(h_BTD, last_h, execution, call)
             if self.has_experts:
                 ids_BT = call.router_ids_BT
                 ids_BT = call.segment_ids_BT if ids_BT is None else ids_BT

@@ -9,6 +9,7 @@ from model.layers import MLP, SelfAttention
 from model.parts.delta.layer import GatedDeltaNet
 from model.parts.experts.experts import Experts
 from model.parts.latent.attention import LatentAttention
+from model.parts.token_shift import shift_channels
 
 
 def make_mlp(config: ModelConfig, rngs: nnx.Rngs) -> MLP:
@@ -24,4 +25,5 @@ BLOCK_PARTS = BlockParts(
     },
     mlp=make_mlp,
     experts=Experts,
+    shift=shift_channels,
 )

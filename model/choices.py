@@ -294,17 +294,6 @@ class ContextAttention(StrEnum):
     ulysses = "ulysses"
     all_gather = "all_gather"
 
-    def has_ring_order(self, kernel: Attention) -> bool:
-        """Return whether devices have the chunks of a ring.
-
-        model/parts/context/ring.py defines these chunks. All devices then have the same
-        amount of work.
-        """
-        is_gathered = self is ContextAttention.all_gather
-        return self is ContextAttention.ring or (
-            is_gathered and kernel is Attention.splash
-        )
-
 
 class ExpertExchange(StrEnum):
     """How tokens reach experts on other devices (model/parts/experts/experts.py).

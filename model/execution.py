@@ -3,26 +3,23 @@
 `Execution` is fixed for a program. `CallContext` differs between calls and layers.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from model.choices import (
-    Attention,
-    ContextAttention,
-    ExpertExchange,
-    Grouped,
-    OffloadName,
-)
+from model.attention.method import PLAIN_ATTENTION, AttentionMethod
+from model.choices import ExpertExchange, Grouped, OffloadName
 from model.gather import WeightPlacement
-from model.parts.taps import Taps
 from model.placement import ONE_DEVICE, Placement
 from model.products import GatheringQuantization, Quantization
 from model.remat import Policy
 from model.rope import Rotations
+from model.routing import Routing
+from model.taps import Taps
 
 
 class Numerics(NamedTuple):
@@ -51,27 +48,24 @@ class Numerics(NamedTuple):
 class Execution(NamedTuple):
     """How a program runs the model. Every `auto` is already resolved.
 
-    context_attention: how devices that share rows attend to each other's keys.
+    attention: how devices attend to the keys of their rows.
     expert_exchange: how tokens reach experts on other devices.
     grouped: the kernel that multiplies rows, grouped by expert.
     remat: which results the backward pass recomputes (model/remat.py).
     offload: the names of the results that are saved in host memory.
     layer_unroll: the number of layers in an iteration of the scan; -1 means all layers.
-    pipeline_microbatches: the number of microbatches that pass through the stages.
-    pipeline_repeats: how often each microbatch passes through all stages.
+    pipeline: runs layers that are sharded over stages. None without a pipeline.
     """
 
     numerics: Numerics = Numerics()
     placement: Placement = ONE_DEVICE
-    attention: Attention = Attention.xla
-    context_attention: ContextAttention = ContextAttention.ring
+    attention: AttentionMethod = PLAIN_ATTENTION
     expert_exchange: ExpertExchange = ExpertExchange.all_gather
     grouped: Grouped = Grouped.scan
     remat: Policy = "none"
     offload: tuple[OffloadName, ...] = ()
     layer_unroll: int = 1
-    pipeline_microbatches: int = 1
-    pipeline_repeats: int = 1
+    pipeline: "Pipeline | None" = None
 
     def weight_placement(self, axes: tuple[str, ...]) -> WeightPlacement:
         """Return the sharding and the collectives of a weight with logical `axes`."""
@@ -142,3 +136,38 @@ class CallContext(NamedTuple):
 
 
 NO_CONTEXT = CallContext()
+
+# Runs a group of layers on one microbatch, from (local parameters of the group, x_BTD,
+# positions_BT, the group's number over all stages, the call) to (x_BTD, routing).
+RunGroup = Callable[
+    [Any, jax.Array, Any, jax.Array, CallContext], tuple[jax.Array, Routing | None]
+]
+
+
+@runtime_checkable
+class Pipeline(Protocol):
+    """Runs layers that are sharded over the stages of a pipeline.
+
+    An instance is hashed by its values. Shapes: B batch, T time, D embed, L layers.
+    """
+
+    def run(
+        self,
+        run_group: RunGroup,
+        params: Any,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: jax.Array | None,
+        execution: Execution,
+        *,
+        call: CallContext = NO_CONTEXT,
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """Run all layers on the local rows.
+
+        `params` is a tree of the parameters of this stage's layers. x_BTD, positions_BT
+        and `call` hold the local rows.
+
+        Returns:
+            The output of the last layer for local rows, and the routing: the load of
+            all L layers, and the loss [L], which is zero for layers of other stages.
+        """
+        ...

@@ -28,7 +28,6 @@ from model.head import make_head, project
 from model.layers import Normalize
 from model.linear import Linear
 from model.params import layer_trees
-from model.parts.pipeline import run_pipeline
 from model.parts.predict_ahead import Ahead, PredictAhead, run_modules
 from model.pattern import Segment, segments_of
 from model.rope import Rotations, make_rotations
@@ -219,7 +218,9 @@ class GPT(nnx.Module):
             )
             return x_BTD, routing
 
-        return run_pipeline(run, params, x_BTD, positions_BT, execution, call=call)
+        pipeline = execution.pipeline
+        assert pipeline is not None
+        return pipeline.run(run, params, x_BTD, positions_BT, execution, call=call)
 
     def _rotations(self, positions_BT: Int[Array, "B T"]) -> Rotations | None:
         rotary = self.config.position is Position.rotary

@@ -11,8 +11,9 @@ from model.choices import Init
 from model.config import ModelConfig
 from model.execution import Execution
 from model.layers import stds
-from model.linear import Linear, product
+from model.linear import Linear
 from model.params import Kind
+from model.products import product
 
 _HEAD = "btd,dv->btv"
 

@@ -15,13 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues, MixerCache, cached_attention
-from model.attention.kernel import attention
-from model.choices import Activation, Attention, Init, Norm, NormSpan
+from model.attention.inputs import Inputs
+from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
-from model.linear import Linear, expand_to
+from model.linear import Linear
 from model.params import Kind, ParamInfo
+from model.products import expand_to
 from model.remat import saveable
 from model.rope import rotate
 from model.scopes import part_scope
@@ -136,7 +137,7 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         scale = self.query_scale
-        if cache is None and execution.attention is Attention.splash:
+        if cache is None and not execution.attention.scales_queries:
             scale *= q_BTNH.shape[-1] ** -0.5  # Scaling later would take another pass.
         if scale != 1:
             q_BTNH = q_BTNH * scale
@@ -151,19 +152,14 @@ class SelfAttention(nnx.Module):
             "window": self.window if local_flag is not False else None,
             "local_flag": None if isinstance(local_flag, bool) else local_flag,
             "soft_cap": self.soft_cap,
-            "sinks_N": None if self.sinks is None else self.sinks[...],
         }
+        sinks_N = None if self.sinks is None else self.sinks[...]
         if cache is None:
             drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)
-            o_BTNH, bound_N = attention(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                call.segment_ids_BT,
-                implementation=execution.attention,
+            o_BTNH, bound_N = execution.attention.attend(
+                Inputs(q_BTNH, k_BTKH, v_BTKH, call.segment_ids_BT, sinks_N),
                 compute=compute,
                 placement=placement,
-                context=execution.context_attention,
                 drop=drop_weights if self.dropout else None,
                 **options,
             )
@@ -172,7 +168,12 @@ class SelfAttention(nnx.Module):
             assert isinstance(cache, KeysValues)
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(
-                q_BTNH, cache, compute, call.trained_length, **options
+                q_BTNH,
+                cache,
+                compute,
+                call.trained_length,
+                sinks_N=sinks_N,
+                **options,
             )
         if gate_BTNH is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(gate_BTNH)

@@ -21,10 +21,10 @@ from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.params import in_layer_order
-from model.parts.taps import LayerFigures
 from model.pattern import BlockKind, Segment, kinds_of
 from model.remat import name_layer_input, rematerialized
 from model.routing import Routing
+from model.taps import LayerFigures
 
 
 class LayerFlags(NamedTuple):

@@ -84,9 +84,10 @@ def _describe_layers(program: Program) -> None:
     """Print how attention, experts and 8-bit products are executed."""
     model, execution = program.config.model, program.execution
     numerics, rules = execution.numerics, execution.placement.rules
-    dtype, kernel = numerics.compute_dtype, str(execution.attention)
+    dtype = numerics.compute_dtype
+    kernel = str(execution.attention.kernel)
     if (devices_per_row := program.batch_shards.sequence) > 1:
-        method = execution.context_attention
+        method = execution.attention.context
         kernel += f", {method} over {devices_per_row} devices that share rows"
     print(f"attention   {kernel}, products in {dtype}")
     if model.layer_unroll is None and execution.layer_unroll == -1:

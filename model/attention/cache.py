@@ -126,7 +126,7 @@ def cached_attention(
 
     The cache already includes the keys and values of these T positions. A query sees at
     most `trained_length` keys, which is the length of rows in training.
-    `attention` (model/attention/kernel.py) explains the arguments from `window` on.
+    `AttentionMethod` explains the arguments from `window` on, and `Inputs` the sinks.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
     positions_BT = jnp.atleast_1d(cache.length)[:, None] - T + jnp.arange(T)[None]

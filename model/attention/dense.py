@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from model.linear import einsum
+from model.products import einsum
 from model.remat import saveable
 from model.row_max import row_max
 

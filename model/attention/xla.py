@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from model.attention import dense, masks
 from model.attention.dense import Operands
 from model.attention.inputs import Attended, Chunks, Inputs, Result, score_bound
-from model.linear import einsum
+from model.products import einsum
 
 LENGTH_MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
 SCALES_QUERIES = True

@@ -21,6 +21,7 @@ Shapes: B batch, T time, D embed, S stages, M microbatches, R repeats, L layers.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,16 +29,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from model.execution import NO_CONTEXT, CallContext, Execution
-from model.parts.taps import LayerFigures, Taps
+from model.execution import NO_CONTEXT, CallContext, Execution, RunGroup
 from model.remat import rematerialized_stage
 from model.routing import Routing
 from model.scopes import part_scope
-
-# (parameters, x, positions, group number, call) -> (x, routing), for one microbatch.
-RunGroup = Callable[
-    [Any, jax.Array, Any, jax.Array, CallContext], tuple[jax.Array, Routing | None]
-]
+from model.taps import LayerFigures, Taps
 
 
 class _Microbatch(NamedTuple):
@@ -48,74 +44,88 @@ class _Microbatch(NamedTuple):
     key_data_BT: jax.Array | None
 
 
-def run_pipeline(
-    run: RunGroup,
-    params: Any,
-    x_BTD: Float[Array, "B T D"],
-    positions_BT: jax.Array | None,
-    execution: Execution,
-    *,
-    call: CallContext = NO_CONTEXT,
-) -> tuple[Float[Array, "B T D"], Routing | None]:
-    """Run layers that are sharded over the stages of a pipeline.
+@dataclass(frozen=True)
+class CircularPipeline:
+    """Microbatches that pass through all stages R times; a `Pipeline`.
 
-    `run` runs a group of layers on one microbatch; groups are numbered over all stages.
-    `params` is a tree of local parameters [L/S, ...]. x_BTD, positions_BT and `call`
-    hold the local rows.
-
-    Returns:
-        The output of the last layer for local rows, and the routing: the load of all L
-        layers, and the loss [L], which is zero for layers of other stages.
+    microbatches: the number M of microbatches, a multiple of the number of stages.
+    repeats: the number R of groups of layers on each stage.
     """
-    axis = execution.placement.stage_axis
-    assert axis is not None
-    S, M = jax.lax.psum(1, axis), execution.pipeline_microbatches
-    R = execution.pipeline_repeats
-    num_local, num_waiting, stage = M // S, (M - S) * (R > 1), jax.lax.axis_index(axis)
-    to_next = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
-    to_previous = [(s, s - 1) for s in range(1, S)]
-    stream = x_BTD.reshape(num_local, -1, *x_BTD.shape[1:])
 
-    microbatches = _gather_microbatches(
-        positions_BT, call, axis, shape=(M, stream.shape[1])
-    )
-    if R > 1:
-        with part_scope("pipeline"):
-            params = interleave_layers(params, axis, R)
-    run_stage = _make_stage(run, execution, call, stage=stage, S=S)
+    microbatches: int
+    repeats: int = 1
 
-    def iterate(carry, t: jax.Array):
-        stream, from_previous, waiting = carry
-        pass_index = t - stage  # One pass for each repeat and microbatch.
-        is_busy = (pass_index >= 0) & (pass_index < R * M)
-        entering = outgoing = _read(stream, t % num_local)
+    def run(
+        self,
+        run_group: RunGroup,
+        params: Any,
+        x_BTD: Float[Array, "B T D"],
+        positions_BT: jax.Array | None,
+        execution: Execution,
+        *,
+        call: CallContext = NO_CONTEXT,
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """Run all layers as `Pipeline.run` does."""
+        axis = execution.placement.stage_axis
+        assert axis is not None
+        S = jax.lax.psum(1, axis)
+        M = self.microbatches
+        R = self.repeats
+        num_local = M // S
+        num_waiting = (M - S) * (R > 1)
+        stage = jax.lax.axis_index(axis)
+        to_next = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
+        to_previous = [(s, s - 1) for s in range(1, S)]
+        stream = x_BTD.reshape(num_local, -1, *x_BTD.shape[1:])
+
+        microbatches = _gather_microbatches(
+            positions_BT, call, axis, shape=(M, stream.shape[1])
+        )
         if R > 1:
-            repeated = _read(waiting, t % num_waiting) if num_waiting else from_previous
-            entering = jnp.where(t < M, outgoing, repeated)
-        x = jnp.where(stage == 0, entering, from_previous)
-        x = jnp.where(is_busy, x, 0)
-        microbatch = jax.tree.map(lambda ids: _read(ids, pass_index % M), microbatches)
-        repeat = jnp.clip(pass_index // M, 0, R - 1)
-        y, routing, figures = run_stage(params, x, microbatch, repeat)
-        if num_waiting:
-            waiting = _write(waiting, from_previous, t % num_waiting)
-        with part_scope("pipeline"):
-            from_previous = jax.lax.ppermute(y, axis, to_next)
-            from_next = jax.lax.ppermute(outgoing, axis, to_previous)
-        stream = _write(stream, jnp.where(stage == S - 1, y, from_next), t % num_local)
-        return (stream, from_previous, waiting), (routing, figures)
+            with part_scope("pipeline"):
+                params = interleave_layers(params, axis, R)
+        run_stage = _make_stage(
+            run_group, execution, call, stage=stage, num_stages=S, repeats=R
+        )
 
-    from_previous = jnp.zeros_like(stream[0])
-    waiting = jnp.zeros((num_waiting, *stream.shape[1:]), stream.dtype)
-    carry = stream, from_previous, waiting
-    with jax.named_scope("stages"):
-        iterations = jnp.arange(R * M + S - 1)
-        (stream, _, _), outputs = jax.lax.scan(iterate, carry, iterations)
-    # The last stage began S - 1 iterations late, which shifts its outputs by S - 1.
-    x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
-    routing, figures = outputs
-    place_layers = partial(_place_local_layers, stage=stage, sizes=(R, S, M))
-    return x_BTD, _reduce_stages(routing, figures, place_layers, call.taps, axis)
+        def iterate(carry, t: jax.Array):
+            stream, from_previous, waiting = carry
+            pass_index = t - stage  # One pass for each repeat and microbatch.
+            is_busy = (pass_index >= 0) & (pass_index < R * M)
+            entering = outgoing = _read(stream, t % num_local)
+            if R > 1:
+                repeated = (
+                    _read(waiting, t % num_waiting) if num_waiting else from_previous
+                )
+                entering = jnp.where(t < M, outgoing, repeated)
+            x = jnp.where(stage == 0, entering, from_previous)
+            x = jnp.where(is_busy, x, 0)
+            microbatch = jax.tree.map(
+                lambda ids: _read(ids, pass_index % M), microbatches
+            )
+            repeat = jnp.clip(pass_index // M, 0, R - 1)
+            y, routing, figures = run_stage(params, x, microbatch, repeat)
+            if num_waiting:
+                waiting = _write(waiting, from_previous, t % num_waiting)
+            with part_scope("pipeline"):
+                from_previous = jax.lax.ppermute(y, axis, to_next)
+                from_next = jax.lax.ppermute(outgoing, axis, to_previous)
+            stream = _write(
+                stream, jnp.where(stage == S - 1, y, from_next), t % num_local
+            )
+            return (stream, from_previous, waiting), (routing, figures)
+
+        from_previous = jnp.zeros_like(stream[0])
+        waiting = jnp.zeros((num_waiting, *stream.shape[1:]), stream.dtype)
+        carry = stream, from_previous, waiting
+        with jax.named_scope("stages"):
+            iterations = jnp.arange(R * M + S - 1)
+            (stream, _, _), outputs = jax.lax.scan(iterate, carry, iterations)
+        # The last stage began S - 1 iterations late, which shifts its outputs by S - 1.
+        x_BTD = jnp.roll(stream, 1 - S, axis=0).reshape(x_BTD.shape)
+        routing, figures = outputs
+        place_layers = partial(_place_local_layers, stage=stage, sizes=(R, S, M))
+        return x_BTD, _reduce_stages(routing, figures, place_layers, call.taps, axis)
 
 
 def _gather_microbatches(
@@ -135,10 +145,15 @@ def _gather_microbatches(
 
 
 def _make_stage(
-    run: RunGroup, execution: Execution, call: CallContext, *, stage: jax.Array, S: int
+    run_group: RunGroup,
+    execution: Execution,
+    call: CallContext,
+    *,
+    stage: jax.Array,
+    num_stages: int,
+    repeats: int,
 ) -> Callable[..., Any]:
     """Return the function that runs a stage's layers on one microbatch."""
-    repeats = execution.pipeline_repeats
 
     def run_stage(
         params: Any, x: jax.Array, microbatch: _Microbatch, repeat: jax.Array
@@ -154,8 +169,8 @@ def _make_stage(
             keys_BT=keys_BT,
             taps=call.taps and call.taps.empty(),
         )
-        group_number = repeat * S + stage
-        y, routing = run(group_params, x, positions_BT, group_number, stage_call)
+        group_number = repeat * num_stages + stage
+        y, routing = run_group(group_params, x, positions_BT, group_number, stage_call)
         return y, routing, stage_call.taps and stage_call.taps.all_figures()
 
     return rematerialized_stage(run_stage, execution.remat)
@@ -168,7 +183,7 @@ def _reduce_stages(
     taps: Taps | None,
     axis: str,
 ) -> Routing | None:
-    """Record the statistics of all layers, and return `run_pipeline`'s routing."""
+    """Record the statistics of all layers, and return the routing of `Pipeline.run`."""
     if taps is not None and figures is not None:
         figures = figures.reduce(
             lambda values: jax.lax.pmax(place_layers(values, jnp.max), axis),

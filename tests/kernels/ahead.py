@@ -28,9 +28,10 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.attention.kernel import attention
+from model.attention.inputs import Inputs
 from model.choices import Attention, ComputeDtype
 from model.gather import WeightPlacement
+from model.parts.attention import KernelAttention
 from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts.grouped import choose_grouped, grouped_product
 from train.cli.command import compose
@@ -58,14 +59,8 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
     place = jax.sharding.SingleDeviceSharding(chips[0])
 
     def loss(q, k, v, segment_ids):
-        out = attention(
-            q,
-            k,
-            v,
-            segment_ids,
-            implementation=kernels[platform],
-            compute=jnp.bfloat16,
-        )
+        method = KernelAttention(kernels[platform])
+        out = method.attend(Inputs(q, k, v, segment_ids), compute=jnp.bfloat16)
         return out.o_BTNV.astype(jnp.float32).sum()
 
     def array(*shape: int, dtype=jnp.bfloat16):

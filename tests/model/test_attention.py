@@ -11,8 +11,8 @@ import pytest
 from model.attention import masks, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.inputs import Chunks, Inputs, Result
-from model.attention.kernel import attention, choose_kernel
 from model.choices import Attention
+from model.parts.attention import KernelAttention, choose_kernel
 from model.parts.kernels import cudnn, splash
 from model.row_max import row_max
 from tests.model.reference import attend, mask
@@ -61,10 +61,10 @@ def inputs(kv_heads: int, T: int = 9, dtype=jnp.float32):
     ]
 
 
-def attend_by(kernel, *operands, **more):
+def attend_by(kernel, *operands, sinks_N=None, **options):
     """Return the output of a kernel in float32."""
-    how = {"implementation": kernel, "compute": jnp.float32}
-    return attention(*operands, **how, **more).o_BTNV
+    rows = Inputs(*operands)._replace(sinks_N=sinks_N)
+    return KernelAttention(kernel).attend(rows, compute=jnp.float32, **options).o_BTNV
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -96,8 +96,9 @@ def test_xla_attention_is_jaxs(kv_heads, packed):
 def test_a_bound_is_the_largest_log_sum_exp_of_scores(window):
     q, k, v = inputs(2)
     documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]])
-    how = {"implementation": XLA, "compute": jnp.float32, "window": window}
-    found = attention(q, k, v, documents, **how).bound_N
+    rows = Inputs(q, k, v, documents)
+    options = {"compute": jnp.float32, "window": window}
+    found = KernelAttention(XLA).attend(rows, **options).bound_N
     seen = mask(9, window)[None] & (documents[:, :, None] == documents[:, None])
     scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2)) * 8**-0.5
     sums = np.where(seen[:, None], np.exp(scores), 0).sum(-1)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from model.attention.kernel import attention
+from model.attention.inputs import Inputs
 from model.choices import INTERMEDIATES, Attention
+from model.parts.attention import KernelAttention
 from model.remat import rematerialized
 from tests.model.conftest import MODELS
 
@@ -91,9 +92,8 @@ def test_splash_runs_forward_once_where_its_results_are_kept(policy, kernels):
 
     def loss(x):
         def layer(x):
-            out = attention(
-                x, x, x, None, implementation=Attention.splash, compute=jnp.float32
-            )
+            method = KernelAttention(Attention.splash)
+            out = method.attend(Inputs(x, x, x), compute=jnp.float32)
             return jnp.sin(out.o_BTNV)
 
         return rematerialized(layer, policy, (), in_loop=True)(x).sum()

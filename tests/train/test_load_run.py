@@ -45,7 +45,7 @@ def test_what_the_devices_lack_gives_way_loudly(
             there = devices.fake_devices(parse_target(target))
         monkeypatch.setattr(jax, "devices", lambda: there)
     execution = make_program_here(config).execution
-    assert execution.attention is attention
+    assert execution.attention.kernel is attention
     assert execution.numerics.compute_dtype == compute
     assert execution.numerics.quantization is None
     messages = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

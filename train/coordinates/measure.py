@@ -14,7 +14,7 @@ from data.sources import Sources
 from model.choices import ComputeDtype, Dtype
 from model.execution import CallContext
 from model.gpt import bind
-from model.parts.taps import Taps
+from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
 from train.core.program import Program, make_program

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from model.attention.kernel import choose_kernel
 from model.axes import AxisRules
 from model.choices import (
     Attention,
@@ -26,9 +25,11 @@ from model.choices import (
 from model.config import ModelConfig
 from model.execution import Execution, Numerics
 from model.gather import AxisSteps
+from model.parts.attention import KernelAttention, choose_kernel
 from model.parts.context.context_parallel import choose_context_attention
 from model.parts.eight_bits.recipes import RECIPES, Float8
 from model.parts.experts.grouped import choose_grouped
+from model.parts.pipeline import CircularPipeline
 from model.placement import Placement
 from model.products import Quantization
 from train.config import Config, MomentDtype, Remat
@@ -128,18 +129,21 @@ def choose_execution(
         quantization=quantization,
         expert_quantization=expert_quantization,
     )
-    pipeline = pipeline_of(config, sizes["pipeline"])
+    pipeline = None
+    if (stages := sizes["pipeline"]) > 1:
+        schedule = pipeline_of(config, stages)
+        pipeline = CircularPipeline(schedule.microbatches, schedule.repeats)
     return Execution(
         numerics=numerics,
-        attention=kernel,
-        context_attention=_resolve_context_attention(config, kernel, rules, sizes),
+        attention=KernelAttention(
+            kernel, _resolve_context_attention(config, kernel, rules, sizes)
+        ),
         expert_exchange=_resolve_expert_exchange(config, device, sizes),
         grouped=grouped,
         remat=train.remat,
         offload=train.offload,
         layer_unroll=choose_layer_unroll(config, platform, sizes),
-        pipeline_microbatches=pipeline.microbatches,
-        pipeline_repeats=pipeline.repeats,
+        pipeline=pipeline,
     )
 
 
@@ -166,12 +170,12 @@ def choose_layer_unroll(config: Config, platform: str, sizes: Mapping[str, int])
 
 def _resolve_context_attention(
     config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
-) -> ContextAttention:
-    """Choose how devices that share a row attend; unused if no devices share a row."""
+) -> ContextAttention | None:
+    """Choose how devices that share a row attend, or None if no devices do."""
     setting, length = config.mesh.context_attention, config.data.sequence_length
     devices = num_shards(sizes, rules.spec("seq")[0])
     if devices == 1:
-        return ContextAttention.ring
+        return None
     _check_delta_pieces(config, devices)
     model = config.model
     head_axes, kv_axes = (rules.spec(axis)[0] for axis in ("heads", "kv_heads"))

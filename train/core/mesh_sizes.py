@@ -62,7 +62,7 @@ def num_shards(sizes: Mapping[str, int], axes: str | Sequence[str] | None) -> in
     return math.prod(sizes[axis] for axis in listed(axes))
 
 
-class Pipeline(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """How microbatches pass through stages of layers (model/parts/pipeline.py).
 
     repeats: the number of groups of layers on each stage.
@@ -89,12 +89,12 @@ class Pipeline(NamedTuple):
         return max(1, self.microbatches // self.stages)
 
 
-def pipeline_of(config: Config, stages: int) -> Pipeline:
+def pipeline_of(config: Config, stages: int) -> PipelineSchedule:
     """Return the pipeline of a config on a mesh with this number of stages."""
     if stages == 1:
-        return Pipeline(1, 1, 1)
+        return PipelineSchedule(1, 1, 1)
     microbatches = config.train.pipeline_microbatches or stages
-    return Pipeline(stages, config.mesh.pipeline_repeats, microbatches)
+    return PipelineSchedule(stages, config.mesh.pipeline_repeats, microbatches)
 
 
 def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from model.params import LAYERS, in_layer_order, layer_trees
-from model.parts.taps import LayerFigures
+from model.taps import LayerFigures
 
 Reduce = Callable[[jax.Array], jax.Array]
 Combine = Callable[[jax.Array, jax.Array], jax.Array]

@@ -32,7 +32,7 @@ from train.core.execution import (
 )
 from train.core.mesh import Device, make_mesh
 from train.core.mesh_sizes import (
-    Pipeline,
+    PipelineSchedule,
     check_batch,
     check_pipeline,
     least_sizes,
@@ -148,7 +148,7 @@ class Program:
         return self.config.data.batch_size * self.config.data.sequence_length
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> PipelineSchedule:
         """How microbatches pass through the stages of a pipeline."""
         return pipeline_of(self.config, self.mesh.shape["pipeline"])
 

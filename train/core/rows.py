@@ -18,9 +18,8 @@ from model.axes import mesh_axes
 from model.execution import Execution
 from model.gather import on_shards
 from model.params import Kind, ParamInfo, is_info
-from model.parts.context.ring import in_ring_order
-from model.parts.taps import LayerFigures
 from model.placement import Placement
+from model.taps import LayerFigures
 
 REPLICATED = PartitionSpec()
 
@@ -44,12 +43,12 @@ def run_per_device(
     specs = jax.tree.map(
         lambda info: _manual_spec(info, placement), infos, is_leaf=is_info
     )
-    in_ring = execution.context_attention.has_ring_order(execution.attention)
-    sequence_axes = placement.sequence_axes if in_ring else ()
+    arrange = execution.attention.arrange
+    sequence_axes = placement.sequence_axes
 
     def on_device(params: Any, batch: Any, *scalars: jax.Array) -> Any:
         if sequence_axes:
-            batch = jax.tree.map(lambda x: in_ring_order(x, sequence_axes), batch)
+            batch = jax.tree.map(lambda x: arrange(x, sequence_axes), batch)
         return function(params, batch, *scalars)
 
     def run(params: Any, batch: Any, *scalars: jax.Array) -> Any:

@@ -15,8 +15,8 @@ from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
 from model.parts.predict_ahead import Ahead, look_ahead
-from model.parts.taps import LayerFigures, Taps
 from model.placement import Placement
+from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
 from train.core.loss.loss import loss_sum
 from train.core.numerics import compute_layer_metrics
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
     load_LE: the number of tokens that each expert gets, without padding. The last rows
         are those of prediction modules.
     num_targets: the number of targets in the batch.
-    figures: the figures of layers that the step records (model/parts/taps.py), or None.
+    figures: the figures of layers that the step records (model/taps.py), or None.
     """
 
     losses: tuple[Float[Array, ""], ...]

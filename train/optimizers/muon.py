@@ -13,8 +13,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from model.linear import product
 from model.params import Kind, is_info
+from model.products import product
 from model.scopes import part_scope
 from train.config import MuonScale, OptimizerConfig
 from train.optimizers.matrix_dims import MatrixDims, matrix_dims

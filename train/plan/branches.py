@@ -1,7 +1,7 @@
 """How often a step takes the branches of its conditionals.
 
 A part of the model identifies each of the three conditionals: attention with a window
-(true) or without (model/attention/kernel.py); rows that are sent to experts (true) or
+(true) or without (model/parts/attention.py); rows that are sent to experts (true) or
 gathered, because a device lacks the capacity (model/parts/experts/exchange.py); layers
 in high precision (true) or not (model/segments.py).
 """

@@ -132,7 +132,7 @@ class Plan:
                 "iterations": program.pipeline.iterations,
                 "bubble": program.pipeline.bubble,
             },
-            "attention": program.execution.attention,
+            "attention": program.execution.attention.kernel,
             "num_parameters": program.num_params,
             "tokens_per_step": program.tokens_per_step,
             "model_flops_per_step": program.flops_per_step,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.attention.kernel import attention
-from model.choices import Attention, Grouped
+from model.attention.inputs import Inputs
+from model.attention.method import PLAIN_ATTENTION, AttentionMethod
+from model.choices import Grouped
 from model.execution import Execution
 from model.parts.experts.grouped import grouped_product
 from train.config import Config
@@ -65,23 +66,19 @@ def _compare_attention(
     q, k, v, dy = (_normal(rng, (_ROWS, T, *pair), dtype) for pair in dims)
     sinks_N = _normal(rng, (N,), jnp.float32) if model.attention_sinks else None
 
-    def attend(kernel: Attention, *operands: jax.Array) -> jax.Array:
+    def attend(method: AttentionMethod, *operands: jax.Array) -> jax.Array:
         q, k, v, sinks_N = operands
-        is_scaled = kernel is Attention.splash  # see `attention`
-        return attention(
-            (q * H**-0.5).astype(q.dtype) if is_scaled else q,
-            k,
-            v,
-            ids_BT,
-            implementation=kernel,
+        scaled_q = q if method.scales_queries else (q * H**-0.5).astype(q.dtype)
+        return method.attend(
+            Inputs(scaled_q, k, v, ids_BT, sinks_N),
             compute=q.dtype,
             window=window,
             soft_cap=model.attention_soft_cap,
-            sinks_N=sinks_N,
         ).o_BTNV
 
-    name = f"{execution.attention} attention, window {window or 'none'}:"
-    run, plain = (partial(attend, k) for k in (execution.attention, Attention.xla))
+    name = f"{execution.attention.kernel} attention, window {window or 'none'}:"
+    run = partial(attend, execution.attention)
+    plain = partial(attend, PLAIN_ATTENTION)
     operands = {"queries": q, "keys": k, "values": v, "sinks": sinks_N}
     yield from _compare(name, run, plain, operands, dy)
 

@@ -65,5 +65,5 @@ class RowPieces(NamedTuple):
 def row_pieces(execution: Execution) -> RowPieces:
     """Return how devices share rows."""
     axes = execution.placement.sequence_axes
-    in_ring = execution.context_attention.has_ring_order(execution.attention)
+    in_ring = execution.attention.in_ring_order
     return RowPieces(axes, num_local=2 if axes and in_ring else 1)

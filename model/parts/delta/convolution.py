@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.linear import expand_to
+from model.products import expand_to
 
 
 def convolve(

@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from model.linear import product
 from model.parts.delta.inverse import unit_lower_inverse
+from model.products import product
 
 _MAX_CHUNK = 64  # the largest C; a power of two
 _FRACTIONS = 256  # Sums of multiples of 1/256 are exact up to 2^16.

@@ -56,7 +56,7 @@ def multiply(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def float8_product(options: ProductOptions, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiply like `model.linear.product`, with both gradients in float8 too."""
+    """Multiply like `model.products.product`, with both gradients in float8 too."""
     return _float8_forward(options, a, b)[0]
 
 

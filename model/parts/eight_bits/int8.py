@@ -64,7 +64,7 @@ def to_int8(
 def int8_product(
     options: ProductOptions, a: jax.Array, b: jax.Array, keys_BT: jax.Array | None
 ) -> jax.Array:
-    """Multiply like `model.linear.product`, in int8 except for the gradient of b."""
+    """Multiply like `model.products.product`, in int8 except for the gradient of b."""
     return _int8_forward(options, a, b, keys_BT)[0]
 
 

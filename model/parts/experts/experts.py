@@ -18,11 +18,11 @@ from model.axes import mesh_axes
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.layers import MLP, stds
-from model.linear import gather_weight, product
 from model.params import Kind, ParamInfo
 from model.parts.experts.exchange import run_on_device
 from model.parts.experts.local_experts import LocalExperts, Output, Tokens
 from model.parts.experts.router import Choice, Router, Routing
+from model.products import gather_weight, product
 from model.scopes import part_scope
 
 

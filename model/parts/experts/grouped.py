@@ -9,7 +9,7 @@ megablox: TPU; jax's own Pallas kernels, without eight-bit products.
 triton: NVIDIA; a Pallas kernel that Triton compiles (`grouped_triton.py`).
 ragged: XLA's `ragged_dot`, which plans trace and which tests use as the reference.
 
-Operands and cotangents are rounded as `model.linear.product` rounds them. In float8,
+Operands and cotangents are rounded as `model.products.product` rounds them. In float8,
 cotangents are e4m3 like operands, because Triton only multiplies equal dtypes.
 
 Shapes: M rows, D inputs, F outputs, E experts.

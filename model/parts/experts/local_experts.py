@@ -14,12 +14,12 @@ from model.choices import Grouped
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.layers import activate
-from model.linear import product
 from model.parts.eight_bits.float8 import FORWARD, float8_scale, to_float8
 from model.parts.experts.grouped import grouped_product
 from model.parts.experts.rows import from_rows, to_rows
-from model.parts.taps import count_rounding
+from model.products import product
 from model.scopes import part_scope
+from model.taps import count_rounding
 
 
 class Tokens(NamedTuple):

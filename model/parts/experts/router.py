@@ -14,8 +14,8 @@ from model.choices import Scores
 from model.config import ModelConfig
 from model.execution import Execution
 from model.layers import stds
-from model.linear import expand_to, product
 from model.params import Kind, ParamInfo
+from model.products import expand_to, product
 from model.routing import Routing
 
 # Added to a sum of sigmoids that divides. Source: transformers 5.24, deepseek_v3.

@@ -33,15 +33,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import Latents, MixerCache, cached_attention
-from model.attention.kernel import attention
+from model.attention.inputs import Inputs
 from model.choices import Attention, ContextAttention, Norm
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
-from model.linear import Linear, gather_weight, product
+from model.linear import Linear
 from model.parts.kernels import splash
 from model.parts.latent.ring import attend_in_latent_ring
+from model.products import gather_weight, product
 from model.remat import saveable
 from model.rope import rotate
 from model.scopes import part_scope
@@ -145,9 +146,10 @@ class LatentAttention(nnx.Module):
         call: CallContext,
     ) -> Float[Array, "B T N V"]:
         """Attend to the keys and values that are expanded from the row's latents."""
-        if execution.attention is Attention.splash:
+        if not execution.attention.scales_queries:
             q_BTNH = q_BTNH * q_BTNH.shape[-1] ** -0.5
-        numerics, method = execution.numerics, execution.context_attention
+        numerics = execution.numerics
+        method = execution.attention.context
         is_quantized = numerics.quantization and not call.high_precision
         is_ring = method is ContextAttention.ring and execution.placement.sequence_axes
         if is_ring and not is_quantized:
@@ -175,15 +177,11 @@ class LatentAttention(nnx.Module):
         shape = *k_nope.shape[:3], k_rope.shape[-1]
         k_rope = jnp.broadcast_to(k_rope[:, :, None], shape)
         drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)
-        o_BTNV, bound_N = attention(
-            q_BTNH,
-            jnp.concatenate([k_nope, k_rope], axis=-1),
-            v_BSNV,
-            call.segment_ids_BT,
-            implementation=execution.attention,
+        k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
+        o_BTNV, bound_N = execution.attention.attend(
+            Inputs(q_BTNH, k_BSNH, v_BSNV, call.segment_ids_BT),
             compute=execution.numerics.compute_dtype,
             placement=execution.placement,
-            context=execution.context_attention,
             drop=drop_weights if self.dropout else None,
         )
         call.note_scores(bound_N)
@@ -227,11 +225,11 @@ def _gather_positions(
 ) -> Float[Array, "B S C"]:
     """Return the latents of whole rows if devices gather keys, otherwise local ones."""
     axes = execution.placement.sequence_axes
-    gathers = execution.context_attention is ContextAttention.all_gather
+    gathers = execution.attention.context is ContextAttention.all_gather
     # Stochastic rounding has random keys for local positions only.
     if not axes or not gathers or execution.numerics.rounds_stochastically:
         return latent_BTC
-    if execution.attention is not Attention.splash:
+    if execution.attention.kernel is not Attention.splash:
         return jax.lax.all_gather(latent_BTC, axes, axis=1, tiled=True)
     steps = execution.placement.axis_steps
     return splash.gather_positions(latent_BTC[:, None], axes, steps)[:, 0]

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.inputs import Attended, score_bound
 from model.execution import Execution
-from model.linear import product
 from model.parts.context.context_parallel import KERNELS
 from model.parts.context.ring import ring
 from model.parts.context.ring_kernel import Kernel, Travelling
+from model.products import product
 from model.scopes import part_scope
 
 
@@ -42,9 +42,10 @@ def attend_in_latent_ring(
     other dims of the latent end the keys of all heads.
     """
     placement, compute = execution.placement, execution.numerics.compute_dtype
-    kernel, V = KERNELS[execution.attention], weight_RNE.shape[-1] - nope_dim
+    kernel = KERNELS[execution.attention.kernel]
+    V = weight_RNE.shape[-1] - nope_dim
     # The kernel of cuDNN takes a single dim.
-    padding = q_BTNH.shape[-1] - V if execution.attention.is_cudnn else 0
+    padding = q_BTNH.shape[-1] - V if execution.attention.kernel.is_cudnn else 0
     expand = partial(_expand, nope_dim, padding)
     ring_kernel = Kernel(kernel.forward, kernel.backward, expand)
 

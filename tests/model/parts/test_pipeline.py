@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from model.axes import AxisRules
 from model.execution import NO_CONTEXT, Execution
-from model.parts.pipeline import interleave_layers, run_pipeline
+from model.parts.pipeline import CircularPipeline, interleave_layers
 from model.placement import Placement
 from model.remat import name_layer_input
 
@@ -52,7 +52,7 @@ def run(weights_L, x_BTD, shift_BT, group, call):
 
 
 def loss(weights_L, x_BTD, shift_BT, execution):
-    y_BTD, _ = run_pipeline(run, weights_L, x_BTD, shift_BT, execution)
+    y_BTD, _ = execution.pipeline.run(run, weights_L, x_BTD, shift_BT, execution)
     return jax.lax.psum(jnp.sum(y_BTD**2), "pipeline") / 8, y_BTD  # of 8 rows
 
 
@@ -74,8 +74,7 @@ def test_features_and_gradients_are_those_of_layers_in_a_row(
     execution = staged_execution(
         stages,
         remat=remat,
-        pipeline_microbatches=microbatches,
-        pipeline_repeats=repeats,
+        pipeline=CircularPipeline(microbatches, repeats),
     )
 
     def in_a_row(weights_L, x_BTD):
@@ -110,9 +109,7 @@ def test_each_stage_gets_every_sth_group_of_layers(stages, repeats):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_iteration_keeps_a_copy_of_its_layers(remat):
     """What the backward pass has of each is activations, and the weights once."""
-    execution = staged_execution(
-        2, remat=remat, pipeline_microbatches=2, pipeline_repeats=2
-    )
+    execution = staged_execution(2, remat=remat, pipeline=CircularPipeline(2, 2))
 
     def wide(weights_LDD, x_BTD, rows, group, call):
         def layer(x, w):
@@ -122,7 +119,8 @@ def test_no_iteration_keeps_a_copy_of_its_layers(remat):
 
     def staged(weights_LDD, x_BTD):
         def total(weights_LDD):
-            return jnp.sum(run_pipeline(wide, weights_LDD, x_BTD, None, execution)[0])
+            y_BTD, _ = execution.pipeline.run(wide, weights_LDD, x_BTD, None, execution)
+            return jnp.sum(y_BTD)
 
         return jax.grad(total)(weights_LDD)
 

@@ -52,7 +52,7 @@ def test_a_step_for_tpus_is_that_of_training(configure, planning, target, overri
     program = make_program(config, fake_devices(machine))
     compiled = compile_step(program)
     parts = device_memory(program, compiled).parts
-    assert program.execution.attention == "splash"
+    assert program.execution.attention.kernel == "splash"
     assert '"tpu_custom_call"' in compiled.as_text()
     assert ("megascale" in compiled.as_text()) == (machine.slices > 1)
     assert parts["arguments"].bytes >= held_bytes(parts)  # padded to tiles
@@ -115,7 +115,7 @@ def test_an_absent_hopper_runs_cudnn_with_a_large_head_dim(configure, planning):
     head = ("model.num_heads=1", "model.head_dim=192")
     config = configure(*LONG, *head, "mesh=ddp", "data.batch_size=1")
     program = make_program(config, fake_devices(parse_target("h100-1")))
-    assert program.execution.attention == "cudnn"
+    assert program.execution.attention.kernel == "cudnn"
     assert "__cudnn$fmha" in lower_step(program)[1].as_text()
 
 

@@ -301,7 +301,9 @@ PAIR, CUBE = "data=2 fsdp=2", "data=2 fsdp=2 tensor=2"
 RING, LONG_RING = "fsdp=2 context=2", "context=4 data=2"
 STEP, ROWS = "train.core.step", "train.core.rows"
 FIRST_MATRIX = "gradient layers.0.0.attention.query.weight"
-in_ring_order = replaced(ROWS, "in_ring_order", lambda original: lambda x, axes: x)
+in_ring_order = replaced(
+    "model.parts.attention", "in_ring_order", lambda original: lambda x, axes: x
+)
 MUTATIONS = [
     Mutation(
         *("targets of one shard only", DENSE, PAIR, forget_in_sum(True, "data")),

@@ -7,6 +7,7 @@ import pytest
 
 from model.attention import xla
 from model.choices import Attention, Grouped
+from model.parts.attention import KernelAttention
 from model.parts.context.context_parallel import KERNELS
 from train.config import MESH_AXES
 from train.core.execution import choose_execution
@@ -26,7 +27,8 @@ def case(configure, monkeypatch):
     config = configure(*MODEL)
     sizes = dict.fromkeys(MESH_AXES, 1)
     execution = choose_execution(config, jax.devices()[0], sizes)
-    return config, execution._replace(attention=Attention.cudnn, grouped=Grouped.ragged)
+    attention = KernelAttention(Attention.cudnn)
+    return config, execution._replace(attention=attention, grouped=Grouped.ragged)
 
 
 def wrong_parts(case):
@@ -35,7 +37,8 @@ def wrong_parts(case):
 
 
 def use(monkeypatch, attend):
-    monkeypatch.setitem(KERNELS, Attention.cudnn, SimpleNamespace(attend=attend))
+    kernel = SimpleNamespace(attend=attend, SCALES_QUERIES=True)
+    monkeypatch.setitem(KERNELS, Attention.cudnn, kernel)
 
 
 def test_right_kernels_agree_in_bfloat16(case):

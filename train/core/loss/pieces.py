@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from model.head import head_spec, project
-from model.linear import einsum
 from model.placement import ONE_DEVICE
-from model.products import gradient_specs
+from model.products import einsum, gradient_specs
 from train.core.loss.form import LossOptions
 
 _MASKED = -1e30  # The logit of an id that does not count in a piece; it is finite.

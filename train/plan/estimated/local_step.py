@@ -85,7 +85,8 @@ class LocalStep:
         flops, computed = op.position.count * work.flops, work.computed
         model = self.program.config.model
         H, V = model.head_size, model.value_size
-        if self.program.execution.attention.is_cudnn:  # the traced kernel is Splash's
+        if self.program.execution.attention.kernel.is_cudnn:
+            # The traced kernel is Splash's.
             # cuDNN pads V to H. Backward, Splash has two kernels, and each recomputes
             # the scores and their cotangent; cuDNN recomputes the scores and computes
             # four gradients.

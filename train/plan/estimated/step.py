@@ -156,7 +156,7 @@ def _padded_bytes(step: LocalStep, array: LocalArray) -> int:
     itemsize = execution.numerics.activation_dtype.itemsize
     if execution.layer_unroll == -1 and array.itemsize > itemsize:
         return array.size * itemsize // 2
-    if execution.attention is Attention.splash and len(array.dims) == 4:
+    if execution.attention.kernel is Attention.splash and len(array.dims) == 4:
         head_dim = array.dims[-1].size
         return array.bytes // head_dim * (-(-head_dim // _LANES) * _LANES)
     return array.bytes

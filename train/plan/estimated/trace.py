@@ -21,6 +21,7 @@ from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
+from model.parts.attention import KernelAttention
 from train.config import Remat, TrainConfig
 from train.core.execution import batch_shards
 from train.core.optimizer.update import Optimizer
@@ -39,8 +40,11 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     placement, mesh = execution.placement, program.mesh
     # The kernels of cuDNN and of grouped products are not traced. Splash, and XLA's own
     # grouped product, read, write and save the same arrays.
-    kernel = Attention.splash if execution.attention.is_cudnn else execution.attention
-    execution = execution._replace(attention=kernel, grouped=Grouped.ragged)
+    attention = execution.attention
+    kernel = Attention.splash if attention.kernel.is_cudnn else attention.kernel
+    execution = execution._replace(
+        attention=KernelAttention(kernel, attention.context), grouped=Grouped.ragged
+    )
     tile = _KERNEL_TILE if kernel is Attention.splash else 1
     table = [rule for name, rule in placement.rules.params if name not in _NOT_GATHERED]
     axes = {axis for entry in table for axis in mesh_axes(entry)}
@@ -53,8 +57,8 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
         sizes = {axis: _traced_size(axis, program) for axis in sizes}
     axis_types = (AxisType.Auto,) * len(sizes)
     traced_mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types)
-    shards, method = program.batch_shards, execution.context_attention
-    if shards.sequence > 1 and method.has_ring_order(program.execution.attention):
+    shards = program.batch_shards
+    if shards.sequence > 1 and attention.in_ring_order:
         tile *= 2 * shards.sequence
     length = -(-config.data.sequence_length // tile) * tile
     rows = _ROWS
@@ -105,7 +109,7 @@ def _traced_size(axis: str, program: Program) -> int:
     mlp = [params["mlp"]] if program.config.model.expert_layers else []
     fixed = [params["experts"], params["layers"], *mlp, *rules.spec("seq")]
     shares_rows = program.batch_shards.sequence > 1
-    method = program.execution.context_attention
+    method = program.execution.attention.context
     if shares_rows and method is ContextAttention.ulysses:
         # The devices that share rows must divide the heads of a device.
         fixed += [*rules.spec("heads"), *rules.spec("kv_heads")]

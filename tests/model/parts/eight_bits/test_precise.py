@@ -11,9 +11,9 @@ from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.execution import CallContext, Execution, Numerics
 from model.parts.eight_bits.recipes import RECIPES
-from model.parts.taps import Taps
 from model.pattern import segments_of
 from model.segments import LayerFlags, draw_layer_keys, make_segment, run_segment
+from model.taps import Taps
 
 CONFIG = ModelConfig(
     num_layers=3,

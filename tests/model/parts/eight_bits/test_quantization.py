@@ -10,11 +10,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from model.choices import ComputeDtype
 from model.gather import UNSHARDED, WeightPlacement
-from model.linear import gather_weight, product
 from model.parts.eight_bits.float8 import float8_scale, to_float8
 from model.parts.eight_bits.int8 import to_int8
 from model.parts.eight_bits.recipes import RECIPES
-from model.products import Quantization
+from model.products import Quantization, gather_weight, product
 
 pytestmark = pytest.mark.usefixtures("strict")
 

@@ -13,8 +13,8 @@ import pytest
 
 from model import compat
 from model.attention.inputs import Inputs
-from model.attention.kernel import attention
 from model.choices import Attention
+from model.parts.attention import KernelAttention
 from model.parts.kernels import cudnn_packed
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -103,11 +103,8 @@ def gradients(kernel, documents, window):
     ]
 
     def loss(q, k, v):
-        out = attention(
-            *(q, k, v, documents),
-            implementation=kernel,
-            compute=jnp.float32,
-            window=window,
+        out = KernelAttention(kernel).attend(
+            Inputs(q, k, v, documents), compute=jnp.float32, window=window
         )
         return jnp.sum(jnp.sin(out.o_BTNV)), out
 
@@ -128,8 +125,9 @@ def lowered(kernel):
     rows, length = 2, 96
 
     def loss(*operands):
-        how = {"implementation": kernel, "compute": jnp.bfloat16}
-        return attention(*operands, **how).o_BTNV.astype(jnp.float32).sum()
+        method = KernelAttention(kernel)
+        out = method.attend(Inputs(*operands), compute=jnp.bfloat16)
+        return out.o_BTNV.astype(jnp.float32).sum()
 
     q, k = (
         jax.ShapeDtypeStruct((rows, length, heads, H), jnp.bfloat16) for heads in (N, K)

@@ -11,8 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from model.attention import xla
 from model.axes import AxisRules
-from model.choices import Attention
+from model.choices import Attention, ContextAttention
 from model.execution import Execution, Numerics
+from model.parts.attention import KernelAttention
 from model.parts.context.context_parallel import KERNELS
 from model.parts.context.ring import in_ring_order
 from model.parts.latent.ring import attend_in_latent_ring
@@ -48,7 +49,7 @@ def on_ring(c: int, attention: Attention):
     execution = Execution(
         numerics=Numerics(compute_dtype=jnp.dtype(jnp.float32)),
         placement=Placement(mesh=mesh, rules=rules),
-        attention=attention,
+        attention=KernelAttention(attention, ContextAttention.ring),
     )
     rows = PartitionSpec(None, "context")
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.linear import product
+from model.products import product
 
 pytestmark = pytest.mark.usefixtures("strict")
 
