@@ -7,19 +7,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-# As much of a browser as a page needs to be drawn; what is drawn later is in parts.
+# As much of a browser as a page needs to be drawn.
 _BROWSER = """
-const parts = {};
+const source = {textContent: require("fs").readFileSync(0)};
 const document = {
-  body: {}, querySelectorAll: () => [], querySelector: () => ({click() {}}),
-  getElementById: id => parts[id] ??= {value: 0},
+  body: {}, querySelectorAll: () => [], getElementById: () => source,
 };
-document.getElementById("data").textContent = require("fs").readFileSync(0);
 """
-_DRAWN = """
-console.log(JSON.stringify([document.title, document.body.innerHTML,
-  parts.spec?.textContent, parts.grids?.innerHTML]));
-"""
+_DRAWN = "console.log(JSON.stringify([document.title, document.body.innerHTML]));"
 
 
 class Page(HTMLParser):
@@ -75,6 +70,6 @@ def run_node(script: str, given: str = "") -> str:
 
 def drawn(html: str) -> Page:
     """Return the page once it is drawn."""
-    title, body, *parts = json.loads(run_scripts(html, _DRAWN))
+    title, body = json.loads(run_scripts(html, _DRAWN))
     assert title in Page(body).text
-    return Page(body + "".join(filter(None, parts)))
+    return Page(body)

@@ -1,9 +1,12 @@
 """The page says what the plan says, whole and escaped."""
 
 import dataclasses
+import math
+import re
 
 import pytest
 
+from model.params import named
 from tests.train.pages import Page, drawn
 from train.plan.estimated.step import estimate_step
 from train.plan.layer_schedule import COMPUTE, PRODUCT, WAIT, Span, Timeline
@@ -49,7 +52,29 @@ def test_the_figures_of_a_plan_are_shown(draw, plan):
     for total in plan.cost.sent:
         row = " ".join(total.axes), total.network, total.kind, f"{total.count:,}"
         assert "\n".join([*row, format_bytes(total.payload)]) in text
-    assert "\n[384 over tensor, 32 over fsdp] float32, 12.00 KiB a device, cut" in text
+
+
+def test_the_page_says_how_each_array_is_sharded(draw, plan):
+    text = draw().text
+    program = plan.program
+    leaves = dict(named(program.state.params))
+    leaves |= dict(named({"batch": program.batch._asdict()}))
+    for name, leaf in leaves.items():
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        parts = math.prod(leaf.shape) // math.prod(shard)
+        (row,) = re.findall(
+            rf"^{re.escape(name)}\n(\[.*\])\n(.*)\n(.*)\n(.*)$", text, re.M
+        )
+        dims, *figures = row
+        assert re.findall(r"(?:\[| )(\d+)", dims) == [str(size) for size in leaf.shape]
+        size = format_bytes(math.prod(shard) * leaf.dtype.itemsize)
+        assert figures == [
+            str(leaf.dtype),
+            str(parts) if parts > 1 else "whole on each",
+            size,
+        ]
+    assert "\n[384 over tensor, 32 over fsdp]\nfloat32\n4\n12.00 KiB\n" in text
+    assert "\n[8 over data and fsdp, 32]\nint32\n4\n256 B\n" in text
 
 
 @pytest.mark.parametrize(
