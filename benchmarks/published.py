@@ -3,14 +3,14 @@
     python -m benchmarks.published [--rows a,b] [--estimated | --fresh | --kept]
         [--json file]
 
-A row is one published run, described by keys of `python -m train.plan`; `differs` names
-what the keys cannot express. The program compiles the step for the row's machine, or
-estimates it (`--estimated`), and predicts its speed. Constants of
-train/hardware/achievable.py are fitted to the rows with the use "settled on"; the rows
-with the use "judged by" validate them. The costs of compiled steps are cached in
-~/.cache/longhaul/published_costs. A row that is not in the cache is skipped with a
-message if its compiler is not installed. MFU follows train/core/model_flops.py, also
-for published speeds.
+A row of published_*.json is one published run, described by keys of `python -m
+train.plan`; `differs` names what the keys cannot express. The program compiles the step
+for the row's machine, or estimates it (`--estimated`), and predicts its speed.
+Constants of train/hardware/achievable.py are fitted to the rows with the use "settled
+on"; the rows with the use "judged by" validate them. The costs of compiled steps are
+cached in ~/.cache/longhaul/published_costs. A row that is not in the cache is skipped
+with a message if its compiler is not installed. MFU follows train/core/model_flops.py,
+also for published speeds.
 """
 
 import argparse
@@ -25,9 +25,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from benchmarks.published_gpu_rows import B200_ROWS, GPU_ROWS
-from benchmarks.published_llama_rows import LLAMA_ROWS
-from benchmarks.published_rows import TPU_ROWS, Row
+from benchmarks.published_rows import TABLES, Row, read_rows
 from data.machine import cache_folder
 from train.cli.command import compose
 from train.config import Config, Platform
@@ -59,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     wanted = (options.rows or "").lower().split(",")
     results = []
-    for row in (*TPU_ROWS, *LLAMA_ROWS, *GPU_ROWS, *B200_ROWS):
+    for row in [row for table in TABLES.values() for row in read_rows(table)]:
         if any(part in row.name.lower() for part in wanted):
             found = executed(row, options.fresh, options.kept, options.estimated)
             if found:

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from benchmarks.published_gpu_rows import B200_ROWS, GPU_ROWS
-from benchmarks.published_llama_rows import LLAMA_ROWS
-from benchmarks.published_rows import TPU_ROWS
+from benchmarks.published_rows import TABLES, read_rows
 from tests.train.machines import machine
 from train.core.program import make_program
 from train.plan.estimated.step import estimate_step
@@ -18,6 +16,10 @@ from train.plan.roofline import predict
 BASE = ("optimizer=adamw", "tracker=none")
 ROOT = Path(published.__file__).parents[1]
 FIGURES = ROOT / "benchmarks/results/2026-11-22_published.json"
+TPU_ROWS = read_rows(TABLES["tpu"])
+LLAMA_ROWS = read_rows(TABLES["llama"])
+GPU_ROWS = read_rows(TABLES["gpu"])
+B200_ROWS = read_rows(TABLES["b200"])
 
 
 def estimated(composed, row):
@@ -71,6 +73,26 @@ def test_a_chip_with_the_constants_of_another_is_summed_up_separately(composed, 
 @pytest.mark.parametrize("row", LLAMA_ROWS, ids=lambda row: row.name)
 def test_a_row_of_llama_can_be_planned(composed, row):
     assert estimated(composed, row)["step_s"]["low"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"source": None}, "has no source"),
+        ({"speed": 1}, "has the unknown fields speed"),
+        ({"tokens": None}, "must have one speed"),
+        ({"chip": "h200"}, "has the chip 'h200'"),
+    ],
+)
+def test_a_row_that_is_not_whole_is_refused_by_its_name(tmp_path, change, problem):
+    values = json.loads(TABLES["b200"].read_text())
+    (row,) = values["rows"]
+    changed = row | change
+    values["rows"] = [{key: x for key, x in changed.items() if x is not None}]
+    table = tmp_path / "published.json"
+    table.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"the row '{row['name']}' {problem}"):
+        read_rows(table)
 
 
 def test_all_pages_state_the_same_figures_of_the_comparison():

@@ -18,9 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from benchmarks.longhaul import step_overrides
-from benchmarks.published_gpu_rows import B200_ROWS, GPU_ROWS
-from benchmarks.published_llama_rows import LLAMA_ROWS
-from benchmarks.published_rows import TPU_ROWS
+from benchmarks.published_rows import TABLES, read_rows
 from benchmarks.step_worker import PRESETS
 from train.cli.command import compose
 from train.cli.presets import CONFIG_DIR, VERSION_BASE
@@ -37,7 +35,7 @@ CHOICES = [
 OF_BENCHMARKS: dict[str, Sequence[str]] = {
     f"step {name}": step_overrides(**dataclasses.asdict(shape))
     for name, shape in PRESETS.items()
-} | {row.name: row.overrides for row in TPU_ROWS + LLAMA_ROWS + GPU_ROWS + B200_ROWS}
+} | {row.name: row.overrides for table in TABLES.values() for row in read_rows(table)}
 PLAIN = "model=plain"
 STORED = Path(__file__).with_name("preset_models.json")
 
