@@ -40,7 +40,6 @@ from train.config import Config
 from train.core.eval_step import make_eval_step
 from train.core.program import Program, make_program, settle
 from train.core.runtime import set_up
-from train.core.state import initial_state
 from train.core.step import make_train_step
 
 NUM_CHUNKS = 4  # calls of the compiled scan in a run
@@ -169,8 +168,8 @@ def compile_sweep(prepared: Prepared) -> Compiled:
     factors = jnp.asarray(sweep.factors, jnp.float32)
 
     def init() -> Any:
-        initial = partial(initial_state, config.model, program.optimizer, config.train)
-        trees, shape = [initial(seed) for seed in range(sweep.seeds)], (len(factors),)
+        trees = [program.initial_state(seed) for seed in range(sweep.seeds)]
+        shape = (len(factors),)
         states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), states)
 

@@ -10,7 +10,6 @@ from benchmarks.rates import Sweep, compile_sweep, prepare, train
 from benchmarks.rates_chart import vertex
 from tests.fleet import REPOSITORY
 from tests.train.conftest import TINY
-from train.core.state import initial_state
 
 
 @pytest.mark.slow
@@ -24,9 +23,7 @@ def test_a_run_of_a_sweep_is_a_run_of_the_training_step(tmp_path: Path):
     prepared = prepare(sweep)
     losses = np.array(train(compile_sweep(prepared))["losses"])
     program = prepare(sweep._replace(overrides=(*keys, rates[1]))).program
-    state = initial_state(
-        program.config.model, program.optimizer, program.config.train, 1
-    )
+    state = program.initial_state(1)
     for step in range(8):
         batch = jax.tree.map(lambda x, step=step: x[step, 1], prepared.batches)
         state, _ = program.train_step(state, batch)

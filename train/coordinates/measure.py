@@ -18,7 +18,6 @@ from model.taps import Taps
 from train.config import MESH_AXES, Config, DcnConfig, Schedule, ScheduleConfig
 from train.core.feed import place
 from train.core.program import Program, make_program
-from train.core.state import initial_state
 from train.identity import with_values
 
 ROWS, LENGTH, SEEDS = 4, 64, 3
@@ -78,12 +77,12 @@ def measure(
     have a column for each layer; "features" and "logits" have one column.
     """
     program = make_program(config, jax.devices()[:1])
-    order, optimizer = Order(sources, config.data, config.seed), program.optimizer
+    order = Order(sources, config.data, config.seed)
     *batches, probe = (place(order.read(s), program.batch) for s in range(steps + 1))
     run = jax.jit(lambda params: _run_model(program, params, probe))
     squares = []
     for seed in range(config.seed, config.seed + SEEDS):
-        state = initial_state(config.model, optimizer, config.train, seed)
+        state = program.initial_state(seed)
         before = run(state.params)
         for batch in batches:
             state, _ = program.train_step(state, batch)

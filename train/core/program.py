@@ -78,9 +78,15 @@ class Program:
     @functools.cached_property
     def init(self):
         """Jitted: () -> the state of step 0, created with its shardings."""
-        model, train, seed = self.config.model, self.config.train, self.config.seed
-        init_fn = functools.partial(initial_state, model, self.optimizer, train, seed)
+        init_fn = functools.partial(self.initial_state, self.config.seed)
         return jax.jit(init_fn, out_shardings=self.shardings)
+
+    def initial_state(self, seed: int) -> TrainState:
+        """Return the state of step 0 of a run with this seed. Call it under `jit`."""
+        config = self.config
+        return initial_state(
+            config.model, BLOCK_PARTS, self.optimizer, config.train, seed
+        )
 
     @functools.cached_property
     def train_step(self):
@@ -263,7 +269,7 @@ def make_program(
             data.batch_size * data.sequence_length
         ),
     )
-    state = abstract_state(config.model, optimizer, train)
+    state = abstract_state(config.model, BLOCK_PARTS, optimizer, train)
     table, offload = config.mesh.params, config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, table, offload)
     return Program(

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.catalog import BLOCK_PARTS
+from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.gpt import GPT, params_of
 from model.params import named
@@ -37,20 +37,24 @@ class TrainState(NamedTuple):
 
 
 def initial_state(
-    model: ModelConfig, optimizer: Optimizer, train: TrainConfig, seed: int
+    model: ModelConfig,
+    parts: BlockParts,
+    optimizer: Optimizer,
+    train: TrainConfig,
+    seed: int,
 ) -> TrainState:
     """Return the state of step 0, the same on any mesh. Call it under `jit`."""
-    params = params_of(GPT(model, nnx.Rngs(seed), BLOCK_PARTS))
+    params = params_of(GPT(model, nnx.Rngs(seed), parts))
     params = scale_initial_values(params, optimizer.factors, model)
     recent = None if train.skip_sigma is None else empty_recent(train.skip_window)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
 
 
 def abstract_state(
-    model: ModelConfig, optimizer: Optimizer, train: TrainConfig
+    model: ModelConfig, parts: BlockParts, optimizer: Optimizer, train: TrainConfig
 ) -> TrainState:
     """Return the shapes and dtypes of the state, without allocating memory."""
-    return jax.eval_shape(lambda: initial_state(model, optimizer, train, 0))
+    return jax.eval_shape(lambda: initial_state(model, parts, optimizer, train, 0))
 
 
 def as_saved(state: TrainState) -> dict[str, Any]:
