@@ -154,30 +154,6 @@ class GPT(nnx.Module):
         modules = list((self.predict_ahead or {}).values())
         return run_modules(modules, x_BTD, ahead, embed, execution, call)
 
-    def draft(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        next_tokens_BT: Int[Array, "B T"],
-        positions_BT: Int[Array, "B T"],
-        execution: Execution,
-        cache: LayerCache,
-        call: CallContext = NO_CONTEXT,
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """Return the features of the first prediction module, and its updated cache.
-
-        `x_BTD` are the model's features, and `next_tokens_BT` are the tokens after
-        their positions. The model must have a module.
-        """
-        assert self.predict_ahead is not None
-        call = call._replace(
-            positions_BT=positions_BT, rotations=self._rotations(positions_BT)
-        )
-        embedding_BTD = self._embed([(self.embedding, next_tokens_BT)], execution)
-        x_BTD, updated_cache, _ = self.predict_ahead["0"](
-            x_BTD, embedding_BTD, execution, call, jax.tree.map(lambda x: x[0], cache)
-        )
-        return x_BTD, jax.tree.map(lambda x: x[None], updated_cache)
-
     def _embed(
         self, lookups: list[tuple[Table, jax.Array]], execution: Execution
     ) -> Float[Array, "B T D"]:
@@ -264,26 +240,16 @@ class GPT(nnx.Module):
         length: int,
         execution: Execution,
         first_B: Int[Array, "B"] | None = None,
-        *,
-        with_draft: bool = False,
     ) -> Cache:
         """Return an empty cache for `length` positions of `batch` rows.
 
-        Row i begins at position first_B[i], or at 0 if first_B is None. With
-        `with_draft`, the last cache is for `draft`.
+        Row i begins at position first_B[i], or at 0 if first_B is None.
         """
-        stacks = [
-            (block, segment.repeats)
-            for segment, blocks in self._segments
-            for block in blocks
-        ]
-        if with_draft:
-            assert self.predict_ahead is not None
-            stacks.append((self.predict_ahead["0"].block, 1))
         caches, dtype = list[LayerCache](), execution.numerics.activation_dtype
-        for block, repeats in stacks:
-            cache = block.empty_cache(batch, length, dtype, first_B)
-            caches.append(jax.tree.map(partial(_repeat, repeats), cache))
+        for segment, blocks in self._segments:
+            for block in blocks:
+                cache = block.empty_cache(batch, length, dtype, first_B)
+                caches.append(jax.tree.map(partial(_repeat, segment.repeats), cache))
         return tuple(caches)
 
 

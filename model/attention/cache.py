@@ -4,7 +4,6 @@ Shapes: B batch, T query time, S key time, N query heads, K key/value heads, H h
 V value dim, C latent dim or shifted channels, L layers.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,33 +15,25 @@ from model.attention import masks, xla
 from model.attention.inputs import Inputs
 
 
-def _write(x_BS: jax.Array, new_BT: jax.Array, start: jax.Array) -> jax.Array:
-    """Return x_BS with new_BT from position `start` [] or [B] on."""
-    write = jax.lax.dynamic_update_slice_in_dim
-    if start.ndim:
-        return jax.vmap(partial(write, axis=0))(x_BS, new_BT, start)
-    return write(x_BS, new_BT, start, axis=1)
-
-
 class KeysValues(NamedTuple):
     """The keys and values of the first `length` positions, in arrays of S positions.
 
-    Row b begins at position first_B[b], or at 0 if first_B is None. If rows have filled
-    different numbers of positions, `length` has a number for each row.
+    Row b begins at position first_B[b], or at 0 if first_B is None.
     """
 
     keys: Float[Array, "*L B S K H"]
     values: Float[Array, "*L B S K V"]
-    length: Int[Array, "*L"] | Int[Array, "*L B"]
+    length: Int[Array, "*L"]
     first_B: Int[Array, "*L B"] | None = None
 
     def append(
         self, k_BTKH: Float[Array, "B T K H"], v_BTKV: Float[Array, "B T K V"]
     ) -> "KeysValues":
         """Return the cache with T more positions after the filled positions."""
+        write = jax.lax.dynamic_update_slice_in_dim
         return KeysValues(
-            _write(self.keys, k_BTKH, self.length),
-            _write(self.values, v_BTKV, self.length),
+            write(self.keys, k_BTKH, self.length, axis=1),
+            write(self.values, v_BTKV, self.length, axis=1),
             self.length + k_BTKH.shape[1],
             self.first_B,
         )
@@ -52,17 +43,18 @@ class Latents(NamedTuple):
     """The latents of the first `length` positions, in an array of S positions.
 
     A latent has the normalised values from which keys and values are expanded, and then
-    the rotated part of all keys (model/parts/latent/attention.py). `length` and
-    `first_B` are explained in `KeysValues`.
+    the rotated part of all keys (model/parts/latent/attention.py). `first_B` is
+    explained in `KeysValues`.
     """
 
     latents: Float[Array, "*L B S C"]
-    length: Int[Array, "*L"] | Int[Array, "*L B"]
+    length: Int[Array, "*L"]
     first_B: Int[Array, "*L B"] | None = None
 
     def append(self, x_BTC: Float[Array, "B T C"]) -> "Latents":
         """Return the cache with T more positions after the filled positions."""
-        latents = _write(self.latents, x_BTC, self.length)
+        write = jax.lax.dynamic_update_slice_in_dim
+        latents = write(self.latents, x_BTC, self.length, axis=1)
         return self._replace(latents=latents, length=self.length + x_BTC.shape[1])
 
     def as_keys_values(self, value_dim: int) -> KeysValues:
@@ -101,7 +93,7 @@ class LayerCache(NamedTuple):
     mlp_input: Float[Array, "*L B C"] | None = None
 
     @property
-    def length(self) -> Int[Array, "*L"] | Int[Array, "*L B"]:
+    def length(self) -> Int[Array, "*L"]:
         """The number of filled positions."""
         return self.mixer.length
 
@@ -129,12 +121,13 @@ def cached_attention(
     `AttentionMethod` explains the arguments from `window` on, and `Inputs` the sinks.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
-    positions_BT = jnp.atleast_1d(cache.length)[:, None] - T + jnp.arange(T)[None]
-    distance_BTS = positions_BT[..., None] - jnp.arange(S)[None, None]
-    visible_BTS = distance_BTS >= 0
+    positions_T = cache.length - T + jnp.arange(T)
+    distance_TS = positions_T[:, None] - jnp.arange(S)[None]
+    visible_TS = distance_TS >= 0
     for num_keys in (trained_length, masks.layer_window(window, local_flag, S)):
         if num_keys is not None:
-            visible_BTS &= distance_BTS < num_keys
+            visible_TS &= distance_TS < num_keys
+    visible_BTS = visible_TS[None]
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S)[None, None] >= cache.first_B[:, None, None]
     inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.attention.cache import LayerCache
 from model.block import Block
 from model.block_parts import BlockParts
 from model.config import ModelConfig
@@ -95,16 +94,15 @@ class PredictAhead(nnx.Module):
         embedding_BTD: Float[Array, "B T D"],
         execution: Execution,
         call: CallContext,
-        cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Routing | None]:
-        """Return the normalized features, the updated cache and the routing."""
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """Return the normalized features, and the routing of experts."""
         parts = self.embedding_norm(embedding_BTD), self.hidden_norm(x_BTD)
         x_BTD = self.projection(jnp.concatenate(parts, axis=-1), execution, call)
         x_BTD = execution.placement.constrain(x_BTD, "batch", "seq", "embed")
-        x_BTD, cache, routing = self.block(
-            x_BTD, execution, call, cache=cache, local_flag=self.is_local
+        x_BTD, _, routing = self.block(
+            x_BTD, execution, call, cache=None, local_flag=self.is_local
         )
-        return self.norm(x_BTD), cache, routing
+        return self.norm(x_BTD), routing
 
 
 def run_modules(
@@ -135,8 +133,7 @@ def run_modules(
 
         def run(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
             module = nnx.merge(graph, params)
-            x_BTD, _, routing = module(x_BTD, embedding_BTD, execution, call)
-            return x_BTD, routing
+            return module(x_BTD, embedding_BTD, execution, call)
 
         run = rematerialized(run, execution.remat, execution.offload, in_loop=False)
         x_BTD, routing = run(params, x_BTD, embed(jnp.maximum(tokens_BT, 0)))

@@ -25,7 +25,7 @@ train.core.spikes train.core.state train.core.loss train.core.rows train.core.nu
 train.core.step train.core.eval_step train.core.router_balance train.core.program \
 train.core.feed train.core.execution train.core.model_flops \
 train.evaluate.validation train.evaluate.harness train.evaluate.tasks train.describe \
-train.sample.generate train.sample.speculate train.sample.prompts
+train.sample.generate train.sample.prompts
     train.distributed
     train.run
     train.plan.config train.plan.aot train.plan.cost train.plan.budget \
@@ -53,11 +53,11 @@ RANK = {
 # The lines that can be reached by imports, also those inside functions. They may only
 # fall: lower a limit when a change allows it.
 MAX_REACHED_LINES = {
-    "model.gpt": 6_100,
-    "train.core.step": 14_600,
-    "train.core.program": 16_700,
-    "train.core.loop": 33_700,
-    "train.start": 36_700,
+    "model.gpt": 6_000,
+    "train.core.step": 14_500,
+    "train.core.program": 16_600,
+    "train.core.loop": 33_400,
+    "train.start": 36_500,
 }
 # Imports inside functions that do not count, each with its reason.
 RARE_IMPORTS = {

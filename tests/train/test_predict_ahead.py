@@ -60,7 +60,7 @@ def total_loss(program, params, batch: Batch):
                 tokens = np.append(inputs[k:], [0] * min(k, T))
                 table = model.embedding.weight[...]
                 embedding = table[tokens][None]
-                h, *_ = model.predict_ahead[str(k - 1)](h, embedding, execution, call)
+                h, _ = model.predict_ahead[str(k - 1)](h, embedding, execution, call)
             logp = jax.nn.log_softmax(model.logits(h, execution))[0]
             for i in range(T - k):
                 if targets[i + k] >= 0:

@@ -17,9 +17,8 @@ from data.config import Seed
 from data.storage import check_regular, is_remote
 from train.cli.command import run_command
 from train.cli.rules import must_name_run
-from train.config import Config, Count, NotNegative, RunConfig, RuntimeConfig, Step
+from train.config import Count, NotNegative, RunConfig, RuntimeConfig, Step
 from train.errors import ConfigError, Mistake, writing
-from train.identity import run_dir
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +75,6 @@ class SampleConfig:
         Count, Doc("The number of continuations that are generated at once.")
     ] = 64
     seed: Annotated[Seed, Doc("The seed of the draws.")] = 0
-    speculate: Annotated[
-        bool,
-        Doc(
-            "Draft each next token with the model's first prediction module, and draw "
-            "two tokens at once if the draft is right. The texts stay the same. Needs "
-            "a model that was trained with model.predict_ahead."
-        ),
-    ] = False
 
     @property
     def stop_texts(self) -> list[str]:
@@ -116,8 +107,8 @@ def main(config: SampleConfig) -> int:
     """Continue prompts, and print the texts or write them to a file.
 
     Raises:
-        ConfigError: if the prompts cannot be read or are too long, if the output
-            cannot be written, or if the model cannot speculate.
+        ConfigError: if the prompts cannot be read or are too long, or if the output
+            cannot be written.
     """
     prompts = read_prompts(config.prompts) if config.prompts else [config.prompt]
     output = output_file(config.output) if config.output else None
@@ -127,16 +118,9 @@ def main(config: SampleConfig) -> int:
     from data.encoding import encode
     from train.console import printable
     from train.load_run import load_run
-    from train.run.starts import read_run
     from train.sample.generate import Sampling
     from train.sample.prompts import continue_rows, prompt_rows
-    from train.sample.speculate import DraftCount, speculation_mistakes
 
-    drafts = DraftCount() if config.speculate else None
-    if drafts is not None:
-        model = read_run(run_dir(Config(run=config.run))).model
-        if mistakes := speculation_mistakes(model):
-            raise ConfigError(mistakes)
     program, sources, _, params = load_run(config.run, config.runtime, config.step)
     encoding = sources.encoding
     beginning = beginning_of(program.config.data, encoding)
@@ -156,7 +140,6 @@ def main(config: SampleConfig) -> int:
             sampling=Sampling(config.temperature, config.top_k, config.top_p),
             seed=seed,
             stop=config.stop_texts,
-            drafts=drafts,
         )
 
     if config.interactive:
@@ -184,10 +167,6 @@ def main(config: SampleConfig) -> int:
     speed = f"{num_tokens / (seconds - compiling_s):,.0f} tokens/s"
     duration = f"{seconds:.1f} s, {compiling_s:.1f} s of it compiling"
     print(f"{num_tokens:,} tokens in {duration}: {speed}", file=sys.stderr)
-    if drafts is not None:
-        rate = f"{drafts.accepted / max(1, drafts.verified):.0%}"
-        counts = f"{drafts.accepted:,} of {drafts.verified:,}"
-        print(f"accepted {counts} drafts: {rate}", file=sys.stderr)
     return 0
 
 

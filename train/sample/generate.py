@@ -20,7 +20,7 @@ from model.execution import CallContext, Execution
 from model.gpt import GPT, Cache, bind
 from model.placement import ONE_DEVICE
 
-TOKENS_PER_CALL = 32  # C
+_TOKENS_PER_CALL = 32  # C
 
 
 class Sampling(NamedTuple):
@@ -46,8 +46,6 @@ class Decoder(NamedTuple):
         keys, the newest ones.
     cache_sharding: the sharding of keys and values [L, B, S, K, H], or latents
         [L, B, S, C].
-    speculates: whether the last cache is that of a prediction module
-        (train/sample/speculate.py).
     """
 
     model: GPT
@@ -56,7 +54,6 @@ class Decoder(NamedTuple):
     sampling: Sampling
     trained_length: int
     cache_sharding: NamedSharding
-    speculates: bool = False
 
     def features(
         self, model: GPT, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache
@@ -72,28 +69,6 @@ class Decoder(NamedTuple):
         )
         assert new_cache is not None
         return x_BTD, self.constrain(new_cache)
-
-    def draft(
-        self,
-        model: GPT,
-        x_BTD: jax.Array,
-        next_tokens_BT: jax.Array,
-        positions_BT: jax.Array,
-        cache: Cache,
-    ) -> tuple[jax.Array, Cache]:
-        """Return the features of a prediction module, and a tuple of its cache.
-
-        `cache[-1]` is the module's earlier cache. `GPT.draft` explains the arguments.
-        """
-        x_BTD, new_cache = model.draft(
-            x_BTD,
-            next_tokens_BT,
-            positions_BT,
-            execution=self.execution._replace(placement=ONE_DEVICE),
-            cache=cache[-1],
-            call=CallContext(trained_length=self.trained_length),
-        )
-        return x_BTD, self.constrain((new_cache,))
 
     def pick(self, model: GPT, x_BD: jax.Array, keys_B: jax.Array) -> jax.Array:
         """Draw the int32 tokens [B] that follow positions with the features x_BD."""
@@ -141,13 +116,13 @@ def generate(
     Yields:
         int32 [B, C], the next tokens of each row. The last array may be narrower.
     """
-    num_new = -(-num_tokens // TOKENS_PER_CALL) * TOKENS_PER_CALL
+    num_new = -(-num_tokens // _TOKENS_PER_CALL) * _TOKENS_PER_CALL
     cache = prefill(decoder, params, prompt_BP, lengths_B, num_new)
     token_B = prompt_BP[:, -1]
-    for step in range(0, num_new, TOKENS_PER_CALL):
+    for step in range(0, num_new, _TOKENS_PER_CALL):
         # Virtual devices of a CPU deadlock if two programs run at once.
         jax.block_until_ready(cache)
-        steps = np.arange(step, step + TOKENS_PER_CALL, dtype=np.int32)
+        steps = np.arange(step, step + _TOKENS_PER_CALL, dtype=np.int32)
         cache, drawn_BC = _draw(decoder, params, cache, token_B, key=key, steps=steps)
         drawn_BC = jax.device_get(drawn_BC)
         token_B = drawn_BC[:, -1]
@@ -166,16 +141,12 @@ def prefill(
     B, P = prompt_BP.shape
     first_B, model = P - lengths_B, bind(decoder.model, params)
     execution = decoder.execution._replace(placement=ONE_DEVICE)
-    drafts, length = decoder.speculates, P + num_new
-    cache = model.empty_cache(B, length, execution, first_B, with_draft=drafts)
+    cache = model.empty_cache(B, P + num_new, execution, first_B)
     cache = decoder.constrain(cache)
-    if P == 1:
-        return cache
-    positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
-    x_BPD, new = decoder.features(model, prompt_BP[:, :-1], positions_BP, cache)
-    if drafts:
-        new += decoder.draft(model, x_BPD, prompt_BP[:, 1:], positions_BP, cache)[1]
-    return new
+    if P > 1:
+        positions_BP = jnp.maximum(jnp.arange(P - 1) - first_B[:, None], 0)
+        _, cache = decoder.features(model, prompt_BP[:, :-1], positions_BP, cache)
+    return cache
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -194,7 +165,7 @@ def _draw(
         cache, token_B = carry
         positions_B1 = (cache[0].length[0] - cache[0].first_B[0])[:, None]
         x_B1D, cache = decoder.features(model, token_B[:, None], positions_B1, cache)
-        keys_B = draw_keys(key, jnp.broadcast_to(step, token_B.shape))
+        keys_B = _draw_keys(key, step, len(token_B))
         drawn_B = decoder.pick(model, x_B1D[:, 0], keys_B)
         return (cache, drawn_B), drawn_B
 
@@ -204,10 +175,10 @@ def _draw(
     return cache, jax.lax.with_sharding_constraint(drawn_CB, replicated).T
 
 
-def draw_keys(key: jax.Array, step_B: jax.Array) -> jax.Array:
-    """Return the random key [B] of each row's draw number step_B."""
-    row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(step_B)))
-    return jax.vmap(jax.random.fold_in)(row_keys_B, step_B)
+def _draw_keys(key: jax.Array, step: jax.Array, num_rows: int) -> jax.Array:
+    """Return the random key [B] of each row's draw number `step`."""
+    row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
+    return jax.vmap(jax.random.fold_in, (0, None))(row_keys_B, step)
 
 
 def pick(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:

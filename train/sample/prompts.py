@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from model.choices import Mlp, Position
 from train.core.program import Program
 from train.errors import ConfigError, Mistake
 from train.sample.generate import Decoder, Sampling, generate
-from train.sample.speculate import DraftCount, generate_ahead
 
 # The cache of prompts has 64, 128, 256, ... columns, so that few programs are compiled.
 _MIN_COLUMNS = 64
@@ -41,7 +39,6 @@ def continue_rows(
     *,
     seed: int = 0,
     stop: Sequence[str] = (),
-    drafts: DraftCount | None = None,
 ) -> list[str]:
     """Return the text that continues each row of at least one token.
 
@@ -59,7 +56,6 @@ def continue_rows(
         sampling: how a token is drawn.
         seed: the seed of the draws.
         stop: a continuation ends before the first of these texts.
-        drafts: if given, speculate (train/sample/speculate.py) and count drafts here.
 
     Returns:
         The continuations, without their prompts.
@@ -81,11 +77,8 @@ def continue_rows(
     for row, ids in zip(prompt_BP, rows, strict=True):
         row[-len(ids) :] = ids
     decoder = make_decoder(program, encoding.n_vocab, sampling, len(rows))
-    if drafts is not None:
-        decoder = decoder._replace(speculates=True)
-    draw = generate if drafts is None else partial(generate_ahead, drafts=drafts)
     drawn_BT, texts = np.zeros((len(rows), 0), np.int32), list[str]()
-    for drawn_BC in draw(
+    for drawn_BC in generate(
         decoder, params, prompt_BP, lengths, jax.random.key(seed), num_tokens=num_tokens
     ):
         drawn_BT = np.concatenate([drawn_BT, drawn_BC], axis=1)
