@@ -13,7 +13,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(embed_dim=32, num_heads=2, vocab_size=128)
 
 def seconds(num_layers: int) -> float:
     jax.clear_caches()
-    model = abstract_gpt(replace(CONFIG, num_layers=num_layers), BLOCK_PARTS)
+    model = abstract_gpt(replace(CONFIG, num_layers=num_layers), MODEL_PARTS)
     execution = Execution()
 
     def loss(params, tokens):

@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from model.attention.cache import LayerCache
-from model.block_parts import BlockParts
 from model.choices import NormPlacement
 from model.config import ModelConfig
 from model.dropout import drop
 from model.execution import CallContext, Execution
 from model.layers import Normalize
+from model.model_parts import ModelParts
 from model.pattern import BlockKind
 from model.routing import Routing
 from model.scopes import part_scope
@@ -29,7 +29,7 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs, parts: BlockParts
+        self, config: ModelConfig, kind: BlockKind, rngs: nnx.Rngs, parts: ModelParts
     ):
         """Draw the parameters of one layer."""
         self.dropout = config.dropout.residual

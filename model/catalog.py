@@ -1,14 +1,15 @@
-"""The parts of which blocks are made. The model takes them as a value."""
+"""The parts of which models are made. A model takes them as a value."""
 
 from flax import nnx
 
-from model.block_parts import BlockParts
 from model.choices import Mixer
 from model.config import ModelConfig
 from model.layers import MLP, SelfAttention
+from model.model_parts import ModelParts
 from model.parts.delta.layer import GatedDeltaNet
 from model.parts.experts.experts import Experts
 from model.parts.latent.attention import LatentAttention
+from model.parts.predict_ahead import PredictionModules
 from model.parts.token_shift import shift_channels
 
 
@@ -17,7 +18,7 @@ def make_mlp(config: ModelConfig, rngs: nnx.Rngs) -> MLP:
     return MLP(config, config.mlp_size, rngs)
 
 
-BLOCK_PARTS = BlockParts(
+MODEL_PARTS = ModelParts(
     mixers={
         Mixer.attention: SelfAttention,
         Mixer.latent_attention: LatentAttention,
@@ -26,4 +27,5 @@ BLOCK_PARTS = BlockParts(
     mlp=make_mlp,
     experts=Experts,
     shift=shift_channels,
+    prediction_modules=PredictionModules,
 )

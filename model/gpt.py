@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from model.attention.cache import LayerCache
 from model.block import Block
-from model.block_parts import BlockParts
 from model.choices import Position
 from model.config import ModelConfig
 from model.dropout import drop
@@ -27,8 +26,8 @@ from model.execution import NO_CONTEXT, CallContext, Execution
 from model.head import make_head, project
 from model.layers import Normalize
 from model.linear import Linear
+from model.model_parts import ModelParts
 from model.params import layer_trees
-from model.parts.predict_ahead import Ahead, PredictAhead, run_modules
 from model.pattern import Segment, segments_of
 from model.rope import Rotations, make_rotations
 from model.routing import Routing
@@ -50,7 +49,7 @@ class GPT(nnx.Module):
     If positions are learned, the config must also set `max_sequence_length`.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: BlockParts):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: ModelParts):
         """Draw every parameter."""
         assert config.vocab_size is not None, "resolved by train/core/program.py"
         self.config = config
@@ -67,11 +66,10 @@ class GPT(nnx.Module):
         self.layers = nnx.Dict({str(i): nnx.Dict(s) for i, s in enumerate(segments)})
         self.norm = Normalize(config, config.norm, embed=config.embed_dim)
         self.head = None if config.tied_head else make_head(config, rngs)
-        modules = {
-            str(k): PredictAhead(config, rngs, parts)
-            for k in range(config.predict_ahead)
-        }
-        self.predict_ahead = nnx.Dict(modules) if modules else None
+        has_modules = config.predict_ahead > 0
+        self.predict_ahead = (
+            parts.prediction_modules(config, rngs, parts) if has_modules else None
+        )
 
     def features(
         self,
@@ -130,14 +128,15 @@ class GPT(nnx.Module):
     def features_ahead(
         self,
         x_BTD: Float[Array, "B T D"],
-        ahead: Ahead,
+        tokens_BTP: Int[Array, "B T P"],
         positions_BT: Int[Array, "B T"],
         segment_ids_BT: Int[Array, "B T"] | None,
         execution: Execution,
         call: CallContext = NO_CONTEXT,
     ) -> tuple[list[Float[Array, "B T D"]], Routing | None]:
-        """Return the features of each prediction module, given those of the model.
+        """Return the features of each of P prediction modules, given the model's.
 
+        Module k reads `tokens_BTP[..., k - 1]`, the tokens k positions ahead, or -1.
         Also return the routing [P] of the modules if they have experts. The features of
         a position are undefined if the document ends before the token that its module
         reads. Routers do not count these positions.
@@ -151,8 +150,8 @@ class GPT(nnx.Module):
         def embed(tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
             return self._embed([(self.embedding, tokens_BT)], execution)
 
-        modules = list((self.predict_ahead or {}).values())
-        return run_modules(modules, x_BTD, ahead, embed, execution, call)
+        assert self.predict_ahead is not None
+        return self.predict_ahead.run(x_BTD, tokens_BTP, embed, execution, call)
 
     def _embed(
         self, lookups: list[tuple[Table, jax.Array]], execution: Execution
@@ -257,7 +256,7 @@ def _repeat(times: int, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (times, *x.shape))
 
 
-def abstract_gpt(config: ModelConfig, parts: BlockParts) -> GPT:
+def abstract_gpt(config: ModelConfig, parts: ModelParts) -> GPT:
     """Return the model with `jax.ShapeDtypeStruct` parameters."""
     return nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0), parts))
 

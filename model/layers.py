@@ -6,7 +6,7 @@ G = N/K, H head dim, F mlp, L layers, V vocab.
 
 import math
 from functools import partial
-from typing import Any, assert_never
+from typing import assert_never
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from model.attention.cache import KeysValues, MixerCache, cached_attention
 from model.attention.inputs import Inputs
+from model.attention.method import AttentionOptions
 from model.choices import Activation, Init, Norm, NormSpan
 from model.config import ModelConfig
 from model.dropout import drop
@@ -148,32 +149,26 @@ class SelfAttention(nnx.Module):
                 q_BTNH, k_BTKH = jax.lax.optimization_barrier((q_BTNH, k_BTKH))
             rotation = call.rotations.for_layer(local_flag)
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
-        options: dict[str, Any] = {
-            "window": self.window if local_flag is not False else None,
-            "local_flag": None if isinstance(local_flag, bool) else local_flag,
-            "soft_cap": self.soft_cap,
-        }
+        options = AttentionOptions(
+            compute,
+            placement,
+            window=self.window if local_flag is not False else None,
+            local_flag=None if isinstance(local_flag, bool) else local_flag,
+            soft_cap=self.soft_cap,
+        )
         sinks_N = None if self.sinks is None else self.sinks[...]
         if cache is None:
             drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)
             o_BTNH, bound_N = execution.attention.attend(
                 Inputs(q_BTNH, k_BTKH, v_BTKH, call.segment_ids_BT, sinks_N),
-                compute=compute,
-                placement=placement,
-                drop=drop_weights if self.dropout else None,
-                **options,
+                options._replace(drop=drop_weights if self.dropout else None),
             )
             call.note_scores(bound_N)
         else:
             assert isinstance(cache, KeysValues)
             cache = cache.append(k_BTKH, v_BTKH)
             o_BTNH = cached_attention(
-                q_BTNH,
-                cache,
-                compute,
-                call.trained_length,
-                sinks_N=sinks_N,
-                **options,
+                q_BTNH, cache, options, call.trained_length, sinks_N
             )
         if gate_BTNH is not None:
             o_BTNH = o_BTNH * jax.nn.sigmoid(gate_BTNH)

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Key
 
 from model.attention.cache import LayerCache
 from model.block import Block
-from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
+from model.model_parts import ModelParts
 from model.params import in_layer_order
 from model.pattern import BlockKind, Segment, kinds_of
 from model.remat import name_layer_input, rematerialized
@@ -74,7 +74,7 @@ def draw_layer_keys(config: ModelConfig, rngs: nnx.Rngs) -> Key[Array, "L"]:
 
 
 def make_segment(
-    config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"], parts: BlockParts
+    config: ModelConfig, segment: Segment, keys_L: Key[Array, "L"], parts: ModelParts
 ) -> dict[str, Block]:
     """Return a block for each slot ("0", "1", ...), which stacks that slot's layers.
 

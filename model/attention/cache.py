@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from model.attention import masks, xla
 from model.attention.inputs import Inputs
+from model.attention.method import AttentionOptions
 
 
 class KeysValues(NamedTuple):
@@ -106,29 +106,30 @@ class LayerCache(NamedTuple):
 def cached_attention(
     q_BTNH: Float[Array, "B T N H"],
     cache: KeysValues,
-    compute: DTypeLike,
+    options: AttentionOptions,
     trained_length: int | None = None,
-    *,
-    window: int | None = None,
-    local_flag: Bool[Array, ""] | None = None,
-    soft_cap: float | None = None,
     sinks_N: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attend causally from the newest T positions of a cache.
 
     The cache already includes the keys and values of these T positions. A query sees at
     most `trained_length` keys, which is the length of rows in training.
-    `AttentionMethod` explains the arguments from `window` on, and `Inputs` the sinks.
+    No dropout is applied. `Inputs` explains the sinks.
     """
     T, S = q_BTNH.shape[1], cache.keys.shape[1]
     positions_T = cache.length - T + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(S)[None]
     visible_TS = distance_TS >= 0
-    for num_keys in (trained_length, masks.layer_window(window, local_flag, S)):
+    for num_keys in (
+        trained_length,
+        masks.layer_window(options.window, options.local_flag, S),
+    ):
         if num_keys is not None:
             visible_TS &= distance_TS < num_keys
     visible_BTS = visible_TS[None]
     if cache.first_B is not None:
         visible_BTS &= jnp.arange(S)[None, None] >= cache.first_B[:, None, None]
     inputs = Inputs(q_BTNH, cache.keys, cache.values, sinks_N=sinks_N)
-    return xla.attend_masked(inputs, visible_BTS, compute, soft_cap=soft_cap).o_BTNV
+    return xla.attend_masked(
+        inputs, visible_BTS, options.compute, soft_cap=options.soft_cap
+    ).o_BTNV

@@ -8,7 +8,7 @@ V value dim.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
@@ -17,6 +17,26 @@ from model.attention import masks, xla
 from model.attention.inputs import Attended, Inputs
 from model.choices import Attention, ContextAttention
 from model.placement import ONE_DEVICE, Placement
+
+
+class AttentionOptions(NamedTuple):
+    """Options of attention. None disables a feature.
+
+    compute: the dtype of the operands of products.
+    placement: the placement of the rows and heads.
+    window: the largest number of keys that a query sees, its own included.
+    local_flag: decides at run time whether the window applies to this layer.
+    soft_cap: the number c that turns scores into c tanh(score / c).
+    drop: applies dropout to the weights. Only `xla` supports it, and only if no two
+        devices share a row.
+    """
+
+    compute: DTypeLike
+    placement: Placement = ONE_DEVICE
+    window: int | None = None
+    local_flag: Bool[Array, ""] | None = None
+    soft_cap: float | None = None
+    drop: xla.Drop | None = None
 
 
 @runtime_checkable
@@ -52,28 +72,12 @@ class AttentionMethod(Protocol):
         """
         ...
 
-    def attend(
-        self,
-        inputs: Inputs,
-        *,
-        compute: DTypeLike,
-        placement: Placement = ONE_DEVICE,
-        window: int | None = None,
-        local_flag: Bool[Array, ""] | None = None,
-        soft_cap: float | None = None,
-        drop: xla.Drop | None = None,
-    ) -> Attended:
+    def attend(self, inputs: Inputs, options: AttentionOptions) -> Attended:
         """Attend from each position to itself and to earlier ones of its document.
 
-        The output has the dtype of the queries; products have operands in `compute`.
+        The output has the dtype of the queries.
         T equals S, unless keys and values are already gathered for `all_gather`. Each
         device computes its local shard.
-
-        A query sees at most `window` keys, its own included. `local_flag` decides at
-        run time whether the window applies to this layer. A soft cap c turns scores
-        into c tanh(score / c). `drop` applies dropout to the weights: only `xla`
-        supports it, and only if no two devices share a row. None disables each of
-        these features.
         """
         ...
 
@@ -95,26 +99,22 @@ class PlainAttention:
         """Return x_BT."""
         return x_BT
 
-    def attend(
-        self,
-        inputs: Inputs,
-        *,
-        compute: DTypeLike,
-        placement: Placement = ONE_DEVICE,
-        window: int | None = None,
-        local_flag: Bool[Array, ""] | None = None,
-        soft_cap: float | None = None,
-        drop: xla.Drop | None = None,
-    ) -> Attended:
+    def attend(self, inputs: Inputs, options: AttentionOptions) -> Attended:
         """Attend as `AttentionMethod.attend` does."""
-        assert not placement.sequence_axes
+        assert not options.placement.sequence_axes
         T = inputs.q_BTNH.shape[1]
+        window = options.window
         if window is not None and window >= T:
             window = None
-        layer_window = masks.layer_window(window, local_flag, T)
+        layer_window = masks.layer_window(window, options.local_flag, T)
         mask_BTS = masks.causal_mask(T, inputs.segment_ids_BS, layer_window)
         return xla.attend_masked(
-            inputs, mask_BTS, compute, soft_cap=soft_cap, drop=drop, causal=True
+            inputs,
+            mask_BTS,
+            options.compute,
+            soft_cap=options.soft_cap,
+            drop=options.drop,
+            causal=True,
         )
 
 

@@ -18,12 +18,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
-from model.attention import xla
 from model.attention.inputs import Attended, Inputs
-from model.attention.method import PLAIN_ATTENTION
+from model.attention.method import PLAIN_ATTENTION, AttentionOptions
 from model.choices import Attention, ContextAttention
 from model.parts.context.context_parallel import (
     KERNELS,
@@ -31,7 +29,7 @@ from model.parts.context.context_parallel import (
 )
 from model.parts.context.ring import in_ring_order
 from model.parts.kernels import cudnn, splash
-from model.placement import ONE_DEVICE, Placement
+from model.placement import Placement
 
 _CUDNN = Attention.cudnn
 _PLATFORM_KERNELS = {"tpu": Attention.splash, "cuda": _CUDNN, "gpu": _CUDNN}
@@ -113,46 +111,26 @@ class KernelAttention:
     @property
     def in_ring_order(self) -> bool:
         """Whether devices that share a row have the chunks of a ring."""
-        match self.context:
-            case ContextAttention.ring:
-                return True
-            case ContextAttention.all_gather:
-                return self.kernel is Attention.splash
-            case _:
-                return False
+        if self.context is ContextAttention.all_gather:
+            return self.kernel is Attention.splash
+        return self.context is ContextAttention.ring
 
     def arrange(self, x_BT: Array, axes: tuple[str, ...]) -> Array:
         """Arrange positions as `AttentionMethod.arrange` says."""
         return in_ring_order(x_BT, axes) if self.in_ring_order else x_BT
 
-    def attend(
-        self,
-        inputs: Inputs,
-        *,
-        compute: DTypeLike,
-        placement: Placement = ONE_DEVICE,
-        window: int | None = None,
-        local_flag: Bool[Array, ""] | None = None,
-        soft_cap: float | None = None,
-        drop: xla.Drop | None = None,
-    ) -> Attended:
+    def attend(self, inputs: Inputs, options: AttentionOptions) -> Attended:
         """Attend as `AttentionMethod.attend` does."""
+        placement = options.placement
         if self.kernel is Attention.xla and not placement.sequence_axes:
-            return PLAIN_ATTENTION.attend(
-                inputs,
-                compute=compute,
-                placement=placement,
-                window=window,
-                local_flag=local_flag,
-                soft_cap=soft_cap,
-                drop=drop,
-            )
-        assert drop is None, "train/core/execution.py refuses dropout here"
+            return PLAIN_ATTENTION.attend(inputs, options)
+        assert options.drop is None, "train/core/execution.py refuses dropout here"
         q_BTNH = inputs.q_BTNH
         row_length = q_BTNH.shape[1] * jax.lax.psum(1, placement.sequence_axes)
+        window = options.window
         if window is not None and window >= row_length:
             window = None
-        q, k, v = (x.astype(compute) for x in inputs[:3])
+        q, k, v = (x.astype(options.compute) for x in inputs[:3])
         is_sharded_like_q = placement.spec("heads") == placement.spec("kv_heads")
         kv_axis = "kv_heads" if is_sharded_like_q else "heads"
         if not is_sharded_like_q:
@@ -168,15 +146,15 @@ class KernelAttention:
             self._make_attend_on_shards,
             placement=placement,
             kv_axis=kv_axis,
-            soft_cap=soft_cap,
+            soft_cap=options.soft_cap,
         )
-        if window is None or local_flag is None:
+        if window is None or options.local_flag is None:
             attend_rows = make_attend(window=window)
         else:
             # A kernel's mask is fixed at compile time. Therefore layers with and
             # without a window take different branches.
             branches = make_attend(window=window), make_attend(window=None)
-            attend_rows = partial(jax.lax.cond, local_flag, *branches)
+            attend_rows = partial(jax.lax.cond, options.local_flag, *branches)
         o_BTNV, bound_N = attend_rows(inputs._replace(q_BTNH=q, k_BSKH=k, v_BSKV=v))
         o_BTNV = o_BTNV[..., :V] if is_padded else o_BTNV
         return Attended(o_BTNV.astype(q_BTNH.dtype), bound_N)

@@ -9,9 +9,8 @@ Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
 Shapes: B batch, T time, D embed, P modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,55 +18,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.block import Block
-from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.execution import CallContext, Execution
 from model.layers import Normalize, stds
 from model.linear import Linear
+from model.model_parts import ModelParts
 from model.pattern import kinds_of
 from model.remat import rematerialized
 from model.routing import Routing
 
 
-class Ahead(NamedTuple):
-    """The int32 tokens that prediction modules read, and those that they predict.
-
-    tokens_BTP: for module k, the token k positions ahead; -1 if the document or the row
-        ends before it.
-    targets_BTP: the target at the position of that token; -1 if there is none.
-    """
-
-    tokens_BTP: Int[Array, "B T P"]
-    targets_BTP: Int[Array, "B T P"]
-
-
-def look_ahead(
-    inputs_BT: Int[Array, "B T"],
-    targets_BT: Int[Array, "B T"],
-    segment_ids_BT: Int[Array, "B T"] | None,
-    depth: int,
-) -> Ahead:
-    """Return the tokens that `depth` modules read and predict in whole rows."""
-
-    def shift(x_BT: jax.Array, k: int) -> jax.Array:
-        return jnp.pad(x_BT[:, k:], ((0, 0), (0, k)), constant_values=-1)
-
-    tokens, targets = [], []
-    for k in range(1, depth + 1):
-        tokens_BT, next_targets_BT = shift(inputs_BT, k), shift(targets_BT, k)
-        if segment_ids_BT is not None:
-            in_document = shift(segment_ids_BT, k) == segment_ids_BT
-            tokens_BT = jnp.where(in_document, tokens_BT, -1)
-            next_targets_BT = jnp.where(in_document, next_targets_BT, -1)
-        tokens.append(tokens_BT)
-        targets.append(next_targets_BT)
-    return Ahead(jnp.stack(tokens, -1), jnp.stack(targets, -1))
-
-
 class PredictAhead(nnx.Module):
     """A prediction module: a projection and a block like those of the last layer."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: BlockParts):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: ModelParts):
         """Draw the projection and the block."""
         D = config.embed_dim
         make_norm = partial(Normalize, config, config.norm, embed=D)
@@ -105,40 +69,56 @@ class PredictAhead(nnx.Module):
         return self.norm(x_BTD), routing
 
 
-def run_modules(
-    modules: Sequence[PredictAhead],
-    x_BTD: Float[Array, "B T D"],
-    ahead: Ahead,
-    embed: Callable[[Int[Array, "B T"]], Float[Array, "B T D"]],
-    execution: Execution,
-    call: CallContext,
-) -> tuple[list[Float[Array, "B T D"]], Routing | None]:
-    """Return the features of each module, and their routing [P] if they have experts.
+class PredictionModules(nnx.Dict[PredictAhead]):
+    """The modules of a model, "0", "1", ...: `ModelParts.prediction_modules`."""
 
-    `x_BTD` are the model's features, `embed` looks up embeddings of tokens, and `call`
-    has the segment ids and rotations of the rows.
-    """
-    execution = execution._replace(placement=execution.placement.without_stages)
-    features, routings = list[jax.Array](), list[Routing]()
-    for k, module in enumerate(modules):
-        tokens_BT = ahead.tokens_BTP[..., k]
-        is_text = tokens_BT >= 0
-        if call.segment_ids_BT is not None:
-            is_text &= call.segment_ids_BT > 0
-        module_call = call.fold_in(module.first_number + k)._replace(
-            router_ids_BT=is_text.astype(jnp.int32),
-            taps=None,  # Layer statistics cover the model's layers only.
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, parts: ModelParts):
+        """Draw the parameters of `config.predict_ahead` modules."""
+        super().__init__(
+            {
+                str(k): PredictAhead(config, rngs, parts)
+                for k in range(config.predict_ahead)
+            }
         )
-        graph, params = nnx.split(module)
 
-        def run(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
-            module = nnx.merge(graph, params)
-            return module(x_BTD, embedding_BTD, execution, call)
+    def run(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        tokens_BTP: Int[Array, "B T P"],
+        embed: Callable[[Int[Array, "B T"]], Float[Array, "B T D"]],
+        execution: Execution,
+        call: CallContext,
+    ) -> tuple[list[Float[Array, "B T D"]], Routing | None]:
+        """Return the features of each module, and the routing [P] of their experts.
 
-        run = rematerialized(run, execution.remat, execution.offload, in_loop=False)
-        x_BTD, routing = run(params, x_BTD, embed(jnp.maximum(tokens_BT, 0)))
-        features.append(x_BTD)
-        routings += [] if routing is None else [routing]
-    if not routings:
-        return features, None
-    return features, jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
+        `x_BTD` are the model's features. `tokens_BTP` are, for module k, the tokens k
+        positions ahead, or -1 if the document or the row ends before them. `embed`
+        looks up embeddings of tokens, and `call` has the segment ids and rotations of
+        the rows. The routing is None without experts.
+        """
+        execution = execution._replace(placement=execution.placement.without_stages)
+        features, routings = list[jax.Array](), list[Routing]()
+        for k, module in enumerate(self.values()):
+            tokens_BT = tokens_BTP[..., k]
+            is_text = tokens_BT >= 0
+            if call.segment_ids_BT is not None:
+                is_text &= call.segment_ids_BT > 0
+            module_call = call.fold_in(module.first_number + k)._replace(
+                router_ids_BT=is_text.astype(jnp.int32),
+                taps=None,  # Layer statistics cover the model's layers only.
+            )
+            graph, params = nnx.split(module)
+
+            def run_module(params, x_BTD, embedding_BTD, graph=graph, call=module_call):
+                module = nnx.merge(graph, params)
+                return module(x_BTD, embedding_BTD, execution, call)
+
+            run_module = rematerialized(
+                run_module, execution.remat, execution.offload, in_loop=False
+            )
+            x_BTD, routing = run_module(params, x_BTD, embed(jnp.maximum(tokens_BT, 0)))
+            features.append(x_BTD)
+            routings += [] if routing is None else [routing]
+        if not routings:
+            return features, None
+        return features, jax.tree.map(lambda *parts: jnp.stack(parts), *routings)

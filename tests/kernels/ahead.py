@@ -29,6 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.attention.inputs import Inputs
+from model.attention.method import AttentionOptions
 from model.choices import Attention, ComputeDtype
 from model.gather import WeightPlacement
 from model.parts.attention import KernelAttention
@@ -60,7 +61,9 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
 
     def loss(q, k, v, segment_ids):
         method = KernelAttention(kernels[platform])
-        out = method.attend(Inputs(q, k, v, segment_ids), compute=jnp.bfloat16)
+        out = method.attend(
+            Inputs(q, k, v, segment_ids), AttentionOptions(jnp.bfloat16)
+        )
         return out.o_BTNV.astype(jnp.float32).sum()
 
     def array(*shape: int, dtype=jnp.bfloat16):

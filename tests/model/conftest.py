@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import (
     Activation,
     Init,
@@ -139,7 +139,7 @@ class Tiny:
     def __init__(self, name: str):
         self.name, self.config = name, TINY[name]
         self.execution = Execution(layer_unroll=self.config.layer_unroll or 1)
-        self.model = abstract_gpt(self.config, BLOCK_PARTS)
+        self.model = abstract_gpt(self.config, MODEL_PARTS)
 
     @cached_property
     def params(self) -> Any:

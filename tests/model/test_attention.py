@@ -11,6 +11,7 @@ import pytest
 from model.attention import masks, xla
 from model.attention.cache import KeysValues, cached_attention
 from model.attention.inputs import Chunks, Inputs, Result
+from model.attention.method import AttentionOptions
 from model.choices import Attention
 from model.parts.attention import KernelAttention, choose_kernel
 from model.parts.kernels import cudnn, splash
@@ -64,7 +65,8 @@ def inputs(kv_heads: int, T: int = 9, dtype=jnp.float32):
 def attend_by(kernel, *operands, sinks_N=None, **options):
     """Return the output of a kernel in float32."""
     rows = Inputs(*operands)._replace(sinks_N=sinks_N)
-    return KernelAttention(kernel).attend(rows, compute=jnp.float32, **options).o_BTNV
+    options = AttentionOptions(jnp.float32, **options)
+    return KernelAttention(kernel).attend(rows, options).o_BTNV
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -97,8 +99,8 @@ def test_a_bound_is_the_largest_log_sum_exp_of_scores(window):
     q, k, v = inputs(2)
     documents = jnp.array([[1] * 3 + [2] * 6, [1] * 8 + [0]])
     rows = Inputs(q, k, v, documents)
-    options = {"compute": jnp.float32, "window": window}
-    found = KernelAttention(XLA).attend(rows, **options).bound_N
+    options = AttentionOptions(jnp.float32, window=window)
+    found = KernelAttention(XLA).attend(rows, options).bound_N
     seen = mask(9, window)[None] & (documents[:, :, None] == documents[:, None])
     scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2)) * 8**-0.5
     sums = np.where(seen[:, None], np.exp(scores), 0).sum(-1)
@@ -174,16 +176,19 @@ def test_a_query_sees_as_many_keys_as_the_window_is_wide(window, packed):
 
 
 @pytest.mark.parametrize(
-    "seen", [{}, {"window": 3, "soft_cap": 1.0, "sinks_N": SINKS}], ids=["all", "local"]
+    ("features", "sinks_N"),
+    [({}, None), ({"window": 3, "soft_cap": 1.0}, SINKS)],
+    ids=["all", "local"],
 )
-def test_attention_to_a_cache_is_attention_to_the_row(seen):
+def test_attention_to_a_cache_is_attention_to_the_row(features, sinks_N):
     q, k, v = inputs(2)
-    whole = attend_by(XLA, q, k, v, None, **seen)
+    whole = attend_by(XLA, q, k, v, None, sinks_N=sinks_N, **features)
+    options = AttentionOptions(jnp.float32, **features)
     room = jnp.full((2, 12, 2, 8), jnp.nan_to_num(jnp.inf))  # not yet written: huge
     cache = KeysValues(room, room, jnp.int32(0))
     for start, end in itertools.pairwise((0, 4, 5, 9)):
         cache = cache.append(k[:, start:end], v[:, start:end])
-        out = cached_attention(q[:, start:end], cache, jnp.float32, **seen)
+        out = cached_attention(q[:, start:end], cache, options, sinks_N=sinks_N)
         np.testing.assert_allclose(out, whole[:, start:end], atol=2e-6)
     assert cache.length == 9
     np.testing.assert_array_equal(cache.keys[:, :9], k)
@@ -195,7 +200,8 @@ def test_a_rows_length_bounds_how_far_a_cache_is_looked_back_into(length):
     q, k, v = inputs(2)
     cache = KeysValues(k, v, jnp.int32(9))
     for window in (None, 2):
-        found = cached_attention(q, cache, jnp.float32, length, window=window)
+        options = AttentionOptions(jnp.float32, window=window)
+        found = cached_attention(q, cache, options, length)
         expected = by_formula(q, k, v, mask(9, min(length, window or 9))[None, None])
         np.testing.assert_allclose(found, expected, atol=2e-6)
 

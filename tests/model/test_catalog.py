@@ -1,12 +1,12 @@
 """The catalog has a part for each choice in the config."""
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import ComputeDtype, Dtype, Mixer
 from model.parts.eight_bits.recipes import RECIPES
 
 
 def test_each_mixer_has_a_module():
-    assert BLOCK_PARTS.mixers.keys() == {*Mixer}
+    assert MODEL_PARTS.mixers.keys() == {*Mixer}
 
 
 def test_each_dtype_of_eight_bits_has_products():

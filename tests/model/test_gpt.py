@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.count import num_params
 from model.execution import Execution, Numerics
 from model.gpt import GPT, abstract_gpt, bind, params_of
@@ -137,7 +137,7 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
         x, cache, _ = model.features(tokens, positions, None, tiny.execution, cache)
         return model.logits(x, tiny.execution), cache
 
-    cache = abstract_gpt(tiny.config, BLOCK_PARTS).empty_cache(
+    cache = abstract_gpt(tiny.config, MODEL_PARTS).empty_cache(
         rows, length + 3, tiny.execution
     )
     logits, cache = extend(cache, tokens[:, :prompt], positions[:, :prompt])
@@ -155,7 +155,7 @@ def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
 
 def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
     def lines(num_layers: int) -> int:
-        model = abstract_gpt(replace(llama.config, num_layers=num_layers), BLOCK_PARTS)
+        model = abstract_gpt(replace(llama.config, num_layers=num_layers), MODEL_PARTS)
 
         def loss(params, tokens):
             positions = jnp.arange(tokens.shape[1])[None]
@@ -173,7 +173,7 @@ def test_a_deep_model_is_no_more_to_compile_than_a_shallow_one(llama):
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (2, False), (-1, True)])
 def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
     """It merges what is computed twice, unless a loop or a barrier is between."""
-    model = abstract_gpt(replace(llama.config, num_layers=4), BLOCK_PARTS)
+    model = abstract_gpt(replace(llama.config, num_layers=4), MODEL_PARTS)
     positions = jnp.arange(8)[None]
     execution = llama.execution._replace(remat="full", layer_unroll=unroll)
 
@@ -188,8 +188,8 @@ def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
     config = replace(llama.config, vocab_size=1030, tied_head=tied)
-    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), BLOCK_PARTS)))()
-    table, model = params["embedding"]["weight"], abstract_gpt(config, BLOCK_PARTS)
+    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
+    table, model = params["embedding"]["weight"], abstract_gpt(config, MODEL_PARTS)
     assert table.shape == (1152, config.embed_dim)
     assert table[:1030].all()
     assert not table[1030:].any()
@@ -197,6 +197,6 @@ def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
     assert model.head_weight.shape[0 if tied else 1] == 1152
     x = jnp.ones((1, 4, config.embed_dim))
     assert model.logits(x, llama.execution).shape == (1, 4, 1030)
-    small = num_params(replace(config, vocab_size=1000))
+    small = num_params(abstract_gpt(replace(config, vocab_size=1000), MODEL_PARTS))
     tables = 1 if tied else 2
-    assert num_params(config) - small == tables * 30 * config.embed_dim
+    assert num_params(model) - small == tables * 30 * config.embed_dim

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import Init
 from model.gpt import GPT, params_of
 from model.params import named
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("strict")
 def test_gpt2_starts_with_the_published_spreads(composed):
     narrow = "model.embed_dim=384", "model.num_heads=6", "model.vocab_size=8192"
     config = composed("model=gpt2_124m", *narrow).model
-    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), BLOCK_PARTS)))()
+    params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
     params = jax.tree.map(np.asarray, params)
     into_residual = 0.02 / math.sqrt(2 * config.num_layers)
     for name, x in named(params):
@@ -41,7 +41,7 @@ def test_gpt2_starts_with_the_published_spreads(composed):
 
 def test_initialisation_with_zeros_starts_silent(llama):
     config = replace(llama.config, init=Init.zero)
-    born = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), BLOCK_PARTS)))()
+    born = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
     params = dict(named(born))
     silent = {"head.weight", "layers.0.0.attention.output.weight"}
     silent |= {"layers.0.0.mlp.down.weight"}

@@ -2,7 +2,9 @@
 
 import pytest
 
+from model.catalog import MODEL_PARTS
 from model.count import num_active_params, num_params
+from model.gpt import abstract_gpt
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -32,9 +34,10 @@ pytestmark = pytest.mark.usefixtures("strict")
 def test_a_preset_has_the_published_numbers_of_parameters(
     composed, preset, total, active
 ):
-    model = composed(f"model={preset}").model
+    model = abstract_gpt(composed(f"model={preset}").model, MODEL_PARTS)
     assert (num_params(model), num_active_params(model)) == (total, active)
 
 
 def test_the_default_is_as_small_as_its_file_says(composed):
-    assert num_params(composed().model) == pytest.approx(0.9e6, rel=0.05)
+    model = abstract_gpt(composed().model, MODEL_PARTS)
+    assert num_params(model) == pytest.approx(0.9e6, rel=0.05)

@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from model.attention.inputs import Inputs
+from model.attention.method import AttentionOptions
 from model.choices import INTERMEDIATES, Attention
 from model.parts.attention import KernelAttention
 from model.remat import rematerialized
@@ -93,7 +94,7 @@ def test_splash_runs_forward_once_where_its_results_are_kept(policy, kernels):
     def loss(x):
         def layer(x):
             method = KernelAttention(Attention.splash)
-            out = method.attend(Inputs(x, x, x), compute=jnp.float32)
+            out = method.attend(Inputs(x, x, x), AttentionOptions(jnp.float32))
             return jnp.sin(out.o_BTNV)
 
         return rematerialized(layer, policy, (), in_loop=True)(x).sum()

@@ -16,7 +16,7 @@ from flax import nnx
 
 from data.batches import Order
 from data.sources import Sources, open_sources
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
 from model.params import layer_trees
 from tests.forks import Forks
@@ -130,7 +130,7 @@ def gradients(programs: Programs, store: Sources) -> Callable:
         if batch is None:
             batch = Order(store, program.config.data, 0).read(0)
             assert (batch.targets < 0).any()  # documents end inside of rows
-        params = params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS))
+        params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
         if balance is not None:
             router = layer_trees(params["layers"])[-1][-1]["mlp"]["router"]
             router["balance"] = router["balance"] + jnp.asarray(balance)

@@ -8,12 +8,12 @@ from flax import nnx
 
 from data.batch import Batch
 from data.batches import Order
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
-from model.parts.predict_ahead import look_ahead
 from model.rope import make_rotations
 from tests.train.conftest import distance, take_steps
+from train.core.loss.ahead import look_ahead
 from train.core.step import ahead_weight, make_gradients
 
 DEPTH = 2
@@ -31,7 +31,7 @@ def params(program):
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda w: w + 0.3 * rng.normal(size=w.shape).astype(np.float32),
-        params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS)),
+        params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS)),
     )
 
 

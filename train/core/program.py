@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
 from data.config import DataConfig
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import Position
 from model.count import num_active_params, num_params
 from model.execution import Execution
@@ -85,7 +85,7 @@ class Program:
         """Return the state of step 0 of a run with this seed. Call it under `jit`."""
         config = self.config
         return initial_state(
-            config.model, BLOCK_PARTS, self.optimizer, config.train, seed
+            config.model, MODEL_PARTS, self.optimizer, config.train, seed
         )
 
     @functools.cached_property
@@ -161,12 +161,12 @@ class Program:
     @functools.cached_property
     def num_params(self) -> int:
         """The number of parameters, excluding the rows that only pad the vocabulary."""
-        return num_params(self.config.model)
+        return num_params(self.model)
 
     @functools.cached_property
     def num_active_params(self) -> int:
         """The number of parameters that one token uses."""
-        return num_active_params(self.config.model)
+        return num_active_params(self.model)
 
     @property
     def flops_per_step(self) -> float:
@@ -240,7 +240,7 @@ def make_program(
     sizes = least_sizes(config.mesh, len(devices))
     data, train = config.data, config.train
     shards = batch_shards(axis_rules(config.mesh), sizes)
-    model = abstract_gpt(config.model, BLOCK_PARTS)
+    model = abstract_gpt(config.model, MODEL_PARTS)
     infos = param_infos(model)
     local_microbatches = pipeline_of(config, sizes["pipeline"]).local_microbatches
     mesh, execution, _, _, specs = check_all(
@@ -269,7 +269,7 @@ def make_program(
             data.batch_size * data.sequence_length
         ),
     )
-    state = abstract_state(config.model, BLOCK_PARTS, optimizer, train)
+    state = abstract_state(config.model, MODEL_PARTS, optimizer, train)
     table, offload = config.mesh.params, config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, table, offload)
     return Program(

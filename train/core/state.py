@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.block_parts import BlockParts
 from model.config import ModelConfig
 from model.gpt import GPT, params_of
+from model.model_parts import ModelParts
 from model.params import named
 from train.config import TrainConfig
 from train.core.optimizer.update import Optimizer, OptimizerState
@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 def initial_state(
     model: ModelConfig,
-    parts: BlockParts,
+    parts: ModelParts,
     optimizer: Optimizer,
     train: TrainConfig,
     seed: int,
@@ -51,7 +51,7 @@ def initial_state(
 
 
 def abstract_state(
-    model: ModelConfig, parts: BlockParts, optimizer: Optimizer, train: TrainConfig
+    model: ModelConfig, parts: ModelParts, optimizer: Optimizer, train: TrainConfig
 ) -> TrainState:
     """Return the shapes and dtypes of the state, without allocating memory."""
     return jax.eval_shape(lambda: initial_state(model, parts, optimizer, train, 0))

@@ -14,10 +14,10 @@ from model.choices import Dropout
 from model.execution import CallContext, Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
-from model.parts.predict_ahead import Ahead, look_ahead
 from model.placement import Placement
 from model.taps import LayerFigures, Taps
 from train.config import TrainConfig
+from train.core.loss.ahead import Ahead, look_ahead
 from train.core.loss.loss import loss_sum
 from train.core.numerics import compute_layer_metrics
 from train.core.optimizer.update import Optimizer

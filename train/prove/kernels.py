@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.attention.inputs import Inputs
-from model.attention.method import PLAIN_ATTENTION, AttentionMethod
+from model.attention.method import PLAIN_ATTENTION, AttentionMethod, AttentionOptions
 from model.choices import Grouped
 from model.execution import Execution
 from model.parts.experts.grouped import grouped_product
@@ -71,9 +71,7 @@ def _compare_attention(
         scaled_q = q if method.scales_queries else (q * H**-0.5).astype(q.dtype)
         return method.attend(
             Inputs(scaled_q, k, v, ids_BT, sinks_N),
-            compute=q.dtype,
-            window=window,
-            soft_cap=model.attention_soft_cap,
+            AttentionOptions(q.dtype, window=window, soft_cap=model.attention_soft_cap),
         ).o_BTNV
 
     name = f"{execution.attention.kernel} attention, window {window or 'none'}:"

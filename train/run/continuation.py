@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from data.sources import Sources
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.config import ModelConfig
 from model.gpt import abstract_gpt, params_of
 from model.params import named
@@ -191,7 +191,7 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
     saved_shapes, wanted_shapes = (
         {
             name: leaf.shape
-            for name, leaf in named(params_of(abstract_gpt(model, BLOCK_PARTS)))
+            for name, leaf in named(params_of(abstract_gpt(model, MODEL_PARTS)))
         }
         for model in (saved, wanted)
     )

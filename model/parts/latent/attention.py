@@ -34,6 +34,7 @@ from jaxtyping import Array, Float
 
 from model.attention.cache import Latents, MixerCache, cached_attention
 from model.attention.inputs import Inputs
+from model.attention.method import AttentionOptions
 from model.choices import Attention, ContextAttention, Norm
 from model.config import ModelConfig
 from model.dropout import drop
@@ -180,9 +181,11 @@ class LatentAttention(nnx.Module):
         k_BSNH = jnp.concatenate([k_nope, k_rope], axis=-1)
         o_BTNV, bound_N = execution.attention.attend(
             Inputs(q_BTNH, k_BSNH, v_BSNV, call.segment_ids_BT),
-            compute=execution.numerics.compute_dtype,
-            placement=execution.placement,
-            drop=drop_weights if self.dropout else None,
+            AttentionOptions(
+                execution.numerics.compute_dtype,
+                execution.placement,
+                drop=drop_weights if self.dropout else None,
+            ),
         )
         call.note_scores(bound_N)
         return o_BTNV
@@ -206,7 +209,7 @@ class LatentAttention(nnx.Module):
         o_BTNC = cached_attention(
             q_BTNC * scale,
             cache.as_keys_values(self.kv_rank),
-            compute,
+            AttentionOptions(compute),
             call.trained_length,
         )
         return product("btnc,cnv->btnv", o_BTNC, weight_v, compute)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.execution import CallContext, Execution
 from model.gpt import abstract_gpt, bind
 from model.parts.token_shift import shift_channels
@@ -57,7 +57,7 @@ def test_prompts_of_all_lengths_are_cached_in_several_calls():
         x, cache, _ = model.features(tokens, positions, None, tiny.execution, cache)
         return model.logits(x, tiny.execution), cache
 
-    cache = abstract_gpt(tiny.config, BLOCK_PARTS).empty_cache(
+    cache = abstract_gpt(tiny.config, MODEL_PARTS).empty_cache(
         3, length, tiny.execution, first_B
     )
     parts = []

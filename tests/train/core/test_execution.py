@@ -29,7 +29,7 @@ def test_what_cudnn_cannot_do_on_a_gpu_is_refused(
     typed = "model.attention=cudnn", "model.compute_dtype=auto", *typed
     asked = configure(*typed), SimpleNamespace(**known), dict.fromkeys(MESH_AXES, 1)
     if not rule:
-        assert choose_execution(*asked).attention == "cudnn"
+        assert choose_execution(*asked).attention.kernel == "cudnn"
         return
     with pytest.raises(ConfigError, match=rule):
         choose_execution(*asked)

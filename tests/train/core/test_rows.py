@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from data.batches import Order
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
 from tests.train.conftest import CUBE
 from train.core.step import make_gradients
@@ -70,7 +70,7 @@ def run(program, batch, **changes):
         placement=replace(program.execution.placement, **changes)
     )
     gradients = make_gradients(program.model, execution, program.config.train)
-    params = params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
     params = jax.device_put(params, program.shardings.params)
     placed = jax.device_put(jax.tree.map(jnp.asarray, batch), program.batch_shardings)
     jaxpr = jax.make_jaxpr(gradients)(params, placed)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from data.encoding import FolderEncoding, encode
 from data.tokenizer import load_tokenizer
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from tests.train.evaluate.task_files import NAMES, write_tasks
@@ -229,7 +229,7 @@ def test_any_mesh_gives_the_same_answers(programs, asked, model, mesh):
     for layout in ((), mesh):
         typed = ("model.num_layers=2", "data.sequence_length=64", *model, *layout)
         program = programs(*typed, devices=8 if layout else 1)
-        drawn = params_of(GPT(program.config.model, nnx.Rngs(0), BLOCK_PARTS))
+        drawn = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
         tasks = Tasks(load_tasks(asked), asked, program, BYTES)
         found.append(tasks.score(jax.device_put(drawn, program.shardings.params)))
     assert found[1] == pytest.approx(found[0], rel=1e-4)

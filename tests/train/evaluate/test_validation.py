@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from data.batches import validation_batches
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.evaluate.validation import evaluate
@@ -21,7 +21,7 @@ RULE = ("model.num_layers=1", "data.document_start=true")
 @pytest.fixture(scope="module")
 def params(programs):
     config = programs(*RULE, devices=1).config.model
-    return params_of(GPT(config, nnx.Rngs(4), BLOCK_PARTS))
+    return params_of(GPT(config, nnx.Rngs(4), MODEL_PARTS))
 
 
 def scored(program, params, store, num_batches):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import abstract_gpt, params_of
 from model.params import Kind, is_info, named, param_infos
 from train.optimizers.matrix_dims import matrix_dims
@@ -25,7 +25,7 @@ def test_heads_that_are_outputs_have_their_own_matrices(configure, mixer):
     """The output projection and what has no heads stay whole."""
     options, expected = CASES[mixer]
     overrides = (f"model.{option}" for option in [f"mixer={mixer}", *options])
-    model = abstract_gpt(configure(*overrides).model, BLOCK_PARTS)
+    model = abstract_gpt(configure(*overrides).model, MODEL_PARTS)
     shapes = dict(named(params_of(model)))
     heads = {}
     for name, info in named(param_infos(model), is_info):

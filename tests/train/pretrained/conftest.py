@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from data.tokenizer import load_tokenizer
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
 from model.params import named
 from train.pretrained.families import family_of
@@ -108,7 +108,7 @@ FAMILY_NAMES = {"qwen3.5": "qwen3_5_moe_text"}
 
 def perturbed(model, scale=0.1, seed=0):
     """Return parameters of a model of which none is what it was drawn."""
-    params = params_of(GPT(model, nnx.Rngs(seed), BLOCK_PARTS))
+    params = params_of(GPT(model, nnx.Rngs(seed), MODEL_PARTS))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
     return jax.tree.map(
         lambda x: x + scale * jax.random.normal(next(keys), x.shape, x.dtype), params

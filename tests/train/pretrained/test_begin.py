@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data.errors import DataError
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
 from model.params import is_info, named
 from tests.train.pretrained.conftest import BYTES, export
@@ -37,7 +37,7 @@ def folder(programs, tmp_path, monkeypatch):
     """A folder of several files, and the program that it fits."""
     program = programs(*SMALL, VOCABULARY, devices=1)
     monkeypatch.setattr(weights, "FILE_BYTES", 20_000)
-    params = params_of(GPT(program.config.model, nnx.Rngs(0), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     export(tmp_path / "exported", program, params)
     check_weights(str(tmp_path / "exported"), program)
     return tmp_path / "exported", program

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from data.encoding import FolderEncoding
 from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_json
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, abstract_gpt, bind, params_of
 from model.params import named, param_infos
 from model.placement import ONE_DEVICE
@@ -92,7 +92,7 @@ def test_transformers_computes_the_same_logits(model, tmp_path):
 
 def test_large_models_are_several_files(programs, tmp_path, monkeypatch):
     program = programs("model=llama_nano", "model.num_layers=2", devices=1)
-    params = params_of(GPT(program.config.model, nnx.Rngs(0), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     (tmp_path / "one").mkdir()
     export(tmp_path / "one", program, params)
     monkeypatch.setattr(weights, "FILE_BYTES", 30_000)
@@ -127,7 +127,7 @@ def test_memory_holds_one_tensor_beside_the_devices(programs, tmp_path):
 @pytest.mark.slow
 def test_an_object_store_holds_the_same_bytes(programs, tmp_path, monkeypatch, server):
     program = programs("model=llama_nano", "model.num_layers=2", devices=1)
-    params = params_of(GPT(program.config.model, nnx.Rngs(0), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     monkeypatch.setattr(weights, "FILE_BYTES", 30_000)
     export(tmp_path / "local", program, params)
     export("s3://bucket/exported", program, params)
@@ -204,7 +204,7 @@ def test_a_named_family_must_fit(configure):
 )
 def test_full_size_models_have_their_published_size(preset, count):
     model = compose([f"model={preset}"]).model
-    abstract = abstract_gpt(model, BLOCK_PARTS)
+    abstract = abstract_gpt(model, MODEL_PARTS)
     infos = param_infos(abstract)
     parts = FamilyTensors(family_of(model), model, infos, model.vocab_size)
     shapes = parts.shapes(dict(named(params_of(abstract))))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import abstract_gpt, params_of
 from model.params import named, param_infos
 from tests.fleet import REPOSITORY
@@ -61,7 +61,7 @@ SMALL = ("model.num_layers=4", "model.vocab_size=16384")  # llama3_1b has 16, 12
 def test_eight_devices_take_less_than_half_more_than_the_weights(tmp_path):
     """Optimizers that keep moments take these besides."""
     model = compose([*WORDS, *SMALL]).model
-    abstract, family = abstract_gpt(model, BLOCK_PARTS), family_of(model)
+    abstract, family = abstract_gpt(model, MODEL_PARTS), family_of(model)
     parts = FamilyTensors(family, model, param_infos(abstract), model.vocab_size or 0)
     shapes = parts.shapes(dict(named(params_of(abstract))))
     rng, listed = np.random.default_rng(0), {}

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.count import num_params
 from model.gpt import abstract_gpt, bind, params_of
 from model.params import named, param_infos
-from model.parts.predict_ahead import look_ahead
 from model.placement import ONE_DEVICE
 from tests.train.pretrained.conftest import (
     BYTES,
@@ -23,6 +22,7 @@ from tests.train.pretrained.conftest import (
     perturbed,
 )
 from train.cli.command import compose
+from train.core.loss.ahead import look_ahead
 from train.errors import ConfigError
 from train.pretrained.begin import start_from
 from train.pretrained.compare import check_folder
@@ -57,12 +57,12 @@ def test_the_module_of_deepseek_v3_has_its_published_names_and_size():
     tensors, sizes = [], []
     for depth in (0, 1):
         model = compose(["model=deepseek_v3", f"model.predict_ahead={depth}"]).model
-        abstract = abstract_gpt(model, BLOCK_PARTS)
+        abstract = abstract_gpt(model, MODEL_PARTS)
         parts = FamilyTensors(
             family_of(model), model, param_infos(abstract), model.vocab_size
         )
         tensors.append(parts.shapes(dict(named(params_of(abstract)))))
-        sizes.append(num_params(model))
+        sizes.append(num_params(abstract))
     without, ours = tensors
     # The router's bias of 256 experts is not in the published 11,610,067,968.
     assert sizes[1] - sizes[0] == 11_610_067_968 + 256

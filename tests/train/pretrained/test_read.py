@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data.errors import DataError
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, params_of
 from model.params import is_info, named
 from tests.train.pretrained.conftest import (
@@ -120,7 +120,7 @@ def test_what_was_exported_comes_back_bit_for_bit(programs, exported, name, mesh
 def test_transformers_own_folder_loads(programs, tmp_path, family):
     transformers = pytest.importorskip("transformers")
     program = programs(*MODELS[family], "model.num_layers=2", VOCABULARY, devices=1)
-    params = params_of(GPT(program.config.model, nnx.Rngs(0), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(0), MODEL_PARTS))
     export(tmp_path / "ours", program, params, family=FAMILY_NAMES.get(family))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")

@@ -14,7 +14,7 @@ from data.encoding import decode, encode
 from data.tokenizer import RANK_FILE_PATTERN, parse_ranks
 from data.tokenizer_folder import _BYTE_LEVEL_PATTERN
 from data.tokenizer_json import tokenizer_config, tokenizer_json
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import abstract_gpt, params_of
 from model.params import named, param_infos
 from tests.data.test_tokenizer_folder import TEXTS
@@ -71,7 +71,7 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset, family_nam
     """By name, shape and dtype; nothing is allocated."""
     loading = pytest.importorskip("transformers.core_model_loading")
     model = compose([f"model={preset}"]).model
-    family, ours = family_of(model, family_name), abstract_gpt(model, BLOCK_PARTS)
+    family, ours = family_of(model, family_name), abstract_gpt(model, MODEL_PARTS)
     parts = FamilyTensors(family, model, param_infos(ours), model.vocab_size or 0)
     settings = exported_settings(family, model, BYTES, 2048, "bfloat16")
     settings |= {"vocab_size": model.vocab_size}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.sample.generate import Sampling, generate, pick
@@ -25,7 +25,7 @@ def program(programs):
 @pytest.fixture(scope="module")
 def params(program):
     """The padding's logits are the largest of all."""
-    params = params_of(GPT(program.config.model, nnx.Rngs(3), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(3), MODEL_PARTS))
     weight = params["head"]["weight"]
     scale = jnp.where(jnp.arange(384) < NUM_IDS, 1.0, 50.0)
     params["head"]["weight"] = weight * scale

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from data.beginning import beginning_of
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import Position
 from model.gpt import GPT, params_of
 from train.errors import ConfigError
@@ -25,7 +25,7 @@ def program(programs):
 @pytest.fixture(scope="module")
 def continued(program, store):
     """Return a function that continues prompts greedily with drawn parameters."""
-    params = params_of(GPT(program.config.model, nnx.Rngs(3), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(3), MODEL_PARTS))
     encoding = store.encoding
 
     def continued(prompts, num_tokens=8, program=program, stop=()):

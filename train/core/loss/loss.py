@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 from data.batch import Batch
 from model.execution import NO_CONTEXT, CallContext, Execution
 from model.gpt import GPT
-from model.parts.predict_ahead import Ahead
 from model.routing import Routing
 from model.scopes import part_scope
+from train.core.loss.ahead import Ahead
 from train.core.loss.form import LossOptions, choose_form, largest_divisor
 from train.core.loss.pieces import sum_pieces
 from train.core.loss.tiles import sum_tiles
@@ -66,7 +66,7 @@ def loss_sum(
     predictions = [(x_BTD, batch.targets)]
     if ahead is not None:
         features, ahead_routing = model.features_ahead(
-            x_BTD, ahead, batch.positions, batch.segment_ids, execution, call
+            x_BTD, ahead.tokens_BTP, batch.positions, batch.segment_ids, execution, call
         )
         targets = jnp.unstack(ahead.targets_BTP, axis=-1)
         predictions += zip(features, targets, strict=True)

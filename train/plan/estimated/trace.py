@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from data.batch import Batch
 from model.axes import mesh_axes
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import Attention, ContextAttention, Grouped
 from model.config import ModelConfig
 from model.execution import Execution
@@ -80,7 +80,7 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
 def _trace_gradients(
     config: ModelConfig, execution: Execution, train: TrainConfig, batch: Batch
 ) -> ClosedJaxpr:
-    model = abstract_gpt(config, BLOCK_PARTS)
+    model = abstract_gpt(config, MODEL_PARTS)
     step = make_gradients(model, execution, train)
     return jax.make_jaxpr(step)(params_of(model), batch)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import Dtype, Mixer
 from model.config import ModelConfig
 from model.execution import NO_CONTEXT, Execution
@@ -31,7 +31,7 @@ def test_left_padding_of_prompts_has_no_effect():
         x, cache, _ = model.features(tokens, positions, None, tiny.execution, cache)
         return model.logits(x, tiny.execution), cache
 
-    cache = abstract_gpt(tiny.config, BLOCK_PARTS).empty_cache(
+    cache = abstract_gpt(tiny.config, MODEL_PARTS).empty_cache(
         3, length, tiny.execution, first_B
     )
     positions = jnp.maximum(jnp.arange(length)[None] - first_B[:, None], 0)
@@ -51,7 +51,7 @@ def test_decays_stay_in_float32_and_are_not_decayed_themselves():
     config = ModelConfig(
         vocab_size=32, mixer=Mixer.gated_delta, param_dtype=Dtype.bfloat16
     )
-    model = abstract_gpt(config, BLOCK_PARTS)
+    model = abstract_gpt(config, MODEL_PARTS)
     for name in ("A_log", "dt_bias"):
         (block,) = layer_trees(model.layers)[0]
         (infos,) = layer_trees(param_infos(model)["layers"])[0]

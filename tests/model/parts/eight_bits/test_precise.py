@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.choices import ComputeDtype, Position
 from model.config import ModelConfig
 from model.execution import CallContext, Execution, Numerics
@@ -33,7 +33,7 @@ EIGHT = Execution(numerics=Numerics(quantization=FLOAT8))
 def stack():
     (segment,) = segments_of(CONFIG)
     keys = draw_layer_keys(CONFIG, nnx.Rngs(0))
-    return nnx.split(make_segment(CONFIG, segment, keys, BLOCK_PARTS)["0"])
+    return nnx.split(make_segment(CONFIG, segment, keys, MODEL_PARTS)["0"])
 
 
 @pytest.fixture(scope="module")

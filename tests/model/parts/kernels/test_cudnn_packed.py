@@ -13,6 +13,7 @@ import pytest
 
 from model import compat
 from model.attention.inputs import Inputs
+from model.attention.method import AttentionOptions
 from model.choices import Attention
 from model.parts.attention import KernelAttention
 from model.parts.kernels import cudnn_packed
@@ -104,7 +105,7 @@ def gradients(kernel, documents, window):
 
     def loss(q, k, v):
         out = KernelAttention(kernel).attend(
-            Inputs(q, k, v, documents), compute=jnp.float32, window=window
+            Inputs(q, k, v, documents), AttentionOptions(jnp.float32, window=window)
         )
         return jnp.sum(jnp.sin(out.o_BTNV)), out
 
@@ -126,7 +127,7 @@ def lowered(kernel):
 
     def loss(*operands):
         method = KernelAttention(kernel)
-        out = method.attend(Inputs(*operands), compute=jnp.bfloat16)
+        out = method.attend(Inputs(*operands), AttentionOptions(jnp.bfloat16))
         return out.o_BTNV.astype(jnp.float32).sum()
 
     q, k = (

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from data.batch import Batch
 from data.batches import Order
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.gpt import GPT, bind, params_of
 from model.placement import ONE_DEVICE
 from train.core.loss.loss import loss_sum
@@ -33,7 +33,7 @@ def program(programs):
 
 @pytest.fixture(scope="module")
 def params(program):
-    return params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS))
+    return params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_tied_table_in_tiles(programs, batch):
     program = programs(
         "model.num_layers=1", "model.tied_head=true", "mesh.fsdp=8", devices=8
     )
-    params = params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS))
+    params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
     whole = value_and_grads(program, params, batch, None)
     close(value_and_grads(program, params, batch, 8), whole)
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from data.batches import Order
-from model.catalog import BLOCK_PARTS
+from model.catalog import MODEL_PARTS
 from model.config import ModelConfig
 from model.execution import Execution, Numerics
 from model.gpt import GPT, params_of
@@ -195,7 +195,7 @@ def gradients(programs, store, monkeypatch):
         batch = Order(store, program.config.data, 0).read(0)
         assert (batch.targets < 0).any()
         step = make_gradients(model, execution, program.config.train, num_tokens=257)
-        params = params_of(GPT(program.config.model, nnx.Rngs(1), BLOCK_PARTS))
+        params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
         params = jax.device_put(params, program.shardings.params)
         results = jax.jit(step)(params, place(batch, program.batch))
         return jax.device_get(results[:2])

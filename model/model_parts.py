@@ -1,4 +1,4 @@
-"""The modules that a block is made of. The caller of `GPT` chooses them."""
+"""The parts that a model is made of. The caller of `GPT` chooses them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,16 +19,19 @@ Shift = Callable[
 ]
 
 
-class BlockParts(NamedTuple):
-    """Functions that make the mixer and the MLP of a block.
+class ModelParts(NamedTuple):
+    """Functions that make the parts of a model.
 
     mixers: a function for each mixer.
     mlp: makes the MLP of a block without experts.
     experts: makes the MLP of a block with experts.
     shift: shifts channels of the inputs of a block's mixer and MLP by one position.
+    prediction_modules: makes the modules of multi-token prediction, which GPT runs
+        by their `run` (model/parts/predict_ahead.py).
     """
 
     mixers: Mapping[Mixer, Make]
     mlp: Make
     experts: Make
     shift: Shift
+    prediction_modules: Callable[[ModelConfig, nnx.Rngs, "ModelParts"], Any]
