@@ -64,6 +64,9 @@ RARE_IMPORTS = {
     ("train.preflight", "train.plan"): "only with mesh=planned",
     ("train.start", "train.prove"): "only with runtime.prove_kernels=true",
 }
+CORE = ("model", "train.core")
+PARTS = ("model.parts", "model.catalog")  # optional parts, and all of them by name
+CHOOSE_PARTS = ("train.core.program", "train.core.execution")
 COMMANDS = LAYERS.strip().split("\n")[-1].split()
 # The words of the command line: keys, exit codes, names of machines.
 LAUNCH_MAY = ("launch", "train.config", "train.errors", "train.cli", "train.hardware")
@@ -142,6 +145,14 @@ def test_a_module_reaches_at_most_so_many_lines(files, start, limit):
                 pending += {name, name.rpartition(".")[0]} & files.keys()
     lines = sum(files[name].read_text().count("\n") for name in reached)
     assert lines <= limit, f"{start} reaches {lines} lines in {len(reached)} modules"
+
+
+def test_the_core_is_closed_under_import(files):
+    """Optional parts are handed to the core as values."""
+    for module, path in files.items():
+        if module.startswith(CORE) and not module.startswith((*PARTS, *CHOOSE_PARTS)):
+            used = {name for name in imports(path) if name.startswith(PARTS)}
+            assert not used, f"{module} imports {used}"
 
 
 @pytest.mark.parametrize(("module", "room"), RARE_IMPORTS)
