@@ -237,11 +237,7 @@ class DataConfig:
     ] = None
     prefetch: Annotated[Count, Doc("The number of batches to read ahead.")] = 2
     skip_batches: Annotated[
-        list[Number],
-        Doc(
-            "Batches to leave out: [first,last, ...]. data.skip_steps is its older "
-            "name."
-        ),
+        list[Number], Doc("Batches to leave out: [first,last, ...].")
     ] = field(default_factory=list)
 
     @property

@@ -122,7 +122,7 @@ def open_sources(
             f"data.sources: their tokenizers differ ({names}). Prepare all of them "
             f"with the same tokenizer"
         )
-    # An older store does not contain the BOS token of its tokenizer.
+    # The BOS token is no part of a tokenizer's fingerprint: some stores may lack it.
     encodings = [store.encoding for store in stores.values()]
     encoding = max(encodings, key=lambda e: beginning_token(e) != e.eot_token)
     stores = {n: replace(store, encoding=encoding) for n, store in stores.items()}

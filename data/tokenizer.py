@@ -79,7 +79,7 @@ def _load_rank_file(name: str, sha256: str | None) -> tiktoken.Encoding:
 def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
     """Return the tokenizer of a rank file's content, or of the JSON of `dump_ranks`.
 
-    Raises DataError if the content is malformed.
+    Raises DataError if the content is malformed, or lacks the files of a folder.
     """
     digest = hashlib.sha256(content).hexdigest()
     try:
@@ -88,6 +88,11 @@ def parse_ranks(name: str, content: bytes) -> tiktoken.Encoding:
             pairs = ((_token(token), rank) for token, rank in arguments.pop("ranks"))
             ranks = checked_ranks(pairs, arguments["special_tokens"])
             check_pattern(arguments["pat_str"])
+            if "files" not in arguments:
+                raise DataError(
+                    f"tokenizer {name}: lacks the files of the folder that it comes "
+                    f"from, which this version needs. Prepare the store again"
+                )
             return FolderEncoding(**arguments, mergeable_ranks=ranks)
         lines = (line.split() for line in content.splitlines() if line)
         ranks = checked_ranks(((_token(token), int(rank)) for token, rank in lines), {})

@@ -30,13 +30,8 @@ Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξε�
 👩‍👩‍👧‍👦 🏳️‍🌈 é é    indented  \u00a0\u2003\u3000 for(i=0;i<10;++i){a+=i;}   \n   """
 
 
-def tokenizer_json(
-    encoding: tiktoken.Encoding, beginning: int | None = None
-) -> dict[str, Any]:
-    """Return the content of tokenizer.json for a tokenizer.
-
-    `beginning` is the token that it adds before each text; None adds no token.
-    """
+def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
+    """Return the content of tokenizer.json for a tokenizer that was not imported."""
     ranks, names = encoding._mergeable_ranks, byte_names()
 
     def name(token: bytes) -> str:
@@ -50,15 +45,10 @@ def tokenizer_json(
     are_consecutive = added == [*range(max_rank + 1, max_rank + 1 + len(added))]
     in_vocab = {t: rank for t, rank in pairs if rank < max_rank or not are_consecutive}
     pattern = {"Regex": convert_for_oniguruma(encoding._pat_str)}
-    rules = encoding.rules if isinstance(encoding, FolderEncoding) else {}
-    form, words = rules.get("form"), rules.get("words", ())
-    patterns = [{"Regex": split} for split in rules.get("splits", ())] + [pattern]
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    splits = [split | {"pattern": pattern} for pattern in patterns]
-    splits = [] if encoding.name == BYTES else splits
+    splits = [] if encoding.name == BYTES else [split | {"pattern": pattern}]
     options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     byte_level = {"type": "ByteLevel", **options}
-    template = None if beginning is None else _template(encoding, beginning)
     return {
         "version": "1.0",
         "truncation": None,
@@ -71,13 +61,13 @@ def tokenizer_json(
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": token not in words,
+                "special": True,
             }
             for token, rank in special.items()
         ],
-        "normalizer": form and {"type": form},
+        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": template,
+        "post_processor": None,
         "decoder": byte_level,
         "model": {
             "type": "BPE",
@@ -96,42 +86,22 @@ def tokenizer_json(
 
 
 def tokenizer_files(
-    encoding: tiktoken.Encoding,
-    length: int,
-    beginning: int | None = None,
-    bos_token: str = END_OF_TEXT,
+    encoding: tiktoken.Encoding, length: int, bos_token: str = END_OF_TEXT
 ) -> dict[str, str]:
     """Return the content of each file of an exported tokenizer, by name.
 
-    The files of an imported tokenizer are as they were. The other arguments have an
-    effect only on a tokenizer that was not imported: see `tokenizer_json` and
-    `tokenizer_config`.
+    The files of an imported tokenizer are as they were. The other arguments are those
+    of `tokenizer_config`, which makes the settings that the tokenizer lacks.
     """
-    imported = encoding.files if isinstance(encoding, FolderEncoding) else {}
-    if _JSON in imported:
-        files = {name: text for name, text in imported.items() if name in FILES}
+    if isinstance(encoding, FolderEncoding):
+        files = {name: encoding.files[name] for name in FILES if name in encoding.files}
     else:
-        files = {
-            _JSON: json.dumps(tokenizer_json(encoding, beginning), ensure_ascii=False)
-        }
+        files = {_JSON: json.dumps(tokenizer_json(encoding), ensure_ascii=False)}
     if _SETTINGS not in files:
         files[_SETTINGS] = (
             json.dumps(tokenizer_config(length, bos_token), indent=2) + "\n"
         )
     return files
-
-
-def _template(encoding: tiktoken.Encoding, beginning: int) -> dict[str, Any]:
-    """Return the post-processor that adds a token before each text."""
-    name = encoding.decode([beginning])
-    first = {"SpecialToken": {"id": name, "type_id": 0}}
-    text, second = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, second],
-        "special_tokens": {name: {"id": name, "ids": [beginning], "tokens": [name]}},
-    }
 
 
 def tokenizer_config(length: int, bos_token: str = END_OF_TEXT) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def load_run(
     program = with_microbatches(make_program_here(config, num_tokens), microbatches)
     saved = SavedSteps(path / "checkpoints", run_id=recorded_run_id(path))
     saved_step = saved.best() if step == "best" else step
-    step, params = saved.restore_params(program.state, saved_step, config.model)
+    step, params = saved.restore_params(program.state, saved_step)
     return program, sources, step, params
 
 

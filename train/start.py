@@ -200,7 +200,6 @@ def _find_state(trainer: Trainer) -> TrainState:
         program.state,
         at_most=rewind_to,
         repack=program.optimizer.storage.convert,
-        model=program.config.model,
     )
     if state is None:
         run.check_lost()

@@ -165,8 +165,8 @@ def _workers_that_fit(corpus: Corpus, workers: int) -> int:
 def input_hash(corpus: Corpus, settings: EncodingSettings) -> str:
     """Return a hash of the settings, and of every file's name, size and format.
 
-    So that the hash of older stores does not change, it leaves out what was not there
-    when they were made: a setting that is not set, and formats that were implied then.
+    Stores record the hash, so it must not change. It leaves out a format that is not
+    set, and the formats of files whose content or name implies them.
     """
     values = asdict(settings)
     if settings.reading.format is None:

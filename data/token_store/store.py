@@ -41,7 +41,7 @@ class Store:
     storage: KeyValueStore
     manifest: Mapping[str, Any]
     encoding: tiktoken.Encoding
-    # The chunks' checksums by file name; empty for stores without checksum files.
+    # The chunks' checksums by file name.
     checksums: Mapping[str, np.ndarray]
     _splits: dict[str, TokenArray] = field(default_factory=dict)
 
@@ -78,9 +78,7 @@ class Store:
             num_tokens=counts["tokens"],
             digests=self.manifest["digests"][split],
             checksums={
-                name: self.checksums[file]
-                for name in ARRAYS
-                if (file := checksum_file(split, name)) in self.checksums
+                name: self.checksums[checksum_file(split, name)] for name in ARRAYS
             },
             keep=keep,
         )
@@ -152,6 +150,12 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         raise DataError(
             f"{file}: its schema is {manifest.get('schema')}, but this version reads "
             f"{SCHEMA}. {remedy}"
+        )
+    required = {checksum_file(split, name) for split in SPLITS for name in ARRAYS}
+    if missing := required - digests.keys():
+        raise DataError(
+            f"{file}: does not list {min(missing)}, and this version reads only stores "
+            f"with the checksums of all chunks. {remedy}"
         )
     checksums = dict[str, np.ndarray]()
     try:

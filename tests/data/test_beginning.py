@@ -6,19 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 
 from data.batch import Batch
 from data.batches import Order, validation_batches
 from data.beginning import Beginning, beginning_of, beginning_token
 from data.config import DataConfig, MixtureSource, Packing, Source
-from data.encoding import FolderEncoding, decode, encode, fingerprint
+from data.encoding import FolderEncoding, encode, fingerprint
 from data.errors import DataError
 from data.prepare_config import PrepareConfig
 from data.sources import open_sources
 from data.token_store.build import prepare_store
 from data.tokenizer import load_tokenizer
-from data.tokenizer_json import byte_names, tokenizer_json
+from data.tokenizer_json import byte_names
 
 NAMES = ["<s>", "</s>", "<cls>"]
 
@@ -198,34 +197,16 @@ def test_documents_without_end_of_text_follow_the_same_rule(tmp_path):
 
 
 def test_all_stores_of_a_mixture_begin_documents_alike(tmp_path):
-    """Also one of an older version, which does not know the token that is added."""
+    """Also one whose folder does not say that the token is added."""
     adds = write_folder(tmp_path / "adds", template("<s>"))
     plain = write_folder(tmp_path / "plain", None)
-    old, new = prepared(tmp_path / "old", plain), prepared(tmp_path / "new", adds)
-    for names in (("old", "new"), ("new", "old")):
-        paths = {"old": old.path or "", "new": new.path or ""}
+    without = prepared(tmp_path / "without", plain)
+    added = prepared(tmp_path / "added", adds)
+    for names in (("without", "added"), ("added", "without")):
+        paths = {"without": without.path or "", "added": added.path or ""}
         sources = {name: MixtureSource(paths[name], 1.0) for name in names}
         changes = {"source": Source.mixture, "path": None, "sources": sources}
-        config = dataclasses.replace(new, **changes)
+        config = dataclasses.replace(added, **changes)
         batch = Order(open_sources(config, to_evaluate=False), config, 0).read(0)
         assert batch.inputs[batch.positions == 0].tolist().count(256) > 1
         assert not (batch.inputs == 257).any()
-
-
-def test_an_exported_tokenizer_adds_the_token_before_a_text(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    adds = load_tokenizer(write_folder(tmp_path / "adds", template("<s>")))
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    special = {"<|endoftext|>": 256}
-    own = tiktoken.Encoding(
-        "own", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=special
-    )
-    for encoding in (load_tokenizer("bytes"), adds, own):
-        token = beginning_token(encoding)
-        content = json.dumps(tokenizer_json(encoding, token))
-        exported = tokenizers.Tokenizer.from_str(content)
-        for text in ("abc", "", "a b\n", "é"):
-            ids = encode(encoding, text.encode()).tolist()
-            assert exported.encode(text).ids == [token, *ids]
-            assert exported.encode(text, add_special_tokens=False).ids == ids
-        assert decode(encoding, [token]) == exported.id_to_token(token)

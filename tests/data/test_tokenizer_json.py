@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from data.encoding import FolderEncoding, decode, encode, fingerprint
+from data.encoding import decode, encode, fingerprint
 from data.errors import DataError
 from data.tokenizer import dump_ranks, load_tokenizer, parse_ranks
-from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files, tokenizer_json
+from data.tokenizer_json import SAMPLE, check_same_ids, tokenizer_files
 from tests.data.tokenizer_shapes import SHAPES, TEXT, write_shape
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -49,15 +49,11 @@ def test_ids_are_those_of_tokenizers(shape):
             assert decode(encoding, encode(encoding, text.encode())) == text
 
 
-def test_a_tokenizer_whose_files_are_lost_gives_the_same_ids(shape):
-    """Stores of earlier versions hold the vocabulary and the rules, and no files."""
-    arguments = load_tokenizer(shape[0]).__getstate__()
-    del arguments["files"]
-    encoding = FolderEncoding(**arguments)
-    written = tokenizer_files(encoding, 64)
-    assert {*written} == {"tokenizer.json", "tokenizer_config.json"}
-    check_same_ids(encoding, written["tokenizer.json"], [TEXT, SAMPLE])
-    assert tokenizer_json(encoding)["pre_tokenizer"]["pretokenizers"]
+def test_a_stored_tokenizer_without_its_files_is_refused(shape):
+    stored = json.loads(dump_ranks(shape[0]) or b"")
+    del stored["files"]
+    with pytest.raises(DataError, match=r"lacks the files .* Prepare the store again"):
+        parse_ranks("stored", json.dumps(stored).encode())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +123,6 @@ def test_other_steps_cut_text_as_tokenizers_does(tmp_path, steps):
     (tmp_path / "tokenizer.json").write_text(text)
     encoding = load_tokenizer(str(tmp_path))
     check_same_ids(encoding, text, [TEXT, SAMPLE, "a  \n  b12 ", "½ ² ١٢ Ⅷ"])
-    check_same_ids(encoding, json.dumps(tokenizer_json(encoding)), [TEXT, SAMPLE])
 
 
 def test_a_folder_of_sentencepiece_alone_is_refused_by_name(tmp_path):

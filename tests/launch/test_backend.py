@@ -154,7 +154,11 @@ def test_hostile_names_of_runs(value):
             ],
             "kubectl --namespace default ",
             "create -f jobset.yaml\n",
-            ["tracker.project=$$(A)", "value: hello", "cloud.google.com/gke-nodepool"],
+            [
+                "tracker.wandb.project=$$(A)",
+                "value: hello",
+                "cloud.google.com/gke-nodepool",
+            ],
         ),
         (
             [
@@ -173,7 +177,7 @@ def test_through_the_door(tmp_path, arguments, start, end, held):
     """Presets, tables on the command line, and no store or cluster asked."""
     pytest.importorskip("s3fs")
     own = ["action=render", "run.dir=s3://nowhere/runs/a", f"output={tmp_path}/out"]
-    own += ["cluster.environment.SAID=hello", "tracker.project=$(A)"]
+    own += ["cluster.environment.SAID=hello", "tracker.wandb.project=$(A)"]
     own += ["plan_first=false"]
     said = says(tmp_path, *arguments, *own, environment={"PATH": "/nowhere"})
     first, _, output = said.partition("\n")

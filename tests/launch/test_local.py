@@ -137,7 +137,7 @@ def job(folder: Path, overrides: Sequence[str]) -> Job:
 def test_hostile_values_arrive_verbatim(tmp_path, monkeypatch, processes):
     python = argument_printer(tmp_path)
     monkeypatch.setattr(sys, "executable", str(python))
-    overrides = [hydra_text("tracker.project", value) for value in VALUES]
+    overrides = [hydra_text("tracker.wandb.project", value) for value in VALUES]
     rendered = render(job(tmp_path, overrides), LocalCluster(processes=processes))
     (tmp_path / "local.sh").write_text(rendered.files["local.sh"])
     subprocess.run(rendered.command, cwd=tmp_path, check=True)

@@ -50,7 +50,7 @@ def test_what_is_started_again_is_what_the_policy_says():
 @pytest.mark.parametrize("shell", [["bash"], ["bash", "-i"]])
 def test_hostile_values_arrive(code, shell, tmp_path):
     """One argument each of the program that trains; SkyPilot's shell is interactive."""
-    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     cluster = replace(PLAIN, code=code)
     script = task(cluster, replace(JOB, overrides=overrides))["run"]
     argument_printer(tmp_path, "python3")

@@ -41,7 +41,7 @@ def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
     )
     argument_printer(stubs)
     path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
-    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     for each in (*((o,) for o in (overrides[0], *VALUES[-3:])), overrides):
         job = Job("name", "/runs/x", str(submission), each, "", "")
         _, *words = job.command("python", Code.archive)

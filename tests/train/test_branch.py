@@ -23,7 +23,7 @@ from train.errors import ConfigError
 from train.identity import training_config
 from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
-from train.run.starts import first_config, newest_start, record_start
+from train.run.starts import first_config, newest_start
 
 folder, door = doors.folder, doors.door  # fixtures
 
@@ -31,6 +31,9 @@ LOSSES: dict[str, Callable[[epath.Path], object]] = {
     "gone": lambda path: (path / "branch.json").unlink(),
     "empty": lambda path: (path / "branch.json").write_text(""),
     "torn": lambda path: (path / "branch.json").write_text('{"run": '),
+    "without a config": lambda path: (path / "branch.json").write_text(
+        '{"run": "trunk", "step": 10}'
+    ),
     "of other types": lambda path: (path / "branch.json").write_text('{"run": 3}'),
     "deep": lambda path: (path / "branch.json").write_text("[" * 100_000),
 }
@@ -223,7 +226,7 @@ FATES: dict[str, Callable[[Path], object]] = {
     ("fate", "lost"),
     [
         *((fate, None) for fate in FATES),
-        *(("deleted", lost) for lost in (*LOSSES, "an older version's")),
+        *(("deleted", lost) for lost in LOSSES),
     ],
 )
 def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
@@ -239,12 +242,7 @@ def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
     config = configured()
     path, step = epath.Path(tmp_path / "branch"), epath.Path(copy) / "checkpoints/10"
     begin_branch(path, config, open_sources(config.data), step, lambda: None)
-    if lost == "an older version's":
-        record_start(path, config, open_sources(config.data), 1, 20, "its id", 10)
-        origin = json.loads((path / "branch.json").read_text())
-        del origin["config"]
-        (path / "branch.json").write_text(json.dumps(origin))
-    elif lost:
+    if lost:
         LOSSES[lost](path)
     FATES[fate](copy)
     assert configured() == config

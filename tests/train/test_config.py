@@ -12,7 +12,7 @@ from train.cli.rules import config_mistakes, must_name_run
 from train.cli.schema import config_yaml, convert, read_yaml
 from train.cli.unread_keys import unread_key_warnings
 from train.config import Config, OptimizerName
-from train.errors import ConfigError, Mistake, nearest
+from train.errors import ConfigError, Mistake, exit_code, nearest
 from train.evaluate.__main__ import EvaluateConfig
 from train.identity import flatten, run_name
 from train.sample.__main__ import SampleConfig
@@ -192,25 +192,30 @@ def test_a_config_is_the_same_after_it_was_a_file(tmp_path):
 
 def test_a_bad_config_file_names_every_bad_key(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("seed: x\nmodel: {num_heads: 3, layers: 4}\nold: 1\n")
+    data = "data: {document_start: true}\n"
+    path.write_text(f"seed: x\nmodel: {{num_heads: 3, layers: 4}}\nold: 1\n{data}")
     with pytest.raises(ConfigError) as caught:
         read_yaml(path)
     assert [m.key for m in caught.value.mistakes] == ["seed", "model.layers", "old"]
     assert str(path) in str(caught.value)
-    path.write_text("seed: 4\n")
-    # What it lacks has its default, except for the rule of earlier versions.
-    earlier = DataConfig(document_start=False)
-    assert read_yaml(path) == Config(seed=4, data=earlier)
+    path.write_text(f"seed: 4\n{data}")  # What it lacks has its default.
+    assert read_yaml(path) == Config(seed=4, data=DataConfig(document_start=True))
     with pytest.raises(ConfigError, match="does not exist"):
         read_yaml(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize(("name", "enabled"), [("wandb", True), ("none", False)])
-def test_the_tracker_of_an_older_version_is_read(tmp_path, name, enabled):
-    file = tmp_path / "config.yaml"
-    file.write_text(f"tracker: {{name: {name}, project: mine, mode: online}}\n")
-    wandb = read_yaml(file, changes={"tracker.wandb.project": "ours"}).tracker.wandb
-    assert (wandb.enabled, wandb.project, wandb.mode) == (enabled, "ours", "online")
+@pytest.mark.parametrize("text", ["seed: 4\n", "data:\n", "data: {skip_steps: []}\n"])
+def test_the_config_of_a_run_that_another_version_began_is_refused(tmp_path, text):
+    """By one rule, whatever else it has: not by each key that is not known."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    (mistake,) = caught.value.mistakes
+    assert mistake.key == str(path)
+    assert "lacks data.document_start" in mistake.rule
+    assert "start another run.name" in mistake.rule
+    assert exit_code(caught.value) == 78
 
 
 @pytest.mark.parametrize(

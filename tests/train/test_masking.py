@@ -122,7 +122,8 @@ def test_another_password_makes_no_other_run():
 def test_a_config_of_someone_else_does_not_read_this_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "geheim-123")
     file = tmp_path / "config.yaml"
-    file.write_text("run: {name: '${oc.env:MY_API_KEY}'}\n")
+    data = "data: {document_start: true}\n"
+    file.write_text(f"run: {{name: '${{oc.env:MY_API_KEY}}'}}\n{data}")
     assert read_yaml(file).run.name == "${oc.env:MY_API_KEY}"
 
 

@@ -20,6 +20,7 @@ from train.run.metrics import EventLog, open_metrics
 from train.status import StatusConfig, main, read_status
 
 OWNER = Owner.current()
+CONFIG = "data:\n  document_start: true\ntrain:\n  num_steps: 80\n"
 folder, door = doors.folder, doors.door  # fixtures
 
 
@@ -33,7 +34,7 @@ def write_run(
     """Write a run of 100 steps whose second start has come from step 20 to 60."""
     folder = epath.Path(folder)
     files = {
-        "config.yaml": "train:\n  num_steps: 80\n",
+        "config.yaml": CONFIG,
         "starts/1.yaml": "host: a\nchanges: {}\n",
         "starts/2.yaml": "host: b\nchanges: {train.num_steps: 100}\n",
         "checkpoints/20/digests.json": "{}",
@@ -129,7 +130,7 @@ def test_of_an_owner_elsewhere_the_lease_tells(tmp_path, monkeypatch, then, owne
 
 
 def test_a_run_that_recorded_nothing(tmp_path):
-    (tmp_path / "config.yaml").write_text("train:\n  num_steps: 80\n")
+    (tmp_path / "config.yaml").write_text(CONFIG)
     found = read_status(epath.Path(tmp_path))
     assert found.state == "stopped: before it recorded anything"
     assert (found.step, found.num_steps) == (0, 80)

@@ -11,9 +11,7 @@ from hydra.errors import HydraException
 from train.cli.compat import override_parser
 from train.cli.flags import is_sweep, parse_flags
 from train.cli.hints import bare_type, type_of
-from train.cli.schema import OLD_NAMES
 
-_GROUPS = {"tracker.name": "tracker"}  # older key -> the group that replaces it
 # Matches one value of a sweep, with or without quotes.
 _VALUE = re.compile(
     r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?:\\.|[^\\,()"'])+""", re.DOTALL
@@ -37,16 +35,13 @@ def quote_text(argv: Sequence[str], schema: type) -> list[str]:
 
     Examples are `prompt='def f('`, `data.path=a,b` and `run.name=1.10`. Quoted values,
     null, and the sweeps of `--multirun` are not changed, except that numbers in a sweep
-    over a text key are quoted. An entry of a table gets the ++ that Hydra requires. The
-    older name of a key is replaced by the current name.
+    over a text key are quoted. An entry of a table gets the ++ that Hydra requires.
     """
     is_multirun = is_sweep(parse_flags(argv))
     parser = override_parser()
 
     def quote_argument(argument: str) -> str:
         key, equals, value = argument.partition("=")
-        name = key.lstrip("+~")
-        key = key.replace(name, {**OLD_NAMES, **_GROUPS}.get(name, name))
         hint, in_table = type_of(schema, key)
         key = f"++{key}" if equals and in_table else key
         kind = bare_type(hint)

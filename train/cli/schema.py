@@ -34,13 +34,6 @@ from train.masking import mask_values
 
 Schema = TypeVar("Schema")
 
-# Older names of keys, accepted on the command line and in the config.yaml of a run.
-OLD_NAMES = {
-    "data.skip_steps": "data.skip_batches",
-    "tracker.name": "tracker.wandb.enabled",
-    "tracker.project": "tracker.wandb.project",
-    "tracker.mode": "tracker.wandb.mode",
-}
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -55,7 +48,6 @@ def convert(
     from pydantic import ValidationError
 
     values, validate = copy.deepcopy(dict(values)), _validator(schema)
-    _rename(values)
     mistakes: dict[tuple[Any, ...], Mistake] = {}
     for path, value in leaves(values):  # pydantic would convert true to 1
         key = ".".join(map(str, path))
@@ -74,26 +66,6 @@ def convert(
     for path in mistakes:
         _remove(values, path)
     return validate((values,))[0], list(mistakes.values())
-
-
-def renamed(key: str, value: Any) -> tuple[str, Any]:
-    """Return the current name and value of a key that may have an older name."""
-    if key == "tracker.name":  # the older key had the values none and wandb
-        value = value == "wandb"
-    return OLD_NAMES.get(key, key), value
-
-
-def _rename(values: dict[str, Any]) -> None:
-    """Replace older names of keys by their current names, in place."""
-    for old in OLD_NAMES:
-        section, name = old.split(".")
-        table = values.get(section)
-        if isinstance(table, dict) and name in table:
-            new, value = renamed(old, table.pop(name))
-            *subtables, new_name = new.split(".")[1:]
-            for subtable in subtables:
-                table = table.setdefault(subtable, {})
-            table[new_name] = value
 
 
 _validator = functools.cache(strict_validator)
@@ -138,14 +110,17 @@ def config_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(mask_values(asdict(config))))
 
 
-def _complete(values: dict[str, Any]) -> None:
-    """Add what an older version trained with to the values of a run, in place.
+def _check_version(path: epath.PathLike, values: Mapping[str, Any]) -> None:
+    """Check that the config of a run has data.document_start, which each run records.
 
-    A run whose config.yaml lacks data.document_start has no beginning tokens.
+    Raises:
+        ConfigError: it lacks the key, whose default would change the run's data.
     """
-    data = values.setdefault("data", {})
-    if isinstance(data, dict):
-        data.setdefault("document_start", False)
+    data = values.get("data") or {}
+    if isinstance(data, Mapping) and "document_start" not in data:
+        rule = "lacks data.document_start, so another version of this program wrote "
+        rule += "it, and this version does not read it; start another run.name"
+        raise ConfigError([Mistake(str(path), "", rule)])
 
 
 def read_yaml(
@@ -155,8 +130,6 @@ def read_yaml(
     text: str | None = None,
 ) -> Schema:
     """Read a config.yaml as a dataclass; missing keys get their defaults.
-
-    A run without data.document_start has no beginning tokens.
 
     Interpolations such as `${oc.env:HOME}` are not resolved, because another user may
     have written the file.
@@ -169,21 +142,21 @@ def read_yaml(
 
     Raises:
         ConfigError: if the file is missing or damaged, if a key is unknown, or if a
-            value has a wrong type. The error lists all such keys.
+            value has a wrong type. The error lists all such keys. Also if the config of
+            a run lacks data.document_start.
     """
     try:
         plain = _read_file(epath.Path(path)) if text is None else _read_table(text)
-        _rename(plain)
         cfg = OmegaConf.create(plain)
         _apply_changes(cfg, schema, changes)
         values: Any = OmegaConf.to_container(cfg)
-        if issubclass(schema, Config):
-            _complete(values)
     except Exception as error:
         rule = f"cannot be read: {error}; restore it from a copy of the run"
         if isinstance(error, FileNotFoundError):
             rule = "does not exist; check run.dir or run.name"
         raise ConfigError([Mistake(str(path), "", rule)]) from None
+    if issubclass(schema, Config):
+        _check_version(path, values)
     config, mistakes = convert(values, schema)
     if mistakes:
         raise ConfigError([m._replace(rule=f"{m.rule} (in {path})") for m in mistakes])

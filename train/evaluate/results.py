@@ -32,7 +32,10 @@ from train.sample.prompts import continue_rows
 from train.units import format_bytes
 
 _COMPRESSED_BYTES = 2**24  # The maximum to compress: xz would take hours for more.
-_PRINTED_KEYS = ("step", "eval/loss", "validation_bytes", "compressed", "sample")
+_PRINTED_KEYS = (
+    *("step", "eval/loss", "scored_tokens", "validation_tokens", "validation_bytes"),
+    *("compressed_bytes", "compressed", "sample", "sample_prompt"),
+)
 _SAMPLE_TOKENS = 400
 _PROMPT_TOKENS = 32  # of a sample that begins with the validation text
 
@@ -136,7 +139,7 @@ def print_results(
         print(f"task        {task} {metric} {value}")
     goodput = str(goodput_of(read_events(run_dir))).replace("\n", "\n            ")
     print(f"goodput     {goodput}")
-    if prompt := values.get("sample_prompt"):
+    if prompt := values["sample_prompt"]:
         source = "the first tokens of the validation text"
         print(f"sample      begins with {source}, {prompt!a}")
     else:
@@ -188,14 +191,14 @@ def _lines_of_prefix(metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
 def _compressor_line(values: dict[str, Any]) -> str:
     """Return a line with compressors' bits per byte on the scored text or its start."""
     compressors = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
-    scored, total = values.get("scored_tokens"), values.get("validation_tokens")
-    size = values["validation_bytes"]
+    scored, total = values["scored_tokens"], values["validation_tokens"]
+    size, compressed_size = values["validation_bytes"], values["compressed_bytes"]
     text = f"the same {format_bytes(size)}"
-    if scored is not None and total is not None and scored < 0.99 * total:
+    if scored < 0.99 * total:
         text = f"of {scored:,} of {total:,} tokens, evenly spread; the first "
         text += format_bytes(size)
-    if values.get("compressed_bytes", size) < size:
-        text = f"the first {format_bytes(values['compressed_bytes'])} of it"
+    if compressed_size < size:
+        text = f"the first {format_bytes(compressed_size)} of it"
     return f"{text} in bits per byte: {compressors}"
 
 

@@ -77,9 +77,7 @@ def write_folder(
     model, length = config.model, config.data.sequence_length
     family, is_writer = family_of(model, family_name), jax.process_index() == 0
     if with_tokenizer and is_writer:
-        first = beginning.token if beginning.in_prompts else None
-        name_of_first = encoding.decode([beginning.token])
-        files = tokenizer_files(encoding, length, first, name_of_first)
+        files = tokenizer_files(encoding, length, encoding.decode([beginning.token]))
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")
         check_same_ids(encoding, files["tokenizer.json"], [SAMPLE, text])
         for name, content in files.items():

@@ -59,9 +59,7 @@ def read_run_weights(path: str, program: Program) -> TrainState:
     other_program = _program_of(other_config, program)
     folder = run_folder(path)
     saved = SavedSteps(folder / "checkpoints", run_id=recorded_run_id(folder))
-    _, params = saved.restore_params(
-        other_program.state, _newest_sealed_step(path), other_config.model
-    )
+    _, params = saved.restore_params(other_program.state, _newest_sealed_step(path))
     num_rows = other_config.model.vocab_size or 0
 
     def replace_rows(info: ParamInfo, ours: jax.Array, theirs: jax.Array) -> jax.Array:

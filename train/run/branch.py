@@ -37,12 +37,10 @@ from train.run.digests import (
     saved_steps,
 )
 from train.run.jsonl_reader import part_paths
-from train.run.metrics import read_events
 from train.run.records import read_record
 from train.run.starts import (
     checkpoint_metadata,
     existing_run,
-    first_config,
     read_run,
     recorded_run_id,
     start_numbers,
@@ -62,22 +60,16 @@ _BATCH_KEYS = {"data.batch_schedule", "data.sequence_schedule", "data.skip_batch
 def base_config(path: epath.Path | None, step: epath.Path) -> str:
     """Return the base of a branch's config as YAML, without keys of the trunk's starts.
 
-    A branch that has begun in the directory `path` has recorded its base, unless an
-    older version began it: then the base is the config of its first start. Otherwise
-    the base is the config with which the trunk has trained the checkpoint `step`.
+    A branch that has begun in the directory `path` has recorded its base. Otherwise the
+    base is the config with which the trunk has trained the checkpoint `step`.
 
     Raises:
         ConfigError: there is no trunk, or its config cannot be read.
     """
-    base: Config | None = None
-    if path is not None and _has_begun(path):
-        origin = read_origin(path) or {}
-        if text := origin.get("config"):
-            return text
-        base = first_config(path)
-    if base is None:
-        trunk = existing_run(str(step.parents[1]), "from")
-        base = read_run(str(trunk), int(step.name))
+    if path is not None and _has_begun(path) and (origin := read_origin(path)):
+        return origin["config"]
+    trunk = existing_run(str(step.parents[1]), "from")
+    base = read_run(str(trunk), int(step.name))
     data = base.data
     if not data.document_mask:  # The key has no effect and may not be given.
         data = replace(data, document_start=None)
@@ -108,7 +100,7 @@ def _checked(origin: Any) -> dict[str, Any] | None:
         isinstance(origin, dict)
         and isinstance(origin.get("run"), str)
         and isinstance(origin.get("step"), int)
-        and isinstance(origin.get("config", ""), str)
+        and isinstance(origin.get("config"), str)
     )
     return origin if is_whole else None
 
@@ -136,16 +128,13 @@ def begin_branch(
     checkpoints, run = step.parents[:2]
     trunk = f"{run}@{step.name}"
     has_begun, origin = _has_begun(path), read_origin(path)
-    if origin is None and has_begun and _first_restored(path) == int(step.name):
-        # An older version began it, and recorded its origin only in branch.json.
-        origin = {"run": mask(str(run)), "run_id": None, "step": int(step.name)}
     if (origin or has_begun) and not _is_origin_of(step, origin):
         rule = f"is the directory of a run that is not a branch of {trunk}; choose "
         raise ConfigError([Mistake("run.dir", str(path), f"{rule}another run.name")])
-    if has_begun:
+    if has_begun and origin is not None:
         if _recorded_origin(path) is None:  # the file is lost, or damaged
             with suppress(OSError):
-                _write_record(path, origin or {})
+                _write_record(path, origin)
         return
     if is_remote(path) and not is_remote(run):
         rule = f"must be a local folder, because the trunk {run} is one"
@@ -170,7 +159,7 @@ def begin_branch(
         message = f"{path}: {trunk} cannot be copied: {error}. The same command copies "
         raise Exit(CRASHED, f"{message}it again") from error
     print(f"branch      of {trunk}", flush=True)
-    _warn_of_jump(step, config, old, saved.get("schedule_steps"))
+    _warn_of_jump(step, config, old, saved["schedule_steps"])
 
 
 def _write_record(path: epath.Path, origin: Mapping[str, Any]) -> None:
@@ -185,12 +174,6 @@ def _has_begun(path: epath.Path) -> bool:
         or start_numbers(path)
         or part_paths(path, "events")
     )
-
-
-def _first_restored(path: epath.Path) -> int | None:
-    """Return the step at which the first start of a run began, from its events."""
-    restored = (row for row in read_events(path) if row["event"] == "restore")
-    return next(restored, {}).get("step") or None
 
 
 def _is_origin_of(step: epath.Path, origin: Mapping[str, Any] | None) -> bool:
@@ -243,17 +226,17 @@ def _metadata(
     allowed = _ALLOWED | _BATCH_KEYS if is_same else _ALLOWED - _BATCH_KEYS
     changes = config_differences(old, config, allowed)
     check_changes(run, old, config, sources=sources, last_start=saved, changes=changes)
-    mesh, num_steps = saved.get("mesh", {}), config.train.num_steps
+    mesh, num_steps = saved["mesh"], config.train.num_steps
     metadata = checkpoint_metadata(config, sources, mesh, num_steps)
     return metadata | {"run_id": uuid.uuid4().hex}
 
 
 def _warn_of_jump(
-    step: epath.Path, config: Config, old: Config, old_steps: int | None
+    step: epath.Path, config: Config, old: Config, old_steps: int
 ) -> None:
     """Log a warning if the trunk's schedule has another factor at this step.
 
-    `old_steps` is the length of the trunk's schedule. None means its train.num_steps.
+    `old_steps` is the length of the trunk's schedule.
     """
 
     def factor_at(config: Config, num_steps: int) -> float:
@@ -261,7 +244,7 @@ def _warn_of_jump(
         return float(factor(jnp.int32(int(step.name))))
 
     factor = factor_at(config, config.train.num_steps)
-    old_factor = factor_at(old, old_steps or old.train.num_steps)
+    old_factor = factor_at(old, old_steps)
     if abs(factor - old_factor) > 0.01:
         log.warning(
             "the learning rate jumps at step %s: it has %.0f%% of the peak, and %.0f%% "

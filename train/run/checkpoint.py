@@ -33,8 +33,7 @@ from train.run.digests import (
     write_seal,
 )
 from train.run.orbax_fixes import SCORE, TARGETS, open_orbax
-from train.run.restack import FORMAT
-from train.run.restore import ALONE, SavedSteps
+from train.run.restore import ALONE, FORMAT, SavedSteps
 
 log = logging.getLogger(__name__)
 

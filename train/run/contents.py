@@ -1,14 +1,13 @@
 """Choose the arrays of a saved step to load into a state.
 
 Between two starts, a run may begin or cease to keep averaged weights or recent losses,
-change the format of optimizer moments, or pad its vocabulary. Every other array must
-have the shape that was saved.
+or change the format of optimizer moments. Every other array must have the shape that
+was saved.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from model.config import VOCAB_MULTIPLE
 from model.params import named
 from train.core.optimizer.moments import in_saved_format
 from train.core.state import TrainState
@@ -74,21 +73,9 @@ def _check(saved: Mapping[str, Any], wanted: Any, required: set[str]) -> None:
         saved_shape = tuple(saved[name].shape)
         if name not in shapes:
             raise _misfit(name, "was saved, but this config has no such array")
-        if not fits_padded(saved_shape, shapes[name]):
+        if saved_shape != shapes[name]:
             problem = f"was saved as {saved_shape}, {shapes[name]} is wanted"
             raise _misfit(name, problem)
-
-
-def fits_padded(saved_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a shape equals the saved one, up to padding of the vocabulary.
-
-    Older runs saved an unpadded vocabulary, say 50,257 rows instead of 50,304. So a dim
-    may grow to the next multiple of 128; Orbax fills the new rows with zeros.
-    """
-    return len(saved_shape) == len(shape) and all(
-        dim in (saved_dim, -(-saved_dim // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
-        for dim, saved_dim in zip(shape, saved_shape, strict=True)
-    )
 
 
 def _misfit(name: str, problem: str) -> ConfigError:

@@ -18,7 +18,6 @@ from train.config import Config, Schedule
 from train.core.optimizer.schedule import make_schedule
 from train.errors import ConfigError, Mistake
 from train.identity import ChangeKind, Difference, config_differences, refused
-from train.run.contents import fits_padded
 from train.run.digests import newest_description
 from train.run.history import evidence_of_checkpoint
 from train.run.metrics import read_events
@@ -187,7 +186,7 @@ def _refusals(
 
 
 def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
-    """Return whether saved parameters fit a model, up to padding of the vocabulary."""
+    """Return whether saved parameters have the names and shapes of a model's."""
     saved_shapes, wanted_shapes = (
         {
             name: leaf.shape
@@ -195,9 +194,7 @@ def _parameters_fit(saved: ModelConfig, wanted: ModelConfig) -> bool:
         }
         for model in (saved, wanted)
     )
-    return saved_shapes.keys() == wanted_shapes.keys() and all(
-        fits_padded(shape, wanted_shapes[name]) for name, shape in saved_shapes.items()
-    )
+    return saved_shapes == wanted_shapes
 
 
 def _schedule_steps(config: Config, previous_steps: int, newest_step: int) -> int:

@@ -6,7 +6,7 @@ used only if every file has the recorded size and SHA-256, and there is no other
 
 One of the sealed files, the description, has the step's number, its run and its config.
 A step is not used if its description has another number than its folder, or another
-run. Values that an older version of this program did not write are not compared.
+run.
 """
 
 import hashlib
@@ -238,9 +238,11 @@ def step_bytes(step: epath.Path) -> int:
 def _description_mismatch(
     step: int, description: Mapping[str, Any], run_id: str | None
 ) -> str | None:
-    if (saved_step := description.get("step", step)) != step:
+    if not description:  # an interrupted save may have written none
+        return None
+    if (saved_step := description.get("step")) != step:
         return f"it holds step {saved_step}. Give its folder that name"
-    if run_id is not None and description.get("run_id") not in (None, run_id):
+    if run_id is not None and description.get("run_id") != run_id:
         return "it was saved by another run"
     return None
 

@@ -16,7 +16,7 @@ from etils import epath
 from data.names import numbers_in
 from data.storage import write_atomically
 from train.run.records import damaged, json_compatible, record_or_warn
-from train.run.validations import FINAL, WHOLE, with_prefix
+from train.run.validations import FINAL, WHOLE
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,6 @@ def read_scores(
             for key, value in requested.items()
             if key not in _SHOWN_AS_SUBJECT and isinstance(value, int | float)
         )
-        if requested.get("num_batches", step) is None:  # as earlier versions wrote it
-            evaluation = with_prefix(evaluation, WHOLE)
         scores += format_scores(evaluation, step, options)
     return scores
 

@@ -2,9 +2,9 @@
 
 A lap is an event with a duration. The laps of a start follow each other from the
 beginning of its process, and `idle` spans the time between starts, so the seconds add
-up to the wall time. Time that no lap covers (a suspended machine, or starts of
-older versions) is `other`. Goodput is the share of the wall time that went to steps
-that no later start repeated.
+up to the wall time. Time that no lap covers, such as that of a suspended machine, is
+`other`. Goodput is the share of the wall time that went to steps that no later start
+repeated.
 """
 
 import math

@@ -10,7 +10,7 @@ decide, each of which may be missing:
    with the step of each start. A start at step 0 makes earlier lines void.
 4. If `metrics.jsonl` goes beyond the step of the first save, this save began. It was
    complete, unless its mark is left in `checkpoints/unsealed/`, or a save has failed.
-   Older versions wrote no line `saved`, and the events may be lost.
+   This decides if the events are lost.
 """
 
 from etils import epath

@@ -28,7 +28,7 @@ from train.run.digests import DESCRIPTION, read_description, saved_steps
 from train.run.folder import check_checkpoints
 
 # The metrics that are saved with an evaluated step. Only losses of the same rows, which
-# have the same number of targets, are comparable. Earlier versions saved no number.
+# have the same number of targets, are comparable.
 SCORE, TARGETS = "eval/loss", "eval/targets"
 
 
@@ -46,8 +46,7 @@ def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None)
     check_checkpoints(directory)
     policies = ocp.training.preservation_policies
     context = ocp.Context()
-    # contents.py decides which arrays may be padded or left unread.
-    context.array.loading.enable_padding_and_truncation = True
+    # contents.py decides which arrays may be left unread.
     context.pytree.loading.partial_load = True
     if os.fspath(directory).startswith("s3://"):
         _patch_orbax_for_s3()

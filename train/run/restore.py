@@ -20,7 +20,6 @@ from etils import epath
 
 from data.errors import DataError
 from data.storage import move_folder
-from model.config import ModelConfig
 from model.params import named
 from train.core.optimizer.update import OptimizerState, averages
 from train.core.state import TrainState
@@ -36,10 +35,10 @@ from train.run.digests import (
     write_seal,
 )
 from train.run.orbax_fixes import SCORE, TARGETS, open_orbax
-from train.run.restack import FORMAT, from_format_1, to_format_1
 
 log = logging.getLogger(__name__)
 
+FORMAT = 2  # the version of the saved tree of arrays
 ALONE = Cluster()
 Repack = Callable[[Any, jax.Array], Any] | None
 _OTHER_ARRAYS = "its arrays are from another step"
@@ -97,7 +96,6 @@ class SavedSteps:
         step: int | None = None,
         at_most: int | None = None,
         repack: Repack = None,
-        model: ModelConfig | None = None,
     ) -> TrainState | None:
         """Restore the newest step whose files match their digests, or the step `step`.
 
@@ -108,7 +106,6 @@ class SavedSteps:
             at_most: restore the newest step up to this one; quarantine later ones.
             repack: a function of optax's state and the step that converts the state to
                 the moment format of `like`; None keeps the format that was saved.
-            model: the config of the model, which is needed to restore older formats.
 
         Returns:
             The state; None if there is no checkpoint, not even in the quarantine.
@@ -116,9 +113,9 @@ class SavedSteps:
         Raises:
             DataError: no checkpoint can be used, or `step` cannot.
             ConfigError: all steps are later than `at_most`; or `step` was not saved, or
-                a step does not fit the model.
+                a step does not fit the model or has another format.
         """
-        load = functools.partial(self._load, like=like, repack=repack, model=model)
+        load = functools.partial(self._load, like=like, repack=repack)
         return self._load_newest_usable(load, step, at_most)
 
     def _load_newest_usable(
@@ -171,23 +168,20 @@ class SavedSteps:
         return None
 
     def restore_params(
-        self,
-        like: TrainState,
-        step: int | None = None,
-        model: ModelConfig | None = None,
+        self, like: TrainState, step: int | None = None
     ) -> tuple[int, Any]:
         """Return the restored step and its parameters, which are the only arrays read.
 
-        The parameters are the averages if the step and `like` have averages. `model` is
-        needed to restore older formats.
+        The parameters are the averages if the step and `like` have averages.
 
         Raises:
-            ConfigError: there is no such step, or it does not fit the model.
+            ConfigError: there is no such step, or it does not fit the model or has
+                another format.
             DataError: the step cannot be read, or there is no checkpoint.
         """
 
         def load(step: int) -> tuple[int, Any]:
-            loaded = self._read(step, params_to_load, like, model)
+            loaded = self._read(step, params_to_load, like)
             return step, loaded.get("params") or loaded["optimizer"]["average"]
 
         restored = self._load_newest_usable(load, step)
@@ -224,25 +218,17 @@ class SavedSteps:
         step: int,
         choose: Callable[[dict[str, Any], TrainState], dict[str, Any]],
         like: TrainState,
-        model: ModelConfig | None,
     ) -> dict[str, Any]:
-        """Read the arrays of a step that `choose` selects from those saved and `like`.
-
-        Arrays of an older format are converted.
-        """
+        """Read the arrays that `choose` selects from those of a step and `like`."""
         description = self._orbax.metadata(step)
-        saved = dict(named(description.metadata))
         saved_format = (description.custom_metadata or {}).get("format", 1)
-        if not isinstance(saved_format, int) or saved_format > FORMAT:
-            raise DataError(
-                f"{self._directory}/{step} has format {saved_format}, and this version "
-                f"reads formats up to {FORMAT}. Use the version that wrote it"
-            )
-        old_model = model if saved_format == 1 else None
-        wanted = choose(saved, to_format_1(like, old_model) if old_model else like)
+        if saved_format != FORMAT:
+            rule = f"has format {saved_format}, and this version reads format {FORMAT} "
+            rule += "only; start another run.name, or use the version that wrote it"
+            raise ConfigError([Mistake(f"{self._directory}/{step}", "", rule)])
+        wanted = choose(dict(named(description.metadata)), like)
         try:
-            loaded = self._orbax.load(step, abstract_state=wanted)
-            return from_format_1(loaded, old_model) if old_model else loaded
+            return self._orbax.load(step, abstract_state=wanted)
         except Exception as error:
             verified = (
                 f"The files of step {step} verified, unless the log says otherwise"
@@ -250,14 +236,12 @@ class SavedSteps:
             error.add_note(f"{verified}: memory, disk or network failed.")
             raise
 
-    def _load(
-        self, step: int, like: TrainState, repack: Repack, model: ModelConfig | None
-    ) -> TrainState | None:
+    def _load(self, step: int, like: TrainState, repack: Repack) -> TrainState | None:
         """Load a step, with a new average and recent losses if none were saved.
 
         Returns None if the arrays are from another step.
         """
-        loaded = self._read(step, arrays_to_load, like, model)
+        loaded = self._read(step, arrays_to_load, like)
         if int(loaded["step"]) != step:
             return None
         transform, average = map(loaded["optimizer"].get, OptimizerState._fields)

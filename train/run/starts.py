@@ -27,7 +27,7 @@ from data.errors import DataError
 from data.names import numbers_in
 from data.sources import Sources
 from data.storage import StorageError, write_atomically
-from train.cli.schema import config_yaml, read_yaml, renamed
+from train.cli.schema import config_yaml, read_yaml
 from train.config import Config
 from train.errors import ConfigError, Mistake
 from train.identity import config_differences
@@ -100,9 +100,7 @@ def newest_start(path: epath.Path, step: int | None = None) -> dict[str, Any]:
         if not isinstance(start.get(key), kind | None):
             damage = f"its {key} must be a {kind.__name__}"
             raise damaged(file, damage, _START_REMEDY)
-    changes = (start.get("changes") or {}).items()
-    renamed_changes = dict(renamed(str(key), value) for key, value in changes)
-    return {**start, "changes": renamed_changes}
+    return {**start, "changes": start.get("changes") or {}}
 
 
 def start_numbers(path: epath.Path) -> list[int]:

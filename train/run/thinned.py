@@ -16,7 +16,6 @@ from etils import epath
 from train.run.goodput import finite_float
 from train.run.jsonl_reader import Row
 from train.run.metrics import iterate_metrics
-from train.run.validations import with_own_names
 
 _MAX_ROWS = 20_000  # metrics with fewer lines are not thinned
 _MAX_STRETCHES = 2_000
@@ -54,7 +53,7 @@ def thinned_metrics(run_dir: epath.Path | Path) -> ThinnedMetrics:
     this step. The per-layer metrics of a stretch become one line with their largest
     values.
     """
-    lines = with_own_names(run_dir, iterate_metrics(run_dir))
+    lines = iterate_metrics(run_dir)
     rows = list(itertools.islice(lines, _MAX_ROWS))
     if len(rows) < _MAX_ROWS:
         names = (key for row in rows for key in row if finite_float(row[key]) is None)

@@ -11,32 +11,21 @@ metrics.jsonl begin with one of these prefixes:
 
 `eval/targets` is the number of targets that were scored. A start that scores other rows
 than an earlier one has another number, and begins a new comparison.
-
-Earlier versions wrote no such number. While training they scored the first batches of
-the set. After the last step they wrote the score of `eval.final_num_batches` batches as
-`eval/` too. `with_own_names` gives these rows their names of today.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from etils import epath
 
-from train.cli.plain_yaml import parse_yaml
 from train.run.goodput import finite_float
-from train.run.jsonl_reader import Row, iterate_rows
+from train.run.jsonl_reader import iterate_rows
 from train.run.metrics import is_metrics_row
 
 PART, FINAL, WHOLE = "eval", "eval_final", "eval_whole"
 # What people read for each prefix, the most telling score first.
 TITLES = {WHOLE: "whole set", FINAL: "final", PART: "validation"}
-
-_EARLIER_DEFAULTS = {
-    "train.num_steps": -1,
-    "eval.num_batches": 16,
-    "eval.final_num_batches": -1,
-}
 
 
 class Validation(NamedTuple):
@@ -57,7 +46,7 @@ class Validations(NamedTuple):
 
     last: the last evaluation while training.
     best: the one with the lowest loss of those that scored the rows of `last`.
-    targets: the number of targets in these rows; None in runs of earlier versions.
+    targets: the number of targets in these rows.
     whole: the newest evaluation of the whole set.
     """
 
@@ -70,8 +59,7 @@ class Validations(NamedTuple):
 def read_validations(run_dir: epath.Path | Path) -> Validations:
     """Return the evaluations in the metrics of a run."""
     validations = Validations()
-    rows = iterate_rows(run_dir, "metrics", is_metrics_row, b'"eval')
-    for row in with_own_names(run_dir, rows):
+    for row in iterate_rows(run_dir, "metrics", is_metrics_row, b'"eval'):
         validations = updated_validations(validations, row["step"], row)
     return validations
 
@@ -104,55 +92,3 @@ def validation_in(
 def headline(values: Mapping[str, Any]) -> str:
     """Return the prefix of the most telling scores that the values hold."""
     return next((prefix for prefix in TITLES if f"{prefix}/loss" in values), PART)
-
-
-def with_own_names(run_dir: epath.Path | Path, rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows of the metrics; what earlier versions scored at the end is renamed."""
-    prefixes: Mapping[int, str] | None = None
-    for row in rows:
-        if f"{PART}/loss" in row and f"{PART}/targets" not in row:
-            if prefixes is None:
-                prefixes = _prefixes_of_ends(epath.Path(run_dir))
-            row = with_prefix(row, prefixes.get(row["step"], PART))
-        yield row
-
-
-def with_prefix(values: Mapping[str, Any], prefix: str) -> Row:
-    """Return values whose names begin with `prefix` instead of `eval`."""
-    parts = ((*key.partition("/"), value) for key, value in values.items())
-    return {
-        f"{prefix if first == PART else first}{slash}{rest}": value
-        for first, slash, rest, value in parts
-    }
-
-
-def _prefixes_of_ends(run_dir: epath.Path) -> dict[int, str]:
-    """Return, for each last step of a start of an earlier version, its prefix today.
-
-    Records that cannot be read count as missing.
-    """
-    first = _recorded(run_dir / "config.yaml")
-    sections = {name: first.get(name) or {} for name in ("train", "eval")}
-    recorded = {
-        f"{section}.{key}": value
-        for section, values in sections.items()
-        if isinstance(values, dict)
-        for key, value in values.items()
-    }
-    files = sorted((run_dir / "starts").glob("*.yaml"))
-    prefixes = dict[int, str]()
-    for changes in ({}, *(_recorded(file).get("changes") or {} for file in files)):
-        settings = _EARLIER_DEFAULTS | recorded | changes
-        num_batches = settings["eval.final_num_batches"]
-        if num_batches != settings["eval.num_batches"]:
-            prefix = WHOLE if num_batches == -1 else FINAL
-            prefixes[settings["train.num_steps"]] = prefix
-    return prefixes
-
-
-def _recorded(file: epath.Path) -> dict[str, Any]:
-    try:
-        values = parse_yaml(file.read_bytes().decode())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -122,7 +122,7 @@ def ended(code: int, reason: str = "Error") -> list[dict[str, Any]]:
 def test_what_is_submitted_arrives(cluster, tmp_path):
     """Through YAML as kubectl reads it, and to the process as it was typed."""
     values = [value for value in VALUES if value.isprintable()]
-    overrides = tuple(hydra_text("tracker.project", value) for value in values)
+    overrides = tuple(hydra_text("tracker.wandb.project", value) for value in values)
     submit(tmp_path, replace(JOB, overrides=overrides))
     with cluster.change() as known:
         arrived = known["jobset"][NAME]

@@ -23,7 +23,7 @@ TIMEOUT_S = 600  # of four processes, on a machine that has other work
 @pytest.mark.parametrize("cluster", [TPU, GPU, replace(GPU, processes_per_node=8)])
 def test_hostile_values_arrive(cluster, tmp_path):
     """One argument each of the program that trains, whatever the kubelet expands."""
-    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     job = replace(JOB, overrides=overrides, environment={"V": "$(HOME) $$ $A"})
     pod = Pod(manifest(cluster, job))
     pod.variables |= {"POD_NAME": "gone", "PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -41,7 +41,7 @@ def run_here(folder: Path, text: str, **more: str) -> str:
 )
 def test_hostile_values_arrive_verbatim(tmp_path, backend, cluster, python):
     environment = {f"SAID_{n}": value for n, value in enumerate(VALUES)}
-    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     job = replace(JOB, overrides=overrides, environment=environment)
     argument_printer(tmp_path / "bin", python)
     assert run_here(tmp_path, backend.render(job, cluster).files["run.sh"]) == "0"

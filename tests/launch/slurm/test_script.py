@@ -221,7 +221,7 @@ def test_a_time_limit_puts_nothing_back_that_was_asked_to_stop(stubs, tmp_path):
 def test_values_arrive_verbatim(stubs, tmp_path):
     argument_printer(stubs.bin)
     folder = "/".join([str(tmp_path), *VALUES])
-    overrides = tuple(hydra_text("tracker.project", value) for value in VALUES)
+    overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
     variables = {f"V{number}": value for number, value in enumerate(VALUES)}
     job = Job("a-b", folder, folder, overrides, "/code", folder, variables)
     keep = [f"[[ $V{number} == {shell([v])} ]]" for number, v in enumerate(VALUES)]

@@ -1,7 +1,6 @@
 """Mistakes on a command line: all are listed at once, each by its key."""
 
 import pytest
-import yaml
 
 from tests.train.cli.conftest import entry
 
@@ -149,19 +148,18 @@ def test_rules_that_are_missing_or_clash_are_named(run):
     assert "must be a mesh axis" in entry(result, "mesh.params.embed = 5")
 
 
-def test_a_mistake_says_what_the_key_means_and_a_batch_has_its_old_name(run):
-    result = run("train.num_steps=0", "data.skip_steps=[3,1]", "train.remat=[mlp_upp]")
+def test_a_mistake_says_what_the_key_means(run):
+    typed = ("train.num_steps=0", "data.skip_batches=[3,1]", "train.remat=[mlp_upp]")
+    result = run(*typed)
     assert "or a list of query, key, value, " in entry(
         result, "train.remat = [mlp_upp]"
     )
     assert "(The number of updates in" in entry(result, "train.num_steps = 0")
     assert "must be pairs" in entry(result, "data.skip_batches = [3,1]")
-    shown = run("data.skip_steps=[1,3]", "--cfg", "job")
-    assert yaml.safe_load(shown.stdout)["data"]["skip_batches"] == [1, 3]
 
 
 def test_a_tracker_that_is_none_is_named(run):
-    result = run("tracker=[wandb,tensorbord]", "tracker.mode=on")
+    result = run("tracker=[wandb,tensorbord]", "tracker.wandb.mode=on")
     listed = entry(result, "tracker = [wandb,tensorbord]")
     assert "did you mean tensorboard?" in listed
     assert "must be offline or online" in entry(result, "tracker.wandb.mode = on")

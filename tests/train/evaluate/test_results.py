@@ -19,7 +19,8 @@ from train.units import format_bytes
 
 FOUND = {
     **{"step": 30, "eval/loss": 1.0, "eval/bits_per_byte": 1.0, "sample": "x"},
-    **{"validation_bytes": 1, "compressed": {}},
+    **{"scored_tokens": 9, "validation_tokens": 9, "validation_bytes": 1},
+    **{"compressed_bytes": 1, "compressed": {}, "sample_prompt": ""},
 }
 
 
@@ -111,7 +112,7 @@ def test_results_for_people(monkeypatch, shown):
     # JSON has no number for a loss that is not finite, so results.json holds null.
     values["eval_whole/loss"] = values["eval_whole/bits_per_byte"] = None
     assert "whole set   not finite\n" in shown(values)
-    assert "the same 1 B in bits per byte" in shown(FOUND)  # of an earlier version
+    assert "the same 1 B in bits per byte" in shown(FOUND)
 
 
 def test_compressors_get_no_more_text_than_was_scored(monkeypatch, shown):

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiktoken
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -224,15 +225,34 @@ def test_the_tokenizer_is_the_same():
 def test_the_folder_begins_texts_as_training_began_documents(
     programs, store, tmp_path, rule, bos_token
 ):
-    """With the BOS that an imported tokenizer adds, otherwise with end-of-text."""
+    """With the BOS that an imported tokenizer adds, otherwise with end-of-text.
+
+    The imported tokenizer itself is as it was.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     if bos_token is not None:
+        arguments = {
+            "pat_str": r"\S+|\s+",
+            "mergeable_ranks": {bytes([byte]): byte for byte in range(256)},
+            "special_tokens": {"<|endoftext|>": 256, "<s>": 257},
+        }
+        content = tokenizer_json(tiktoken.Encoding("own", **arguments))
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [],
+            "special_tokens": {
+                "<s>": {"id": "<s>", "ids": [bos_token], "tokens": ["<s>"]}
+            },
+        }
         encoding = FolderEncoding(
             "imported",
-            pat_str=r"\S+|\s+",
-            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-            special_tokens={"<|endoftext|>": 256, "<s>": 257},
+            files={"tokenizer.json": json.dumps(content)},
             bos_token=bos_token,
+            **arguments,
         )
         stores = {n: replace(s, encoding=encoding) for n, s in store.stores.items()}
         store = replace(store, stores=stores)
@@ -249,6 +269,6 @@ def test_the_folder_begins_texts_as_training_began_documents(
     written = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert written.token_to_id(settings["bos_token"]) == first
-    before = [first] if rule == "true" and bos_token else []
+    before = [bos_token] if bos_token else []
     assert written.encode("a b").ids == [*before, *b"a b"]
     assert written.encode("a b", add_special_tokens=False).ids == [*b"a b"]

@@ -13,7 +13,7 @@ from train.config import CheckpointConfig
 from train.run.checkpoint import Checkpoints
 from train.run.lease import Lease, take_lease
 
-ABOUT = {"config": "seed: 0"}
+ABOUT = {"config": "data: {document_start: true}\n"}
 
 
 class Clocks:

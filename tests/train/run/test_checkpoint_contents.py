@@ -11,7 +11,8 @@ from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
 from train.config import CheckpointConfig
 from train.core.feed import place
-from train.errors import ConfigError
+from train.errors import ConfigError, exit_code
+from train.run import checkpoint
 from train.run.checkpoint import Checkpoints
 from train.run.restore import SavedSteps
 
@@ -110,3 +111,16 @@ def test_to_evaluate_weights_alone_are_read(saved, folder, monkeypatch, averaged
     of = "optimizer.average" if averaged else "params"
     read = {name for name, _ in named(load.call_args.kwargs["abstract_state"])}
     assert read == {f"{of}.w", f"{of}.b.half"}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_checkpoint_of_another_format_is_refused(saved, folder, monkeypatch, number):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", number)
+        checkpoints = saved(1)
+    rule = rf"{folder}/1\n *has format {number}, .* start another run\.name"
+    for read in (checkpoints.saved.restore, checkpoints.saved.restore_params):
+        with pytest.raises(ConfigError, match=rule) as error:
+            read(like())
+        assert exit_code(error.value) == 78
+    assert checkpoints.saved.steps() == [1], "it is not set aside"

@@ -138,12 +138,12 @@ def test_a_step_of_another_run_is_not_taken(saved, folder, caplog):
     assert [p.name[:2] for p in (folder / "quarantine").iterdir()] == ["2-"]
 
 
-def test_steps_and_runs_that_state_no_identity_are_taken(saved, folder):
-    """They are of an older version of this program."""
-    saved(1)
-    same(saved(run_id="this").saved.restore(like()), make_state(1))
+def test_a_step_that_names_no_run_is_not_taken_by_one(saved):
+    """But whoever names no run takes any step."""
     saved(2, run_id="this")
     same(saved().saved.restore(like()), make_state(2))
+    saved(3)
+    same(saved(run_id="this").saved.restore(like()), make_state(2))
 
 
 def test_a_pipe_in_place_of_a_file_is_damage_and_blocks_nothing(saved, folder):
@@ -222,7 +222,7 @@ def test_a_command_on_a_run_moves_nothing(saved, folder):
 @pytest.fixture
 def asked(folder) -> CheckpointsConfig:
     """Ask for the checkpoints of a run."""
-    (folder.parent / "config.yaml").write_text("seed: 0\n")
+    (folder.parent / "config.yaml").write_text(ABOUT["config"])
     return CheckpointsConfig(RunConfig(dir=str(folder.parent)))
 
 

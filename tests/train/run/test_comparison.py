@@ -61,8 +61,8 @@ def test_two_runs_are_compared(tmp_path, capsys):
 
 def test_settings_are_written_as_in_a_command_and_stand_below_the_curves(tmp_path):
     runs = [_run(tmp_path / "a", 0.1, 1e12), _run(tmp_path / "b", 0.1, 1e12)]
-    other = "data: {path: null, document_mask: false, skip_batches: [1, 2]}\n"
-    (tmp_path / "b" / "config.yaml").write_text(other)
+    other = "document_mask: false, document_start: null, skip_batches: [1, 2]"
+    (tmp_path / "b" / "config.yaml").write_text(f"data: {{path: null, {other}}}\n")
     page = tmp_path / "ab.html"
     main(ReportConfig(runs, str(page)))
     data = data_of(page.read_text())
@@ -98,7 +98,9 @@ def test_other_data_at_the_same_path_are_marked(tmp_path, paths, contents, cells
     folders = []
     for name, path, content in zip("ab", paths, contents, strict=True):
         folder = epath.Path(_run(tmp_path / name, 0.1, None))
-        (folder / "config.yaml").write_text(f"data: {{path: {path}}}\n")
+        (folder / "config.yaml").write_text(
+            f"data: {{path: {path}, document_start: true}}\n"
+        )
         if content is not None:
             (folder / "starts").mkdir()
             record = f"data_fingerprints: {{text: {content}}}\nchanges: {{}}\n"

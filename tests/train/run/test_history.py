@@ -55,7 +55,7 @@ HAD_ONE = {
     "results": ([], {"results": 20}),
     "a start that continued": ([], {"begun_at": 10}),
     "no events, but later lines": ([], {"metrics": 11}),
-    "an older version's events": ([BEGUN, ("step", 15)], {"metrics": 15}),
+    "no line of a save, but later lines": ([BEGUN, ("step", 15)], {"metrics": 15}),
 }
 HAD_NONE = {
     "nothing": ([], {}),

@@ -70,7 +70,9 @@ def test_scores_stand_there_with_their_errors(tmp_path):
     again = write_evaluation(folder, 8, asked, judged | {"tasks/a/acc": 0.75})
     assert file == again
     sets = {"sets": {"web": "stores/web"}, "num_batches": None}
-    write_evaluation(folder, 10, sets, {"eval/loss": 2.0, "eval/web/loss": 3.0})
+    write_evaluation(
+        folder, 10, sets, {"eval_whole/loss": 2.0, "eval_whole/web/loss": 3.0}
+    )
     older = [{"step": s, "tasks/a/acc": s / 100, "loss": 1.0} for s in (5, 9)]
     html = _write(tmp_path, older)
     ((title, _, rows),) = data_of(html)["tables"]

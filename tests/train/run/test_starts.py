@@ -195,24 +195,19 @@ def test_data_may_move_and_not_become_other_data(tmp_path, now, refused):
 
 @pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize("mask", [True, False])
-@pytest.mark.parametrize("recorded", ["missing", "config lost", True, False, None])
+@pytest.mark.parametrize("recorded", ["config lost", True, False, None])
 def test_documents_begin_as_they_did_when_the_run_began(
     tmp_path, given, mask, recorded
 ):
-    """A run that an older version recorded has no beginning tokens."""
     began = recorded if recorded in (True, None) else False
     first = Config(data=DataConfig(document_mask=mask, document_start=began))
     folder, text = epath.Path(tmp_path), config_yaml(first)
-    if recorded == "config lost":  # the checkpoint of a newer version has the key
+    if recorded == "config lost":  # the checkpoint has the key
         file = folder / "checkpoints/5/_CHECKPOINT_METADATA"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"custom_metadata": {"config": text, "step": 5}}))
     else:
         write_run(tmp_path, first, (0, {}))
-        if recorded == "missing":
-            line = "  document_start: false\n"
-            assert line in text
-            (folder / "config.yaml").write_text(text.replace(line, ""))
     if recorded != "config lost":
         assert read_run(str(tmp_path)).data == first.data
     now = replace(first, data=replace(first.data, document_start=given))

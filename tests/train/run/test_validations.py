@@ -1,4 +1,4 @@
-"""Which evaluations of a run are compared, and what earlier versions wrote."""
+"""Which evaluations of a run are compared, and under which names they are shown."""
 
 import json
 from pathlib import Path
@@ -8,111 +8,64 @@ from etils import epath
 
 from train.run.comparison import compare_runs
 from train.run.evaluations import read_scores
-from train.run.metrics import read_metrics
 from train.run.report import report_data
 from train.run.validations import Validation, headline, read_validations
 from train.status import read_status
 
 
-def score(
-    step: int, loss: float | None, targets: float | None = 100, prefix: str = "eval"
-):
-    bits = None if loss is None else loss / 2
-    row = {"step": step, f"{prefix}/loss": loss, f"{prefix}/bits_per_byte": bits}
-    return row if targets is None else row | {f"{prefix}/targets": targets}
+def score(step: int, loss: float | None, targets: int = 100, prefix: str = "eval"):
+    return {
+        "step": step,
+        f"{prefix}/loss": loss,
+        f"{prefix}/bits_per_byte": None if loss is None else loss / 2,
+        f"{prefix}/targets": targets,
+    }
 
 
 def whole(step: int, loss: float | None):
     return score(step, loss, 5000, "eval_whole")
 
 
-def write(folder: Path, rows, settings: str = "{}", num_steps: int = 30, starts=()):
+def write(folder: Path, rows):
+    """Write a run of 30 steps with these metrics."""
     folder.mkdir(exist_ok=True)
-    text = f"eval: {settings}\ntrain: {{num_steps: {num_steps}}}\n"
+    text = "data: {document_start: true}\ntrain: {num_steps: 30}\n"
     (folder / "config.yaml").write_text(text)
-    (folder / "starts").mkdir()
-    for number, changes in enumerate(starts, 1):
-        text = f"changes: {json.dumps(changes)}\n"
-        (folder / "starts" / f"{number}.yaml").write_text(text)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text(lines)
     return epath.Path(folder)
 
 
-EARLIER = "{num_batches: 16, final_num_batches: -1}"
-# Rows, settings, starts; then the steps of the last, the best and the whole evaluation.
+# Rows, and the steps of the last, the best and the whole evaluation.
 RUNS = {
     "the whole set is worse than every part": (
         [score(10, 3.0), score(20, 2.0), score(30, 1.9), whole(30, 3.5)],
-        ("{}", ()),
         (30, 30, 30),
     ),
     "the whole set is better than every part": (
         [score(10, 2.0), score(20, 3.0), score(30, 2.5), whole(30, 1.0)],
-        ("{}", ()),
         (30, 10, 30),
     ),
     "other rows from step 20 on": (
         [score(10, 1.0), score(20, 3.0, 200), score(30, 2.5, 200)],
-        ("{}", ()),
         (30, 30, None),
     ),
     "other rows, and then the first ones again": (
         [score(10, 1.0), score(20, 3.0, 200), score(30, 2.5)],
-        ("{}", ()),
         (30, 30, None),
     ),
     "a loss that is not finite": (
         [score(10, 2.0), score(20, None), whole(30, None)],
-        ("{}", ()),
         (10, 10, None),
     ),
-    "an earlier version": (
-        [score(10, 2.0, None), score(20, 2.1, None), score(30, 1.0, None)],
-        (EARLIER, ()),
-        (20, 10, 30),
-    ),
-    "an earlier version, not finished": (
-        [score(10, 2.0, None), score(20, 1.5, None)],
-        (EARLIER, ()),
-        (20, 20, None),
-    ),
-    "an earlier version that went on": (
-        [score(20, 2.0, None), score(30, 1.0, None), score(40, 1.9, None)],
-        (EARLIER, ({}, {"train.num_steps": 60})),
-        (40, 40, 30),
-    ),
-    "an earlier version that scored the same part at the end": (
-        [score(20, 2.0, None), score(30, 1.0, None)],
-        ("{num_batches: 4, final_num_batches: 4}", ()),
-        (30, 30, None),
-    ),
-    "an earlier version that scored another part at the end": (
-        [score(20, 2.0, None), score(30, 1.0, None)],
-        ("{num_batches: 16, final_num_batches: 1}", ()),
-        (20, 20, None),
-    ),
-    "an earlier version, continued by this one": (
-        [
-            *(score(20, 1.5, None), score(30, 1.0, None)),
-            *(score(40, 2.0), score(50, 1.9), whole(50, 1.2)),
-        ],
-        (EARLIER, ({}, {"train.num_steps": 50})),
-        (50, 50, 50),
-    ),
-    "a config that is damaged": (
-        [score(20, 2.0, None), score(30, 1.0, None)],
-        ("{", ()),
-        (30, 30, None),
-    ),
-    "no evaluation": ([{"step": 10, "loss": 1.0}], ("{}", ()), (None, None, None)),
+    "no evaluation": ([{"step": 10, "loss": 1.0}], (None, None, None)),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_only_losses_of_the_same_rows_are_compared(tmp_path, name):
-    rows, (settings, starts), steps = RUNS[name]
-    found = read_validations(write(tmp_path / "run", rows, settings, starts=starts))
+    rows, steps = RUNS[name]
+    found = read_validations(write(tmp_path / "run", rows))
     of_found = found.last, found.best, found.whole
     assert tuple(each and each.step for each in of_found) == steps
 
@@ -121,14 +74,9 @@ def shown(data: dict, title: str) -> list[str]:
     return [value for name, value, _ in data["figures"] if name == title]
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_every_display_has_the_whole_set_under_its_own_name(tmp_path, earlier):
+def test_every_display_has_the_whole_set_under_its_own_name(tmp_path):
     rows = [score(10, 2.0), score(20, 2.5), score(30, 2.25), whole(30, 1.0)]
-    settings = "{}"
-    if earlier:
-        rows = [score(10, 2.0, None), score(20, 2.25, None), score(30, 1.0, None)]
-        settings = EARLIER
-    run = write(tmp_path / "run", rows, settings)
+    run = write(tmp_path / "run", rows)
     status = read_status(run).validation
     assert status.best == Validation(10, 2.0, 1.0)
     assert status.whole == Validation(30, 1.0, 0.5)
@@ -150,8 +98,6 @@ def test_scores_of_evaluations_say_whether_they_are_of_the_whole_set(tmp_path):
     run = write(tmp_path / "run", [])
     (run / "evaluations").mkdir()
     records = {
-        # With and without the names of today.
-        "5-a": {"asked": {"sets": {}, "num_batches": None}, "eval/loss": 1.0},
         "6-b": {"asked": {"sets": {}, "num_batches": 4}, "eval/loss": 2.0},
         "7-c": {
             "asked": {"sets": {}, "num_batches": None},
@@ -167,7 +113,6 @@ def test_scores_of_evaluations_say_whether_they_are_of_the_whole_set(tmp_path):
     assert scores == [
         ("validation, whole", "0.5000", 30),
         ("validation, whole", "0.2500", 30),
-        ("validation, whole", "1.0000", 5),
         ("validation", "2.0000", 6),
         ("validation, whole", "3.0000", 7),
         ("web, whole", "4.0000", 7),
@@ -186,8 +131,3 @@ def test_scores_of_evaluations_say_whether_they_are_of_the_whole_set(tmp_path):
 )
 def test_the_headline_is_the_score_of_most_rows(names, prefix):
     assert headline(dict.fromkeys(names, 1.0)) == prefix
-
-
-def test_the_lines_themselves_stay_as_they_are(tmp_path):
-    rows = [score(30, 1.0, None)]
-    assert read_metrics(write(tmp_path / "run", rows, EARLIER)) == rows
