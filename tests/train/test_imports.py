@@ -56,8 +56,8 @@ MAX_REACHED_LINES = {
     "model.gpt": 4_400,
     "train.core.step": 10_600,
     "train.core.program": 16_800,
-    "train.core.loop": 33_500,
-    "train.start": 36_500,
+    "train.core.loop": 33_300,
+    "train.start": 36_400,
 }
 # Imports inside functions that do not count, each with its reason.
 RARE_IMPORTS = {
