@@ -199,7 +199,8 @@ def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
     """
     run, saved = step.parents[1], read_description(step) or {}
     is_misplaced = misplacement(step, recorded_run_id(run)) is not None
-    if not is_sealed(step) or "config" not in saved or is_misplaced:
+    is_whole = {"config", "mesh", "schedule_steps"} <= saved.keys()
+    if not is_sealed(step) or not is_whole or is_misplaced:
         raise FileNotFoundError(step)
     return read_yaml(step, text=saved["config"]), saved
 

@@ -111,9 +111,10 @@ class SavedSteps:
             The state; None if there is no checkpoint, not even in the quarantine.
 
         Raises:
-            DataError: no checkpoint can be used, or `step` cannot.
+            DataError: no checkpoint can be used, or `step` cannot, or a step has
+                another format.
             ConfigError: all steps are later than `at_most`; or `step` was not saved, or
-                a step does not fit the model or has another format.
+                a step does not fit the model.
         """
         load = functools.partial(self._load, like=like, repack=repack)
         return self._load_newest_usable(load, step, at_most)
@@ -175,9 +176,9 @@ class SavedSteps:
         The parameters are the averages if the step and `like` have averages.
 
         Raises:
-            ConfigError: there is no such step, or it does not fit the model or has
-                another format.
-            DataError: the step cannot be read, or there is no checkpoint.
+            ConfigError: there is no such step, or it does not fit the model.
+            DataError: the step cannot be read or has another format, or there is no
+                checkpoint.
         """
 
         def load(step: int) -> tuple[int, Any]:
@@ -223,9 +224,11 @@ class SavedSteps:
         description = self._orbax.metadata(step)
         saved_format = (description.custom_metadata or {}).get("format", 1)
         if saved_format != FORMAT:
-            rule = f"has format {saved_format}, and this version reads format {FORMAT} "
-            rule += "only; start another run.name, or use the version that wrote it"
-            raise ConfigError([Mistake(f"{self._directory}/{step}", "", rule)])
+            raise DataError(
+                f"{self._directory}/{step} has format {saved_format}, and this version "
+                f"reads format {FORMAT} only. Use the version that wrote it, or start "
+                f"another run.name"
+            )
         wanted = choose(dict(named(description.metadata)), like)
         try:
             return self._orbax.load(step, abstract_state=wanted)

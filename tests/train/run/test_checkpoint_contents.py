@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from data.batches import Order
+from data.errors import DataError
 from model.params import named
 from tests.train.run.conftest import ABOUT
 from tests.train.run.states import like, make_state, same
@@ -118,9 +119,9 @@ def test_a_checkpoint_of_another_format_is_refused(saved, folder, monkeypatch, n
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT", number)
         checkpoints = saved(1)
-    rule = rf"{folder}/1\n *has format {number}, .* start another run\.name"
+    rule = rf"{folder}/1 has format {number}, .* start another run\.name"
     for read in (checkpoints.saved.restore, checkpoints.saved.restore_params):
-        with pytest.raises(ConfigError, match=rule) as error:
+        with pytest.raises(DataError, match=rule) as error:
             read(like())
-        assert exit_code(error.value) == 78
+        assert exit_code(error.value) == 65
     assert checkpoints.saved.steps() == [1], "it is not set aside"
