@@ -164,7 +164,7 @@ class Compiled(NamedTuple):
 def compile_sweep(prepared: Prepared) -> Compiled:
     """Compile a sweep. States have leading dims [factors, seeds]."""
     sweep, program = prepared.sweep, prepared.program
-    start, config = time.perf_counter(), program.config
+    start = time.perf_counter()
     factors = jnp.asarray(sweep.factors, jnp.float32)
 
     def init() -> Any:
@@ -177,7 +177,7 @@ def compile_sweep(prepared: Prepared) -> Compiled:
         schedule = program.optimizer.schedule
         optimizer = replace(program.optimizer, schedule=lambda n: factor * schedule(n))
         run = make_train_step(
-            program.model, optimizer, program.execution, config.train, 0
+            program.model, optimizer, program.execution, program.recipe, 0
         )
         state, metrics = run(state, batch)
         return state, metrics["loss"]
@@ -188,7 +188,7 @@ def compile_sweep(prepared: Prepared) -> Compiled:
     def run_steps(states: Any, batches: Batch) -> Any:
         return jax.lax.scan(partial(over_all, factors), states, batches)
 
-    evaluate = make_eval_step(program.model, program.execution, config.train)
+    evaluate = make_eval_step(program.model, program.execution, program.recipe)
 
     def validate(states: Any, validation: Batch) -> jax.Array:
         def loss(params: Any) -> jax.Array:

@@ -123,9 +123,7 @@ def gradients(programs: Programs, store: Sources) -> Callable:
     def gradients(*overrides, devices=8, batch=None, balance=None):
         program = programs(*overrides, devices=devices)
         if overrides not in steps:
-            step = make_gradients(
-                program.model, program.execution, program.config.train
-            )
+            step = make_gradients(program.model, program.execution, program.recipe)
             steps[overrides] = jax.jit(step)
         if batch is None:
             batch = Order(store, program.config.data, 0).read(0)

@@ -88,7 +88,7 @@ def test_the_line_of_the_loss_is_what_a_step_does(
         return sum_tiles(options, x_BTD, *args, **named)
 
     monkeypatch.setattr(loss, "sum_tiles", record)
-    step = make_gradients(program.model, program.execution, program.config.train)
+    step = make_gradients(program.model, program.execution, program.recipe)
     jax.eval_shape(step, program.state.params, program.batch)
     ((form, rows),) = found
     assert rows == program.execution.placement.microbatch_shape

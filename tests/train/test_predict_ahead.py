@@ -13,8 +13,9 @@ from model.execution import CallContext
 from model.gpt import GPT, bind, params_of
 from model.rope import make_rotations
 from tests.train.conftest import distance, take_steps
+from train.core.execution import recipe_of
 from train.core.loss.ahead import look_ahead
-from train.core.step import ahead_weight, make_gradients
+from train.core.step import make_gradients
 
 DEPTH = 2
 KEYS = (f"model.predict_ahead={DEPTH}", "data.batch_size=4", "model.embed_dim=16")
@@ -74,7 +75,7 @@ def total_loss(program, params, batch: Batch):
 def test_loss_and_gradients_are_those_of_documents_alone(program, params, store):
     batch = Order(store, program.config.data, 0).read(0)
     assert (batch.segment_ids.max(axis=1) > 1).any()
-    step = make_gradients(program.model, program.execution, program.config.train)
+    step = make_gradients(program.model, program.execution, program.recipe)
     found = jax.jit(step)(params, jax.tree.map(jnp.asarray, batch))
     loss = jax.value_and_grad(lambda p: total_loss(program, p, batch), has_aux=True)
     (_, expected), grads = jax.jit(loss)(params)
@@ -112,9 +113,9 @@ def test_the_metric_is_the_mean_loss_of_the_modules(program, store):
 
 def test_the_weight_changes_at_its_step(configure):
     keys = ("train.predict_ahead_later_weight=0.1", "train.predict_ahead_later_step=3")
-    train = configure(*keys).train
-    assert [float(ahead_weight(train, step)) for step in (0, 2, 3, 9)] == (
+    recipe = recipe_of(configure(*keys).train)
+    assert [float(recipe.ahead_weight(step)) for step in (0, 2, 3, 9)] == (
         pytest.approx([0.3, 0.3, 0.1, 0.1])
     )
-    constant = configure().train
-    assert float(ahead_weight(constant, 9)) == pytest.approx(0.3)
+    constant = recipe_of(configure().train)
+    assert float(constant.ahead_weight(9)) == pytest.approx(0.3)

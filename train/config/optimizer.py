@@ -9,6 +9,7 @@ from typing_extensions import Doc
 
 from data.config import Count
 from train.config.bounds import NotNegative, Positive
+from train.core.choices import MomentDtype
 
 
 class OptimizerName(StrEnum):
@@ -35,18 +36,6 @@ class Transfer(StrEnum):
 
     none = "none"
     completep = "completep"
-
-
-class MomentDtype(StrEnum):
-    """The dtype in which moments are stored; bfloat16 and int8 round stochastically.
-
-    `int8` stores codes of levels that are closer to each other near zero
-    (train/core/optimizer/moments.py).
-    """
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    int8 = "int8"
 
 
 @dataclass(frozen=True)

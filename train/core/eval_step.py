@@ -11,23 +11,23 @@ from data.batch import Batch
 from model.execution import Execution
 from model.gpt import GPT, bind
 from model.params import param_infos
-from train.config import TrainConfig
 from train.core.loss.loss import loss_sum, row_sums
+from train.core.recipe import Recipe
 from train.core.rows import REPLICATED, run_per_device, split, sum_over_rows
 
 
 def make_eval_step(
-    model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None = None
+    model: GPT, execution: Execution, recipe: Recipe, num_tokens: int | None = None
 ) -> Callable[[Any, Batch], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Return `eval_step(params, batch) -> (sum of nats, number of targets)`.
 
     The step uses the microbatches of training, so that it needs no more memory.
     """
-    microbatches = config.accumulation_steps
+    microbatches = recipe.accumulation_steps
 
     def eval_step(params: Any, batch: Batch):
         def sum_microbatch(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
-            bound, chunk = bind(model, params), config.loss_chunk_tokens
+            bound, chunk = bind(model, params), recipe.loss_chunk_tokens
             sums = loss_sum(
                 bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
             )
@@ -49,12 +49,12 @@ def make_eval_step(
 
 
 def make_score_step(
-    model: GPT, execution: Execution, config: TrainConfig, num_tokens: int | None
+    model: GPT, execution: Execution, recipe: Recipe, num_tokens: int | None
 ) -> Callable[[Any, Batch], tuple[Float[Array, "B"], Float[Array, "B"]]]:
     """Return `score_step(params, batch) -> (nats, misses)` of each row (`row_sums`)."""
 
     def score_step(params: Any, batch: Batch):
-        chunk = config.loss_chunk_tokens
+        chunk = recipe.loss_chunk_tokens
         sums = row_sums(bind(model, params), batch, execution, num_tokens, chunk)
         return jax.lax.psum(sums, execution.placement.sequence_axes)
 

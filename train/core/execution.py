@@ -32,9 +32,10 @@ from model.parts.experts.grouped import choose_grouped
 from model.parts.pipeline import CircularPipeline
 from model.placement import Placement
 from model.products import Quantization
-from train.config import Config, MomentDtype, Remat
+from train.config import Config, MomentDtype, Remat, TrainConfig
 from train.core.mesh import Device
 from train.core.mesh_sizes import num_shards, pipeline_of
+from train.core.recipe import Recipe
 from train.core.runtime import cpu_prefers_bfloat16
 from train.core.sharding import axis_rules
 from train.errors import ConfigError, Mistake, check_all
@@ -42,6 +43,11 @@ from train.hardware.chips import chip_of
 
 _MOST_UNROLLED = 16  # The largest number of layers that a GPU runs without a loop.
 _CUDNN_HEAD_DIM = 128  # The largest head dim of cuDNN's kernel on GPUs before Hopper.
+
+
+def recipe_of(train: TrainConfig) -> Recipe:
+    """Return what a step computes, from the section `train` of a config."""
+    return Recipe(**{name: getattr(train, name) for name in Recipe._fields})
 
 
 class BatchShards(NamedTuple):

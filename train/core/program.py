@@ -29,6 +29,7 @@ from train.core.execution import (
     choose_execution,
     choose_layer_unroll,
     choose_placement,
+    recipe_of,
 )
 from train.core.mesh import Device, make_mesh
 from train.core.mesh_sizes import (
@@ -39,13 +40,16 @@ from train.core.mesh_sizes import (
     pipeline_of,
 )
 from train.core.model_flops import attention_flops, weight_flops
-from train.core.optimizer.update import Optimizer, make_optimizer
+from train.core.optimizer.update import Optimizer
+from train.core.recipe import Recipe
 from train.core.runtime import compiler_options
 from train.core.sharding import axis_rules, moments_of, param_specs, state_shardings
 from train.core.state import TrainState, abstract_state, initial_state
 from train.core.step import make_train_step
 from train.errors import ConfigError, Mistake, check_all
 from train.hardware.collective_steps import collective_steps
+from train.optimizers.make import make_optimizer
+from train.optimizers.qk_clip import clip_scores
 from train.optimizers.transfer import transfer_factors
 
 
@@ -81,11 +85,16 @@ class Program:
         init_fn = functools.partial(self.initial_state, self.config.seed)
         return jax.jit(init_fn, out_shardings=self.shardings)
 
+    @property
+    def recipe(self) -> Recipe:
+        """What a training step computes, besides its model and its optimizer."""
+        return recipe_of(self.config.train)
+
     def initial_state(self, seed: int) -> TrainState:
         """Return the state of step 0 of a run with this seed. Call it under `jit`."""
         config = self.config
         return initial_state(
-            config.model, MODEL_PARTS, self.optimizer, config.train, seed
+            config.model, MODEL_PARTS, self.optimizer, self.recipe, seed
         )
 
     @functools.cached_property
@@ -103,7 +112,7 @@ class Program:
             self.model,
             self.optimizer,
             self.execution,
-            self.config.train,
+            self.recipe,
             self.config.seed,
             watched=watched,
             num_tokens=self.num_tokens,
@@ -124,8 +133,8 @@ class Program:
     @functools.cached_property
     def eval_step(self):
         """Jitted: (params, batch) -> (nats, targets)."""
-        train = self.config.train
-        step = make_eval_step(self.model, self.execution, train, self.num_tokens)
+        recipe = self.recipe
+        step = make_eval_step(self.model, self.execution, recipe, self.num_tokens)
         return jax.jit(
             step,
             in_shardings=(self.shardings.params, self.batch_shardings),
@@ -254,6 +263,9 @@ def make_program(
     )
     placement = choose_placement(config, mesh, collective_steps(mesh))
     execution = execution._replace(placement=placement)
+    clip = None
+    if (threshold := config.optimizer.qk_clip) is not None:
+        clip = functools.partial(clip_scores, config.model, threshold)
     optimizer = make_optimizer(
         config.optimizer,
         config.schedule.in_steps(config.data),
@@ -268,8 +280,9 @@ def make_program(
         rate_factor=config.schedule.batch_factor(
             data.batch_size * data.sequence_length
         ),
+        clip_scores=clip,
     )
-    state = abstract_state(config.model, MODEL_PARTS, optimizer, train)
+    state = abstract_state(config.model, MODEL_PARTS, optimizer, recipe_of(train))
     table, offload = config.mesh.params, config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, table, offload)
     return Program(

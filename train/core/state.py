@@ -16,10 +16,10 @@ from model.config import ModelConfig
 from model.gpt import GPT, params_of
 from model.model_parts import ModelParts
 from model.params import named
-from train.config import TrainConfig
+from train.core.optimizer.factors import scale_initial_values
 from train.core.optimizer.update import Optimizer, OptimizerState
+from train.core.recipe import Recipe
 from train.core.spikes import Recent, empty_recent
-from train.optimizers.transfer import scale_initial_values
 
 
 class TrainState(NamedTuple):
@@ -40,21 +40,21 @@ def initial_state(
     model: ModelConfig,
     parts: ModelParts,
     optimizer: Optimizer,
-    train: TrainConfig,
+    recipe: Recipe,
     seed: int,
 ) -> TrainState:
     """Return the state of step 0, the same on any mesh. Call it under `jit`."""
     params = params_of(GPT(model, nnx.Rngs(seed), parts))
     params = scale_initial_values(params, optimizer.factors, model)
-    recent = None if train.skip_sigma is None else empty_recent(train.skip_window)
+    recent = None if recipe.skip_sigma is None else empty_recent(recipe.skip_window)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), recent)
 
 
 def abstract_state(
-    model: ModelConfig, parts: ModelParts, optimizer: Optimizer, train: TrainConfig
+    model: ModelConfig, parts: ModelParts, optimizer: Optimizer, recipe: Recipe
 ) -> TrainState:
     """Return the shapes and dtypes of the state, without allocating memory."""
-    return jax.eval_shape(lambda: initial_state(model, parts, optimizer, train, 0))
+    return jax.eval_shape(lambda: initial_state(model, parts, optimizer, recipe, 0))
 
 
 def as_saved(state: TrainState) -> dict[str, Any]:

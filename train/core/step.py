@@ -16,11 +16,11 @@ from model.gpt import GPT, bind
 from model.params import param_infos
 from model.placement import Placement
 from model.taps import LayerFigures, Taps
-from train.config import TrainConfig
 from train.core.loss.ahead import Ahead, look_ahead
 from train.core.loss.loss import loss_sum
 from train.core.numerics import compute_layer_metrics
 from train.core.optimizer.update import Optimizer
+from train.core.recipe import Recipe
 from train.core.router_balance import Load, balance_experts, relative_load
 from train.core.rows import (
     REPLICATED,
@@ -33,7 +33,6 @@ from train.core.rows import (
 )
 from train.core.spikes import is_spike, remember_accepted
 from train.core.state import TrainState
-from train.optimizers.qk_clip import clip_scores
 
 Metrics = dict[str, Float[Array, "..."]]
 
@@ -78,7 +77,7 @@ def make_train_step(
     model: GPT,
     optimizer: Optimizer,
     execution: Execution,
-    config: TrainConfig,
+    recipe: Recipe,
     seed: int,
     watched: bool = False,
     num_tokens: int | None = None,
@@ -96,11 +95,11 @@ def make_train_step(
     of each layer (train/optimizers/qk_clip.py). A watched step makes the same update,
     and its metrics include figures of layers (train/core/numerics.py).
     """
-    qk_clip = optimizer.config.qk_clip
+    clip_scores = optimizer.clip_scores
     taps = None
-    if watched or qk_clip is not None:
-        taps = Taps(watched, None if qk_clip is None else model.config.num_heads)
-    compute_gradients = make_gradients(model, execution, config, num_tokens, taps)
+    if watched or clip_scores is not None:
+        taps = Taps(watched, None if clip_scores is None else model.config.num_heads)
+    compute_gradients = make_gradients(model, execution, recipe, num_tokens, taps)
     has_dropout = model.config.dropout != Dropout()
     is_random = has_dropout or execution.numerics.rounds_stochastically
 
@@ -115,11 +114,11 @@ def make_train_step(
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
         accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
         current = jnp.stack([loss, norm])
-        if recent is not None and config.skip_sigma is not None:
-            accepted &= ~is_spike(recent, current, config.skip_sigma)
+        if recent is not None and recipe.skip_sigma is not None:
+            accepted &= ~is_spike(recent, current, recipe.skip_sigma)
         clip = None
-        if qk_clip is not None and figures and figures.bounds is not None:
-            clip = partial(clip_scores, model.config, qk_clip, figures.bounds)
+        if clip_scores is not None and figures and figures.bounds is not None:
+            clip = partial(clip_scores, figures.bounds)
         with jax.named_scope("optimizer"):
             params, optimizer_state, updated = optimizer.update(
                 grads, norm, state.optimizer, state.params, state.step, accepted, clip
@@ -163,7 +162,7 @@ def _batch_metrics(gradients: Gradients) -> Metrics:
 def _make_loss(
     model: GPT,
     execution: Execution,
-    config: TrainConfig,
+    recipe: Recipe,
     taps: Taps | None,
     num_tokens: int | None,
 ) -> Callable[..., tuple[Float[Array, ""], _LossResults]]:
@@ -188,8 +187,8 @@ def _make_loss(
             bind(model, params),
             rows.batch,
             execution,
-            z_loss=config.z_loss,
-            chunk=config.loss_chunk_tokens,
+            z_loss=recipe.z_loss,
+            chunk=recipe.loss_chunk_tokens,
             num_tokens=num_tokens,
             call=CallContext(keys_BT=keys_BT, taps=call_taps),
             ahead=rows.ahead,
@@ -211,7 +210,7 @@ def _make_loss(
 def make_gradients(
     model: GPT,
     execution: Execution,
-    config: TrainConfig,
+    recipe: Recipe,
     num_tokens: int | None = None,
     taps: Taps | None = None,
 ) -> Callable[..., Gradients]:
@@ -224,7 +223,7 @@ def make_gradients(
     placement, infos = execution.placement, param_infos(model)
     depth, has_experts = model.config.predict_ahead, model.config.expert_layers > 0
     load_shape = model.config.expert_layers + depth, model.config.num_experts
-    compute_loss = _make_loss(model, execution, config, taps, num_tokens)
+    compute_loss = _make_loss(model, execution, recipe, taps, num_tokens)
 
     def on_device(
         params: Any, rows: Rows, ahead_weight: Float[Array, ""] | None = None
@@ -244,10 +243,10 @@ def make_gradients(
             ahead_weight=ahead_weight,
         )
         compute_grads = jax.grad(mean_loss, has_aux=True)
-        if config.accumulation_steps == 1:
+        if recipe.accumulation_steps == 1:
             grads, (losses, load_LE, figures) = compute_grads(params, rows)
         else:
-            parts = split(rows, config.accumulation_steps)
+            parts = split(rows, recipe.accumulation_steps)
             shape = load_shape if has_experts else None
             grads, (losses, load_LE, figures) = sum_over_microbatches(
                 compute_grads, params, parts, num_losses=1 + depth, load_shape=shape
@@ -276,18 +275,9 @@ def make_gradients(
             return run(params, Rows(batch, seeds_BT))
         # Rows are whole here. On devices they may be divided, and in another order.
         ahead = look_ahead(batch.inputs, batch.targets, batch.segment_ids, depth)
-        return run(params, Rows(batch, seeds_BT, ahead), ahead_weight(config, step))
+        return run(params, Rows(batch, seeds_BT, ahead), recipe.ahead_weight(step))
 
     return compute_gradients
-
-
-def ahead_weight(config: TrainConfig, step: Int[Array, ""] | int) -> Float[Array, ""]:
-    """Return the weight of the loss of prediction modules in a step."""
-    weight = jnp.float32(config.predict_ahead_weight)
-    if config.predict_ahead_later_weight is None:
-        return weight
-    later_weight = jnp.float32(config.predict_ahead_later_weight)
-    return jnp.where(step >= config.predict_ahead_later_step, later_weight, weight)
 
 
 def _sum_counts(

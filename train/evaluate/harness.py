@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):
         self._lengths = row_lengths(self.max_length, program)
         self._step = jax.jit(
             make_score_step(
-                program.model, program.execution, config.train, encoding.n_vocab
+                program.model, program.execution, program.recipe, encoding.n_vocab
             ),
             in_shardings=(program.shardings.params, program.batch_shardings),
             out_shardings=program.replicated,

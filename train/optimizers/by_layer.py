@@ -1,4 +1,4 @@
-"""Update one layer at a time, for moments in host memory or in eight bits.
+"""UpdatePart one layer at a time, for moments in host memory or in eight bits.
 
 Arrays W[L, ...] are updated in a loop over their layers. The moments of a layer are
 copied to the device, updated and copied back. So the device holds the moments of at
@@ -10,7 +10,6 @@ The result is bitwise equal to one update of all parameters, because the update 
 parameter depends on other parameters only through the norm of all gradients.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,14 +18,16 @@ from optax import MaskedNode
 
 from model.params import LAYERS
 from train.core.optimizer.moments import is_eight_bits
-
-# (gradients, moments, parameters, first repeat) -> (parameters, moments, whether the
-# update is accepted), for a part of the parameters.
-Update = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
+from train.core.optimizer.update import UpdatePart
 
 
 def update_layer_by_layer(
-    update: Update, grads: Any, moments: Any, params: Any, on_host: bool, in_place: bool
+    update: UpdatePart,
+    grads: Any,
+    moments: Any,
+    params: Any,
+    on_host: bool,
+    in_place: bool,
 ) -> tuple[Any, Any, jax.Array]:
     """Return the updated parameters and moments, and whether the update was accepted.
 
@@ -68,7 +69,13 @@ def update_layer_by_layer(
 
 
 def _update_stack(
-    update: Update, grads: Any, moments: Any, params: Any, *, space: Any, in_place: bool
+    update: UpdatePart,
+    grads: Any,
+    moments: Any,
+    params: Any,
+    *,
+    space: Any,
+    in_place: bool,
 ) -> tuple[Any, Any, jax.Array]:
     """Return the results of `update` for stacked layers, updated one by one."""
     depth = len(jax.tree.leaves(params)[0])

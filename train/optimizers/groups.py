@@ -9,8 +9,8 @@ import optax
 
 from model.params import Kind, is_info, named
 from train.config import OptimizerConfig, OptimizerName, ParameterGroup
+from train.core.optimizer.factors import Factors
 from train.errors import ConfigError, Mistake
-from train.optimizers.transfer import Factors
 
 
 class ParamRates(NamedTuple):

@@ -27,26 +27,16 @@ arXiv:2512.22382, which also has the rule for the number of steps.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from model.choices import Init, NormPlacement
 from model.config import ModelConfig
 from model.params import Kind, ParamInfo, is_info, named
 from train.config import MuonScale, OptimizerConfig, OptimizerName, Transfer
+from train.core.optimizer.factors import Factors
 
 _MODULE_BLOCK = re.compile(r"predict_ahead\.\d+\.block\.")
-
-
-class Factors(NamedTuple):
-    """Factors on a parameter's initial values, its learning rate and Adam's epsilon."""
-
-    initial: float = 1.0
-    learning_rate: float = 1.0
-    epsilon: float = 1.0
 
 
 def transfer_ratios(config: OptimizerConfig, model: ModelConfig) -> tuple[float, float]:
@@ -100,23 +90,6 @@ def _ends_branch(name: str, info: ParamInfo, model: ModelConfig) -> bool:
     if owner.endswith("norm"):
         return writes_stream and owner.endswith("output_norm")
     return writes_stream and model.norm_placement is NormPlacement.before
-
-
-def scale_initial_values(
-    params: Any, factors: Mapping[str, Factors], model: ModelConfig
-) -> Any:
-    """Return initial parameters, multiplied by their factors."""
-
-    def scale(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        factor = factors.get(name, Factors()).initial
-        if factor == 1:
-            return x
-        # A norm with an offset of 1 stores its scale minus 1.
-        offset = float(model.norm_unit_offset and name.endswith("norm.scale"))
-        return (x + offset) * factor - offset
-
-    return jax.tree_util.tree_map_with_path(scale, params)
 
 
 def fit_to_length(config: OptimizerConfig, num_steps: int) -> OptimizerConfig:

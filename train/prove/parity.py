@@ -17,6 +17,7 @@ from data.batch import Batch
 from model.choices import Dtype
 from model.params import named
 from train.config import Config, MomentDtype
+from train.core.execution import recipe_of
 from train.core.feed import place
 from train.core.mesh import Device
 from train.core.optimizer.moments import decode_moments
@@ -104,7 +105,9 @@ class Steps:
         self.program = make_program(config, devices, num_tokens=num_tokens)
         model, execution = self.program.model, self.program.execution
         self._gradients = jax.jit(
-            make_gradients(model, execution, config.train, num_tokens=num_tokens)
+            make_gradients(
+                model, execution, recipe_of(config.train), num_tokens=num_tokens
+            )
         )
         self._names = forward_order(config.model)
 

@@ -220,7 +220,7 @@ def test_training_validation_and_tasks_agree_that_padding_ids_have_no_probabilit
     sources = open_sources(config.data)
     program = make_program(config, jax.devices()[:2])
     score_step = jax.jit(
-        make_score_step(program.model, program.execution, config.train, 257)
+        make_score_step(program.model, program.execution, program.recipe, 257)
     )
 
     def mean(step: int, batches) -> float:

@@ -25,8 +25,7 @@ def equations(jaxpr, inside=()):
 
 
 def traced(program):
-    config = program.config.train
-    gradients = make_gradients(program.model, program.execution, config)
+    gradients = make_gradients(program.model, program.execution, program.recipe)
     jaxpr = jax.make_jaxpr(gradients)(program.state.params, program.batch)
     return [*equations(jaxpr.jaxpr)]
 
@@ -69,7 +68,7 @@ def run(program, batch, **changes):
     execution = program.execution._replace(
         placement=replace(program.execution.placement, **changes)
     )
-    gradients = make_gradients(program.model, execution, program.config.train)
+    gradients = make_gradients(program.model, execution, program.recipe)
     params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
     params = jax.device_put(params, program.shardings.params)
     placed = jax.device_put(jax.tree.map(jnp.asarray, batch), program.batch_shardings)

@@ -114,7 +114,7 @@ def test_gradients_are_the_same(programs, tmp_path, family):
     )
     batch, expected = a_batch(theirs)
     expected.backward()
-    step = make_gradients(program.model, program.execution, program.config.train)
+    step = make_gradients(program.model, program.execution, program.recipe)
     (loss,), grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     ours = {name: parts.read(dict(named(grads)), name) for name in parts.tensors}
@@ -162,7 +162,7 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
     )
     params = start_from(str(tmp_path / "theirs"), program).params
     parts = export(tmp_path / "ours", program, params)
-    step = make_gradients(program.model, program.execution, program.config.train)
+    step = make_gradients(program.model, program.execution, program.recipe)
     (loss,), grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     for name, parameter in theirs.named_parameters():

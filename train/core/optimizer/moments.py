@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.params import ParamInfo, is_info, name_in_layer
-from train.config import MomentDtype
+from train.core.choices import MomentDtype
 from train.core.optimizer.rounding import key_of_step, random_bits, to_bfloat16
 
 _MEAN_SQUARES = "nu"  # optax's name for mean squares, which have no sign

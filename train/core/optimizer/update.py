@@ -8,30 +8,21 @@ bits are rounded stochastically, without a float32 copy. The average is always f
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from model.params import Kind, is_info
-from train.config import MomentDtype, OptimizerConfig, OptimizerName, ScheduleConfig
+from train.core.choices import MomentDtype
+from train.core.optimizer.factors import Factors
 from train.core.optimizer.moments import MomentStorage, decode_moments
-from train.core.optimizer.overflow import may_overflow, num_overflows
-from train.core.optimizer.schedule import make_schedule
-from train.optimizers.adafactor import scale_by_adafactor
-from train.optimizers.by_layer import update_layer_by_layer
-from train.optimizers.groups import (
-    ParamRates,
-    add_decay,
-    parameter_rates,
-    scale_by_rate,
-    with_epsilons,
-)
-from train.optimizers.muon import muon
-from train.optimizers.transfer import Factors, fit_to_length
+from train.core.optimizer.overflow import num_overflows
+
+# (gradients, moments, parameters, first repeat) -> (parameters, moments, whether the
+# update is accepted), for all parameters or a part of them.
+UpdatePart = Callable[[Any, Any, Any, Any], tuple[Any, Any, jax.Array]]
 
 
 class OptimizerState(NamedTuple):
@@ -45,26 +36,38 @@ class OptimizerState(NamedTuple):
 class Optimizer:
     """Updates parameters and the optimizer's state. It is hashed by its identity.
 
+    transform: the optax transformation, which includes peak learning rates.
     schedule: the factor on learning rates at a step.
     storage: the format of moments between updates.
+    learning_rate_peak: the learning rate at a factor of 1, which metrics report.
+    clip_norm: the largest norm of all gradients. None does not clip them.
+    ema_decay: the decay of the average of weights. None keeps no average.
     checks_overflow: whether an update is checked before it is written.
-    factors: those of `transfer_factors`, of which the initial values need theirs.
-    by_layer: whether layers are updated one by one.
-    in_place: see `update_layer_by_layer`.
+    checks_again: whether the check computes the update a second time.
+    factors: those on initial values, by the dotted name of a parameter.
+    update_layers: runs an update layer by layer (train/optimizers/by_layer.py). None
+        updates all parameters together.
+    clip_scores: maps the bounds of all scores [L, N] and float32 weights to weights
+        (train/optimizers/qk_clip.py). None does not clip scores.
     """
 
-    config: OptimizerConfig
     transform: optax.GradientTransformation
     schedule: Callable[[jax.Array], jax.Array]
     storage: MomentStorage
+    learning_rate_peak: float
+    clip_norm: float | None
+    ema_decay: float | None
     checks_overflow: bool
+    checks_again: bool
     factors: Mapping[str, Factors]
-    by_layer: bool = False
-    in_place: bool = True
+    update_layers: (
+        Callable[[UpdatePart, Any, Any, Any], tuple[Any, Any, jax.Array]] | None
+    ) = None
+    clip_scores: Callable[[Float[Array, "L N"], Any], Any] | None = None
 
     def init(self, params: Any) -> OptimizerState:
         """Return zero moments, and averages equal to the weights."""
-        average = None if self.config.ema_decay is None else averages(params)
+        average = None if self.ema_decay is None else averages(params)
         state = self.transform.init(jax.tree.map(_as_float32, params))
         if self.storage.dtype is not MomentDtype.float32:
             # Without the barrier, XLA spends seconds on constant folding.
@@ -73,7 +76,7 @@ class Optimizer:
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         """Return the learning rate for the update after `step` updates."""
-        return self.config.learning_rate * self.schedule(step)
+        return self.learning_rate_peak * self.schedule(step)
 
     def update(
         self,
@@ -110,18 +113,13 @@ class Optimizer:
             new_moments = _select(part_accepted, new_moments, moments)
             return new_params, new_moments, part_accepted
 
-        if self.by_layer:
-            params, moments, accepted = update_layer_by_layer(
-                update_part,
-                grads,
-                state.transform,
-                params,
-                on_host=self.config.offload,
-                in_place=self.in_place,
+        if self.update_layers is not None:
+            params, moments, accepted = self.update_layers(
+                update_part, grads, state.transform, params
             )
         else:
             params, moments, accepted = update_part(grads, state.transform, params, 0)
-        average, decay = state.average, self.config.ema_decay
+        average, decay = state.average, self.ema_decay
         if decay is not None:
             new_average = jax.tree.map(
                 lambda a, p: decay * a + (1 - decay) * _as_float32(p), average, params
@@ -146,7 +144,7 @@ class Optimizer:
 
         def count(grads: Any, moments: Any, params: Any) -> jax.Array:
             new = weights, new_moments
-            if self.config.name is not OptimizerName.muon:
+            if self.checks_again:
                 new = self._apply(grads, moments, params, norm, factor)
             # Norms need finite squares of weights. Rounding adds up to 1 % to moments.
             overflows = num_overflows(new[0], _float32_tree(params), jnp.square)
@@ -165,8 +163,8 @@ class Optimizer:
         self, grads: Any, moments: Any, params: Any, norm: jax.Array, factor: jax.Array
     ) -> tuple[Any, Any]:
         """Return float32 weights and moments after an update."""
-        if self.config.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.config.clip_norm / (norm + 1e-6))
+        if self.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
         grads, weights = _float32_tree(grads), _float32_tree(params)
         directions, moments = self.transform.update(
@@ -194,103 +192,3 @@ def averages(params: Any) -> Any:
     Copies are needed, because parameters and averages are both donated to the step.
     """
     return jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
-
-
-def make_optimizer(
-    config: OptimizerConfig,
-    schedule: ScheduleConfig,
-    num_steps: int,
-    infos: Any,
-    *,
-    compute_dtype: DTypeLike = jnp.float32,
-    mesh: Mesh | None = None,
-    specs: Any = None,
-    seed: int = 0,
-    platform: str = "cpu",
-    factors: Mapping[str, Factors] | None = None,
-    rate_factor: float = 1.0,
-) -> Optimizer:
-    """Build the optimizer.
-
-    Args:
-        config: the kind of optimizer, and its rates.
-        schedule: the schedule of learning rates.
-        num_steps: the length of the schedule.
-        infos: tree of `ParamInfo`.
-        compute_dtype: the dtype of the operands of Muon's products.
-        mesh: the devices that share Muon's work.
-        specs: tree of the parameters' PartitionSpecs on the mesh.
-        seed: the seed of stochastic rounding.
-        platform: the platform of the devices.
-        factors: those of `transfer_factors`.
-        rate_factor: a factor on all learning rates, in addition to the schedule.
-
-    Raises:
-        ConfigError: a group of `optimizer.groups` has no parameter.
-    """
-    config, factors = fit_to_length(config, num_steps), factors or {}
-    rates = parameter_rates(config, infos, factors)
-    transform = _make_transform(config, infos, rates)
-    if config.name is OptimizerName.muon:  # Adam updates all but matrices
-        labels = jax.tree.map(
-            lambda info: "muon" if info.kind is Kind.matrix else "adamw",
-            infos,
-            is_leaf=is_info,
-        )
-        muon_part = optax.chain(
-            *muon(config, infos, compute_dtype=compute_dtype, mesh=mesh, specs=specs),
-            add_decay(rates, optax.EmptyState()),
-            scale_by_rate(rates),
-        )
-        transform = optax.partition({"muon": muon_part, "adamw": transform}, labels)
-    return Optimizer(
-        config,
-        transform,
-        make_schedule(schedule, num_steps, rate_factor),
-        MomentStorage(config.moment_dtype, infos, seed),
-        checks_overflow=may_overflow(config, rates.values()),
-        factors=factors,
-        by_layer=_needs_loop(config, platform, mesh),
-        # Compiling ahead of time, XLA:GPU does not learn which arguments are in host
-        # memory, and refuses to update moments there in place.
-        in_place=not (config.offload and platform == "gpu"),
-    )
-
-
-def _make_transform(
-    config: OptimizerConfig, infos: Any, rates: Mapping[str, ParamRates]
-) -> optax.GradientTransformation:
-    """Return the update of parameters that are not Muon's, without the schedule."""
-    match config.name:
-        case OptimizerName.adafactor:
-            direction = scale_by_adafactor(infos)
-        case OptimizerName.lion:
-            direction = optax.scale_by_lion(config.b1, config.b2)
-        case OptimizerName.adamw | OptimizerName.muon:
-            direction = optax.scale_by_adam(config.b1, config.b2, config.epsilon)
-            direction = with_epsilons(direction, rates)
-        case _:
-            assert_never(config.name)
-    return optax.chain(
-        direction,
-        add_decay(rates, optax.MaskedState(optax.EmptyState())),
-        scale_by_rate(rates),
-    )
-
-
-def _needs_loop(config: OptimizerConfig, platform: str, mesh: Mesh | None) -> bool:
-    """Return whether layers must be updated one by one, in a loop.
-
-    Offloaded moments need the loop. So do eight-bit moments on a GPU, because XLA would
-    hold the moments of all layers in float32 at once. The exceptions are Muon, which
-    exchanges all matrices together, Adafactor, which has no eight-bit moments, and
-    pipelines, whose stages hold different layers.
-    """
-    if config.offload:
-        return True
-    if config.qk_clip is not None:  # It changes the weights of all layers together.
-        return False
-    is_pipelined = mesh is not None and mesh.shape["pipeline"] > 1
-    is_separable = config.name in (OptimizerName.adamw, OptimizerName.lion)
-    has_eight_bits = config.moment_dtype is MomentDtype.int8
-    return platform == "gpu" and has_eight_bits and is_separable and not is_pipelined

@@ -22,10 +22,10 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, params_of
 from model.parts.attention import KernelAttention
-from train.config import Remat, TrainConfig
 from train.core.execution import batch_shards
 from train.core.optimizer.update import Optimizer
 from train.core.program import Program
+from train.core.recipe import Recipe
 from train.core.step import make_gradients
 from train.hardware.interconnect import num_slices_along
 
@@ -70,25 +70,24 @@ def trace_gradients(program: Program) -> ClosedJaxpr:
     return _trace_gradients(
         config.model,
         execution._replace(placement=replace(placement, mesh=traced_mesh)),
-        # The remat policy is in the execution. One microbatch is traced.
-        replace(config.train, accumulation_steps=1, remat=Remat.none, num_steps=1),
+        program.recipe._replace(accumulation_steps=1),
         jax.tree.map(lambda _: array, program.batch),
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _trace_gradients(
-    config: ModelConfig, execution: Execution, train: TrainConfig, batch: Batch
+    config: ModelConfig, execution: Execution, recipe: Recipe, batch: Batch
 ) -> ClosedJaxpr:
     model = abstract_gpt(config, MODEL_PARTS)
-    step = make_gradients(model, execution, train)
+    step = make_gradients(model, execution, recipe)
     return jax.make_jaxpr(step)(params_of(model), batch)
 
 
 def trace_update(optimizer: Optimizer, params: Any, state: Any) -> ClosedJaxpr:
     """Trace the function (parameters, state, gradients) -> (parameters, state)."""
     # Products do not depend on where moments are, or on whether layers take turns.
-    optimizer = replace(optimizer, by_layer=False)
+    optimizer = replace(optimizer, update_layers=None)
     params, state = jax.tree.map(lambda x: x.update(sharding=None), (params, state))
 
     def update(params: Any, state: Any, grads: Any) -> Any:

@@ -115,8 +115,7 @@ def test_ids_that_only_pad_the_vocabulary_have_no_probability(
     params = program.init().params
     placed = jax.device_put(batch, program.batch_shardings)
     nats, targets = jax.device_get(program.eval_step(params, placed))
-    train = program.config.train
-    step = make_gradients(model, program.execution, train, num_tokens=257)
+    step = make_gradients(model, program.execution, program.recipe, num_tokens=257)
     (loss,), grads, *_ = jax.device_get(jax.jit(step)(params, placed))
     values = logits_of(model, jax.device_get(params), batch, execution)[..., :257]
     values -= np.log(np.exp(values).sum(-1, keepdims=True))

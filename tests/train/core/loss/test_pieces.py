@@ -194,7 +194,7 @@ def gradients(programs, store, monkeypatch):
         assert bool(sharded_dims) == (devices > 1)
         batch = Order(store, program.config.data, 0).read(0)
         assert (batch.targets < 0).any()
-        step = make_gradients(model, execution, program.config.train, num_tokens=257)
+        step = make_gradients(model, execution, program.recipe, num_tokens=257)
         params = params_of(GPT(program.config.model, nnx.Rngs(1), MODEL_PARTS))
         params = jax.device_put(params, program.shardings.params)
         results = jax.jit(step)(params, place(batch, program.batch))

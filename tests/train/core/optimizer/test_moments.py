@@ -25,7 +25,7 @@ from train.core.optimizer.moments import (
     to_eight_bits,
 )
 from train.core.optimizer.rounding import key_of_step, random_bits
-from train.core.optimizer.update import make_optimizer
+from train.optimizers.make import make_optimizer
 
 MATRIX = ParamInfo(("layers", "embed", "heads", "head_dim"), Kind.matrix, 1)
 SHAPE = (2, 6, 3, 4)
@@ -193,7 +193,7 @@ def test_an_update_by_layers_is_that_of_all_at_once():
     results = []
     for platform in ("cpu", "gpu"):
         optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
-        assert optimizer.by_layer == (platform == "gpu")
+        assert (optimizer.update_layers is not None) == (platform == "gpu")
         params = drawn(0)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(3):

@@ -17,7 +17,7 @@ from train.config import (
     ScheduleConfig,
 )
 from train.core.optimizer.schedule import make_schedule
-from train.core.optimizer.update import make_optimizer
+from train.optimizers.make import make_optimizer
 
 INFOS = {
     "matrix": ParamInfo(("embed", "mlp"), Kind.matrix, 1),
