@@ -57,7 +57,9 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
         state, _ = jax.block_until_ready(program.train_step(state, batch))
         step_s.append(time.perf_counter() - began)
     checkpoints = Checkpoints(epath.Path(folder / "checkpoints"), CheckpointConfig())
-    blocking_s, whole_s, rss = [], [], []
+    blocking_s = []
+    whole_s = []
+    rss = []
     for step in range(1, saves + 1):
         number = jax.device_put(np.int32(step), state.step.sharding)
         state = state._replace(step=number)
@@ -78,7 +80,8 @@ def measure(program: Program, folder: Path, saves: int, steps: int) -> None:
         ("blocks the loop", blocking_s),
         ("written, hashed", whole_s),
     ):
-        median, worst = statistics.median(seconds), max(seconds)
+        median = statistics.median(seconds)
+        worst = max(seconds)
         print(
             f"{name:17s} {median:.3f} s median, {worst:.3f} s worst of {saves}: "
             f"{median / step_median:.1%} and {worst / step_median:.1%} of a step"

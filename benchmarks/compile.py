@@ -18,7 +18,8 @@ from model.config import ModelConfig
 from model.execution import Execution
 from model.gpt import abstract_gpt, bind, params_of
 
-DEPTHS, REPEATS = (6, 48), 3
+DEPTHS = (6, 48)
+REPEATS = 3
 CONFIG = ModelConfig(embed_dim=32, num_heads=2, vocab_size=128)
 
 

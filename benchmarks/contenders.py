@@ -31,7 +31,8 @@ class Contender:
     """A worker process (benchmarks/step_worker.py) and its measurements."""
 
     def __init__(self, spec: Spec) -> None:
-        self.spec, self.name = spec, spec.name
+        self.spec = spec
+        self.name = spec.name
         self.blocks: list[float] = []  # the seconds per step of each block of steps
         self.memory = 0
         environment = {
@@ -135,7 +136,8 @@ def alternate(contenders: list[Contender], blocks: int, steps: int) -> None:
 
 def hardware(device: str) -> str:
     """Return the name of the processor, and of the GPU if `device` is not "cpu"."""
-    model, info = platform.processor(), Path("/proc/cpuinfo")
+    model = platform.processor()
+    info = Path("/proc/cpuinfo")
     if info.exists():
         lines = [s for s in info.read_text().splitlines() if "model name" in s]
         model = lines[0].split(":")[1].strip() if lines else model
@@ -171,7 +173,8 @@ def rows_of(contenders: Sequence[Contender], peak: float | None) -> list[dict]:
     """
     rows = []
     for c in contenders:
-        seconds, shape = statistics.median(c.blocks), c.spec.shape
+        seconds = statistics.median(c.blocks)
+        shape = c.spec.shape
         rows.append(
             {
                 "contender": c.name,

@@ -34,7 +34,8 @@ def library(num_bytes: int) -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))
     texts = [path.read_text(errors="replace") for path in paths]
-    documents, size = [], 0
+    documents = []
+    size = 0
     for number in itertools.count():
         for text in texts:
             if size >= num_bytes:
@@ -66,7 +67,8 @@ def tokenize(folder: Path) -> None:
     cores = usable_cores()
 
     def ours() -> None:
-        given, output = f"{folder}/text.jsonl", f"{folder}/store"
+        given = f"{folder}/text.jsonl"
+        output = f"{folder}/store"
         shutil.rmtree(output, ignore_errors=True)
         prepare_store(
             PrepareConfig(given, output, tokenizer=ranks, tokenizer_sha256=sha256)

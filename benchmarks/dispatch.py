@@ -35,7 +35,8 @@ def main() -> None:
     program = make_program(config)
     ids = np.ones((2, 16), np.int32)
     spent = []
-    batch, state = place(Batch(ids, ids, ids, ids), program.batch), program.init()
+    batch = place(Batch(ids, ids, ids, ids), program.batch)
+    state = program.init()
     step = program.train_step.lower(program.state, program.batch).compile()
     for _ in range(300):
         began = time.thread_time()

@@ -39,7 +39,8 @@ from train.units import format_bytes
 GPT2 = "model=gpt2_124m data.sequence_length=1024"
 LLAMA1 = "model=llama3_1b data.sequence_length=2048"
 LLAMA8 = "model=llama3_8b model.num_layers=4 data.sequence_length=4096"
-FULL, DOTS = "train.remat=full", "train.remat=dots"
+FULL = "train.remat=full"
+DOTS = "train.remat=dots"
 FOUR = "train.accumulation_steps=4"
 TENSOR = "mesh=fsdp_tensor mesh.tensor="
 
@@ -140,7 +141,8 @@ def compare(case: str) -> Compared | None:
 
 
 def _show(name: str, guess: Plan, truth: Plan, measure: Callable[[Plan], int]) -> float:
-    estimated, compiled = measure(guess), measure(truth)
+    estimated = measure(guess)
+    compiled = measure(truth)
     print(f"    {name} {format_bytes(estimated)}, compiled {format_bytes(compiled)}")
     return estimated / compiled
 

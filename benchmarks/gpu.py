@@ -154,7 +154,8 @@ def levers(first: Spec, presets: Sequence[str]) -> Found:
     The unchanged step is measured again after every four changes.
     """
     base = replace(first, batch_size=fastest(tune(first)))
-    as_is, changed = [tokens_per_s(base)], {}
+    as_is = [tokens_per_s(base)]
+    changed = {}
     for number, (name, changes) in enumerate(LEVERS.items(), 1):
         flags = [change for change in changes if change.startswith("--")]
         own = {"XLA_FLAGS": flags[0]} if flags else {}
@@ -225,7 +226,8 @@ def keep(file: Path, part: str, found: dict[str, Any]) -> None:
 
 def do(part: str, first: Spec, presets: Sequence[str], file: Path | None) -> str | None:
     """Run a part and write its results; return the reason if it failed, or None."""
-    began, found = time.monotonic(), dict[str, Any]()
+    began = time.monotonic()
+    found = dict[str, Any]()
 
     def add(more: dict[str, Any]) -> None:
         found.update(more, seconds=time.monotonic() - began)

@@ -20,7 +20,9 @@ BATCH_SIZES = {  # `tune` tries these in order until memory is exhausted or spee
     "gpt2_124m": (16, 32, 64, 128),
     "gpt2_1558m": (4, 8, 16, 32),
 }
-BLOCKS, STEPS, TURNS = 3, 20, 3  # blocks in a process, steps in a block, processes
+BLOCKS = 3  # blocks in a process
+STEPS = 20  # steps in a block
+TURNS = 3  # processes
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -49,7 +49,8 @@ def stores(folder: Path) -> dict[str, MixtureSource]:
     for number, (name, weight) in enumerate(zip("abc", (0.61, 0.23, 0.16))):  # noqa: B905
         lines = [json.dumps({"text": text}) for text in texts[number::3]]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        given, output = f"{folder}/{name}.jsonl", f"{folder}/{name}"
+        given = f"{folder}/{name}.jsonl"
+        output = f"{folder}/{name}"
         prepare_store(PrepareConfig(input=given, output=output))
         sources[name] = MixtureSource(output, weight)
     return sources
@@ -57,7 +58,8 @@ def stores(folder: Path) -> dict[str, MixtureSource]:
 
 def load(folder: Path) -> None:
     """Print the tokens per second of each loader for each shape of a batch."""
-    sources, rates = stores(folder), {}
+    sources = stores(folder)
+    rates = {}
     for rows, length in SHAPES:
         config = DataConfig(
             name="mixture",
@@ -78,7 +80,8 @@ def load(folder: Path) -> None:
         if (pytorch := dataloader(folder / "flat.bin", rows, length)) is not None:
             loaders["PyTorch DataLoader, 1 memmap"] = pytorch
         work = {name: timer(batches, count) for name, batches in loaders.items()}
-        first, cold = "from disk, for the first time", "from disk, evicted"
+        first = "from disk, for the first time"
+        cold = "from disk, evicted"
         work[first] = fresh_timer(config, fresh, folder, evicted=False)
         times = alternate(work, REPEATS)  # before any file is evicted
         evicted = {cold: fresh_timer(config, fresh, folder, evicted=True)}
@@ -213,7 +216,8 @@ def open_large(folder: Path) -> None:
     import data.token_store.writer as writer
     from data.key_value_store import KeyValueStore
 
-    documents, length = 100_000_000, 1000
+    documents = 100_000_000
+    length = 1000
     storage = KeyValueStore(folder / "large")
     split = writer._SplitWriter(storage, "train", np.dtype("<u2"))
     arrays = split.arrays

@@ -125,7 +125,8 @@ def cost_of(values: dict[str, Any]) -> StepCost:
     rows = values.get("sections")
     if rows is None:  # Results of 25 November 2026 and earlier have no sections.
         flops = dict(values["work"])
-        products, moved = flops.pop("product_bytes"), flops.pop("memory_bytes")
+        products = flops.pop("product_bytes")
+        moved = flops.pop("memory_bytes")
         hbm_bytes = {"products": products, "others": moved - products}
         whole = {"name": "step", "flops": flops, "hbm_bytes": hbm_bytes}
         rows = [{**whole, "sent": values["sent"]}]
@@ -163,7 +164,8 @@ def execution_of(program: Program) -> StepCost | str:
     if plan.text is None and plan.fits:
         return "XLA cannot print the program"
     if plan.text is None:
-        needed, available = plan.memory.needed.bytes, plan.budget.available
+        needed = plan.memory.needed.bytes
+        available = plan.budget.available
         return f"it does not fit: {needed / 2**30:.1f} of {available / 2**30:.1f} GiB"
     if plan.compilation:
         print(f"compiled in {plan.compilation.seconds:.0f} s", file=sys.stderr)
@@ -179,12 +181,15 @@ def compare(row: Row, found: Found) -> dict[str, Any]:
     scaled = (
         weak_scaling(*found.arguments, [n for n, _ in row.kept]) if row.kept else []
     )
-    chips, tokens = prediction.chips, prediction.tokens
+    chips = prediction.chips
+    tokens = prediction.tokens
     flops_per_token = prediction.model_flops * prediction.devices / tokens
     rate = row.tokens or (row.flops or 0.0) / flops_per_token
-    published, step = prediction.speed_at(tokens / chips / rate), prediction.step_s
+    published = prediction.speed_at(tokens / chips / rate)
+    step = prediction.step_s
     middle = prediction.middle
-    cost, mfu = found.cost.as_json(), prediction.range("mfu")
+    cost = found.cost.as_json()
+    mfu = prediction.range("mfu")
     del cost["outside_layers"]
     return {
         "name": row.name,

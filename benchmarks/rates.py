@@ -44,7 +44,9 @@ from train.core.step import make_train_step
 
 NUM_CHUNKS = 4  # calls of the compiled scan in a run
 VALIDATION_BATCHES = 40
-BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 4, 16
+BASE_WIDTH = 64
+BASE_DEPTH = 4
+HEAD_DIM = 16
 
 
 class Sweep(NamedTuple):
@@ -134,7 +136,8 @@ def prepare(sweep: Sweep) -> Prepared:
     keys = ("model.attention=xla", "model.layer_unroll=1", *sweep.overrides)
     config = compose([*keys, "mesh=ddp"])
     config = settle(config, padded_vocab_size(encoding_of(config.data)))
-    sources, steps = open_sources(config.data), config.train.num_steps
+    sources = open_sources(config.data)
+    steps = config.train.num_steps
     orders = [Order(sources, config.data, seed) for seed in range(sweep.seeds)]
     batches = [[order.read(step) for order in orders] for step in range(steps)]
     validation = validation_batches(sources, config.data)
@@ -163,7 +166,8 @@ class Compiled(NamedTuple):
 
 def compile_sweep(prepared: Prepared) -> Compiled:
     """Compile a sweep. States have leading dims [factors, seeds]."""
-    sweep, program = prepared.sweep, prepared.program
+    sweep = prepared.sweep
+    program = prepared.program
     start = time.perf_counter()
     factors = jnp.asarray(sweep.factors, jnp.float32)
 
@@ -211,8 +215,10 @@ def compile_sweep(prepared: Prepared) -> Compiled:
 def train(compiled: Compiled) -> dict[str, Any]:
     """Train all runs of a sweep; return their validation losses [factors][seeds]."""
     prepared = compiled.prepared
-    sweep, config = prepared.sweep, prepared.program.config
-    start, states = time.perf_counter(), compiled.init()
+    sweep = prepared.sweep
+    config = prepared.program.config
+    start = time.perf_counter()
+    states = compiled.init()
     size = config.train.num_steps // NUM_CHUNKS
     for chunk in range(NUM_CHUNKS):
         part = slice(chunk * size, (chunk + 1) * size)

@@ -18,7 +18,8 @@ _PER_ROW = 5
 def vertex(result: dict[str, Any]) -> float:
     """Return the best factor: the vertex of a parabola through the three best means."""
     losses = np.nan_to_num(np.mean(result["losses"], axis=1), nan=np.inf)
-    exponents, best = np.log2(result["factors"]), int(np.argmin(losses))
+    exponents = np.log2(result["factors"])
+    best = int(np.argmin(losses))
     around = slice(max(0, best - 1), best + 2)
     if not 0 < best < len(losses) - 1 or not np.all(np.isfinite(losses[around])):
         return float(2 ** exponents[best])
@@ -89,7 +90,8 @@ def _draw_panel(axes: Any, curves: dict[str, Any]) -> None:
         axes.fill_between(rates, losses.min(1), losses.max(1), alpha=0.2, color=color)
         best = vertex(result) * result["learning_rate"]
         axes.axvline(best, color=color, linewidth=0.7, linestyle=":")
-    lowest, highest = np.min(np.concatenate(means)), np.max(np.concatenate(means))
+    lowest = np.min(np.concatenate(means))
+    highest = np.max(np.concatenate(means))
     axes.set_ylim(lowest - 0.02, min(lowest + 0.5, highest + 0.02))
     axes.set(xscale="log", xlabel="learning rate")
     axes.legend(fontsize=7)

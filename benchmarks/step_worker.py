@@ -41,7 +41,8 @@ class Shape:
     @property
     def flops(self) -> float:
         """Model FLOPs of one step; see MFU_CONVENTION."""
-        c, layers = self.embed_dim, self.num_layers
+        c = self.embed_dim
+        layers = self.num_layers
         matrices = 12 * layers * c * c + self.vocab_size * c
         return (6 * matrices + 12 * layers * c * self.context) * self.tokens
 

@@ -53,7 +53,8 @@ def cut_rows(batch: Batch, part_B: np.ndarray, length: int) -> Batch:
         return batch
     columns = part_B[:, None] * length + np.arange(length)
     batch = Batch(*(np.take_along_axis(x, columns, axis=1) for x in batch))
-    segments, positions = batch.segment_ids, batch.positions
+    segments = batch.segment_ids
+    positions = batch.positions
     is_first = (segments == segments[:, :1]) & (segments > 0)
     starts = np.where(is_first, positions[:, :1], 0)
     first_segment = np.maximum(segments[:, :1] - 1, 0)
@@ -65,9 +66,11 @@ def cut_rows(batch: Batch, part_B: np.ndarray, length: int) -> Batch:
 
 def cut_pieces(pieces: list[Piece], part: int, length: int) -> list[Piece]:
     """Return the pieces of one part of a row, with columns of the part."""
-    first, cut = part * length, list[Piece]()
+    first = part * length
+    cut = list[Piece]()
     for column, start, size in pieces:
-        begin, end = max(column, first), min(column + size, first + length)
+        begin = max(column, first)
+        end = min(column + size, first + length)
         if begin < end:
             cut.append(Piece(begin - first, start + begin - column, end - begin))
     return cut

@@ -43,7 +43,9 @@ RowSlices = slice | Sequence[slice] | None
 # One thread reads small batches of a local split faster than two that share the GIL.
 # Reading a large batch is mostly copying, and reading a remote batch is mostly waiting.
 # Both release the GIL. The measurements are in docs/log/data.md.
-_THREADS_SMALL, _THREADS_LARGE, _THREADS_REMOTE = 1, 2, 4
+_THREADS_SMALL = 1
+_THREADS_LARGE = 2
+_THREADS_REMOTE = 4
 _LARGE_BATCH_TOKENS = 2**20
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
@@ -77,7 +79,8 @@ class Order:
 
         Raises DataError if their rows do not fill a batch, or a source has no row.
         """
-        self._config, self._sources = config, sources
+        self._config = config
+        self._sources = sources
         self.rows, self._is_local = _open_split(sources, config, "train")
         self.phases = phases_of(config)
         num_rows = {name: len(rows) for name, rows in self.rows.items()}
@@ -148,13 +151,15 @@ class Order:
         Raises:
             DataError: a source exceeds its limit of epochs.
         """
-        phase, batch = self.phase(step), self.batch_number(step)
+        phase = self.phase(step)
+        batch = self.batch_number(step)
         parts_per_row = self._config.sequence_length // phase.length
         row, part = np.divmod(phase.part(batch) + rows, parts_per_row)
         source_of_row, rank = self._mixture.rows(row)
         numbers = np.zeros_like(rank)
         for index, (name, source_rows) in enumerate(self.rows.items()):
-            mask, max_epochs = source_of_row == index, self._max_epochs(name)
+            mask = source_of_row == index
+            max_epochs = self._max_epochs(name)
             if (rank[mask] >= max_epochs * len(source_rows)).any():
                 raise DataError(
                     f"step {step}: data.sources.{name} is used up after {max_epochs} "
@@ -253,7 +258,8 @@ def validation_batches(
     source_of_row, numbers = expand_groups(num_rows)
     if 0 <= num_batches * config.batch_size < len(numbers):
         chosen = spread_rows(len(numbers), num_batches * config.batch_size)
-        source_of_row, numbers = source_of_row[chosen], numbers[chosen]
+        source_of_row = source_of_row[chosen]
+        numbers = numbers[chosen]
     order = np.argsort((numbers + 0.5) / num_rows[source_of_row], kind="stable")
     stop = -(-len(order) // config.batch_size)
     pad_width = (0, stop * config.batch_size - len(order))

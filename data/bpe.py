@@ -60,7 +60,8 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
             f"only {len(vocabulary)} tokens, including the {NUM_BYTES} single "
             f"bytes. Give more text, or at most vocab_size={len(vocabulary)}"
         )
-    lines, byte_of = [], {name: byte for byte, name in enumerate(names)}
+    lines = []
+    byte_of = {name: byte for byte, name in enumerate(names)}
     for name in sorted(vocabulary, key=vocabulary.__getitem__):
         token = bytes(byte_of[character] for character in name)
         lines.append(b"%s %d\n" % (base64.b64encode(token), vocabulary[name]))

@@ -52,7 +52,8 @@ def inputs_of(value: object) -> list[str]:
 
 def tokenizer_mistakes(name: str, sha256: str | None) -> Mistakes:
     """List what is wrong with a tokenizer's name, or a missing hash of a rank file."""
-    known_names, path = ("bytes", *PUBLISHED), Path(name)
+    known_names = ("bytes", *PUBLISHED)
+    path = Path(name)
     if name in known_names or sha256 is not None or path.expanduser().is_dir():
         return []
     if path.name != name or path.suffix or path.exists():

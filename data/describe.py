@@ -39,7 +39,8 @@ def describe_store(store: Store) -> str:
 
 def describe_lengths(store: Store, split: Split) -> str:
     """Return a histogram of document lengths, by powers of two, as lines of text."""
-    counts, last_offset = np.zeros(64, np.int64), np.zeros(0, np.int64)
+    counts = np.zeros(64, np.int64)
+    last_offset = np.zeros(0, np.int64)
     for offsets in store.split(split).iterate_shards("offsets"):
         lengths = np.diff(np.concatenate([last_offset, offsets]))
         counts += np.bincount(np.log2(np.maximum(lengths, 1)).astype(int), minlength=64)
@@ -60,7 +61,8 @@ def describe_sample(
 ) -> str:
     """Return the beginnings of `count` random documents as lines of text."""
     tokens = store.split(split)
-    count, random = min(count, tokens.num_documents), np.random.default_rng(seed)
+    count = min(count, tokens.num_documents)
+    random = np.random.default_rng(seed)
     numbers = random.choice(tokens.num_documents, count, replace=False)
     lines = []
     for number in sorted(numbers.tolist()):

@@ -59,7 +59,8 @@ class FolderEncoding(tiktoken.Encoding):
     ):
         """Pass the other `arguments` to `tiktoken.Encoding`."""
         super().__init__(name, **arguments)
-        self.splits, self.files = [*splits], dict(files or {})
+        self.splits = [*splits]
+        self.files = dict(files or {})
         # Oniguruma, the engine of `tokenizers`, always reads ^ and $ as ends of lines.
         self._splits = [regex.compile(split, regex.MULTILINE) for split in self.splits]
         if bos_token is not None:

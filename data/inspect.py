@@ -75,7 +75,8 @@ def main(config: InspectConfig) -> int:
         from train.run.starts import read_run
 
         run = read_run(run_dir(Config(run=config.run)), config.step)
-        data, seed = run.data, run.seed
+        data = run.data
+        seed = run.seed
     order = Order(open_sources(data, to_evaluate=False), data, seed)
     number = order.batch_number(config.step)
     if number > config.step:

@@ -39,7 +39,10 @@ class Mixture:
         self._phase_starts = np.array([first for first, _ in phases], np.int64)
         lengths = [*np.diff(self._phase_starts).tolist(), MAX_PERIOD]
         by_name = np.argsort(np.array(names), kind="stable")
-        periods, orders, ranks, period_rows = [], [], [], []
+        periods = []
+        orders = []
+        ranks = []
+        period_rows = []
         for (_, weights), length in zip(phases, lengths, strict=True):
             shares = shares_of([weights.get(names[int(n)], 0) for n in by_name])
             period = math.lcm(*(share.denominator for share in shares))
@@ -112,8 +115,11 @@ def _source_sequence(shares: list[Fraction], period: int, num_rows: int) -> list
 
     def next_deadlines(source: int) -> tuple[int, int, int]:
         """Return the rows at which a source may, should and must give its next row."""
-        given, share = counts[source] * row_units, share_units[source]
-        may, should, must = given + 1, given + margin, given + row_units - margin + 1
+        given = counts[source] * row_units
+        share = share_units[source]
+        may = given + 1
+        should = given + margin
+        must = given + row_units - margin + 1
         return (may - 1) // share, (should - 1) // share, (must - 1) // share
 
     deadlines = {s: next_deadlines(s) for s, share in enumerate(share_units) if share}

@@ -45,7 +45,9 @@ class Packed:
 
         `beginning` is the token that precedes each document; None if there is none.
         """
-        self._tokens, self.length, self._plan = tokens, length, plan
+        self._tokens = tokens
+        self.length = length
+        self._plan = plan
         self._beginning = beginning
 
     def __len__(self) -> int:
@@ -73,7 +75,8 @@ class Packed:
         batch = padding_batch(len(numbers), self.length)
         num_inputs = np.bincount(row, lengths, len(numbers))
         is_text = np.arange(self.length) < num_inputs[:, None]
-        batch.inputs[is_text], batch.targets[is_text] = inputs, targets
+        batch.inputs[is_text] = inputs
+        batch.targets[is_text] = targets
         batch.segment_ids[is_text] = np.repeat(index_in_row + 1, lengths)
         batch.positions[is_text] = expand_groups(lengths)[1]
         return batch
@@ -81,7 +84,8 @@ class Packed:
     def pieces(self, number: int) -> list[Piece]:
         """List the pieces of a row."""
         span = slice(*self._plan.row_offsets[number : number + 2])
-        starts, lengths = self._plan.starts[span], self._plan.lengths[span].tolist()
+        starts = self._plan.starts[span]
+        lengths = self._plan.lengths[span].tolist()
         starts = starts - (self._beginning is None)
         columns = np.cumsum([0, *lengths[:-1]]).tolist()
         return list(map(Piece, columns, starts.tolist(), lengths))
@@ -125,7 +129,8 @@ def open_plan(
             f"{file}: the plan of rows cannot be written ({error}). Name a "
             f"writable folder with data.cache_dir"
         ) from error
-    num_pieces, num_rows = len(plan.starts), len(plan.row_offsets) - 1
+    num_pieces = len(plan.starts)
+    num_rows = len(plan.row_offsets) - 1
     filled_fraction = plan.lengths.sum(dtype=np.int64) / max(1, num_rows * length)
     log.info(
         f"{kind} rows: {num_pieces} pieces in {num_rows} rows of {length}, "

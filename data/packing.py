@@ -58,7 +58,8 @@ def pack(lengths: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
         int64 [rows + 1], the start of each row in that array, and then its end.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= T
-    order, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    order = [np.zeros(0, np.int64)]
+    sizes = [np.zeros(0, np.int64)]
     for chunk_start in range(0, len(lengths), MAX_PIECES):
         chunk = lengths[chunk_start : chunk_start + MAX_PIECES]
         # NumPy uses radix sort for 16-bit integers, which is several times as fast.
@@ -90,11 +91,13 @@ def _group_rows(histogram: np.ndarray, T: int) -> list[tuple[_Contents, int]]:
         index = first_index = bisect_left(rooms, length)
         while remaining:
             if index < len(rooms):
-                room, row_groups = rooms[index], groups[rooms[index]]
+                room = rooms[index]
+                row_groups = groups[rooms[index]]
             else:  # Begin new rows, because no row has room.
                 num_rows = -(-remaining // (T // length))
                 empty: list[tuple[_Contents, int]] = [((), num_rows)]
-                room, row_groups = T, empty
+                room = T
+                row_groups = empty
             # Best fit: fill up one row before the next; it then has the least room.
             max_pieces = room // length
             while remaining and row_groups:

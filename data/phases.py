@@ -59,7 +59,8 @@ def phases_of(config: DataConfig) -> tuple[Phase, ...]:
     while batch_changes or length_changes:
         last = phases[-1]
         end = min(last.end(c) for c in [*batch_changes[:1], *length_changes[:1]])
-        rows, length = last.rows, last.length
+        rows = last.rows
+        length = last.length
         if batch_changes and last.end(batch_changes[0]) == end:
             rows = batch_changes.pop(0).rows
         if length_changes and last.end(length_changes[0]) == end:
@@ -94,7 +95,8 @@ def batch_number(step: int, skip_batches: Sequence[int]) -> int:
 
 def tokens_before(config: DataConfig, step: int) -> int:
     """Return the number of tokens in the batches of the first `step` steps."""
-    phases, skipped = phases_of(config), _skipped(step, config.skip_batches)
+    phases = phases_of(config)
+    skipped = _skipped(step, config.skip_batches)
 
     def tokens(batch: int) -> int:
         return phase_at(phases, batch).token(batch)
@@ -105,7 +107,9 @@ def tokens_before(config: DataConfig, step: int) -> int:
 
 def _skipped(step: int, skip_batches: Sequence[int]) -> list[range]:
     """Return the ranges of batches that are skipped before the batch of a step."""
-    skipped, number, next_batch = list[range](), step, 0
+    skipped = list[range]()
+    number = step
+    next_batch = 0
     for first, last in zip(skip_batches[::2], skip_batches[1::2], strict=True):
         batches = range(max(first, next_batch), last + 1)
         if number >= batches.start:

@@ -49,8 +49,10 @@ class Concatenated:
         With `pad`, there is also a last, incomplete row. `beginning` is the token that
         precedes each document; None if there is none.
         """
-        self._tokens, self.length = tokens, length
-        self._document_mask, self._beginning = document_mask, beginning
+        self._tokens = tokens
+        self.length = length
+        self._document_mask = document_mask
+        self._beginning = beginning
         self._first_target = int(beginning is None)
         num_targets = max(0, len(tokens) - self._first_target)
         self._count = -(-num_targets // length) if pad else num_targets // length
@@ -107,8 +109,10 @@ def make_batch(
         beginning: the input whose target is a document's first token. With None, that
             token is no target.
     """
-    num_rows, length = tokens.shape[0], tokens.shape[1] - 1
-    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    num_rows = tokens.shape[0]
+    length = tokens.shape[1] - 1
+    inputs = tokens[:, :-1].copy()
+    targets = tokens[:, 1:].copy()
     columns = np.arange(length, dtype=np.int32)
     positions = np.tile(columns, (num_rows, 1))
     segment_ids = np.ones_like(positions)
@@ -144,7 +148,8 @@ def open_rows(
     `cache` is the folder of plans. With `pad`, `concat` packing also has the last,
     incomplete row. Raises DataError if the store is damaged or no plan can be written.
     """
-    tokens, length = store.split(split), config.sequence_length
+    tokens = store.split(split)
+    length = config.sequence_length
     has_beginning = config.has_beginning_tokens
     beginning = beginning_token(store.encoding) if has_beginning else None
     if config.packing is Packing.concat:

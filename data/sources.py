@@ -190,9 +190,11 @@ def _store_names(config: DataConfig) -> list[str]:
 
 def _open_named(config: DataConfig, name: str) -> Store:
     """Open the store that a config gives this name."""
-    key, path = "data.path", config.path or ""
+    key = "data.path"
+    path = config.path or ""
     if config.source is Source.mixture:
-        key, path = f"data.sources.{name}.path", config.sources[name].path
+        key = f"data.sources.{name}.path"
+        path = config.sources[name].path
     with _errors_prefixed(key, path):
         return open_store(path)
 

@@ -29,7 +29,8 @@ def checked_ranks(
     Raises ValueError if an id is invalid or repeated, a token is empty, too long or
     repeated, or one of the single bytes is missing.
     """
-    ranks, names = dict[bytes, int](), dict[int, str]()
+    ranks = dict[bytes, int]()
+    names = dict[int, str]()
     for token, rank in pairs:
         if token in ranks:
             raise ValueError(f"the token {token[:40]!r} occurs twice")

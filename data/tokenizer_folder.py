@@ -36,7 +36,8 @@ from data.tokenizer_json import FILES, POSSESSIVE_COUNT, byte_names, merges_of
 
 FILE = "tokenizer.json"
 # An export writes this file as it was, and these settings of the model's.
-GENERATION_FILE, MODEL_FILE = "generation_config.json", "config.json"
+GENERATION_FILE = "generation_config.json"
+MODEL_FILE = "config.json"
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 # The exceptions that reading a malformed file may raise.
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -116,7 +117,8 @@ def _convert(
     `bos_token` is the name of the token that tokenizer_config.json adds before a text.
     """
     tokenizer = json.loads(content)
-    model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
+    model = tokenizer["model"]
+    added = tokenizer.get("added_tokens") or []
     _check_model(model)
     form = _form(tokenizer.get("normalizer"))
     special = {a["content"]: a["id"] for a in added}

@@ -15,7 +15,8 @@ import tiktoken
 from data.encoding import BYTES, END_OF_TEXT, FolderEncoding, encode, short_pieces
 from data.errors import DataError
 
-_JSON, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_JSON = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
 # The files of an imported tokenizer that an export writes as they were.
 FILES = (
     *(_JSON, _SETTINGS, "special_tokens_map.json", "added_tokens.json"),
@@ -32,7 +33,8 @@ Füße, œuvre, naïve, Ångström; Съешь ещё этих булок; Ξε�
 
 def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     """Return the content of tokenizer.json for a tokenizer that was not imported."""
-    ranks, names = encoding._mergeable_ranks, byte_names()
+    ranks = encoding._mergeable_ranks
+    names = byte_names()
 
     def name(token: bytes) -> str:
         return "".join(names[byte] for byte in token)
@@ -40,7 +42,8 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict[str, Any]:
     # `tokenizers` numbers added tokens from the end of the vocabulary and ignores their
     # ids in the file. Therefore, special tokens with other ids go into the vocabulary.
     pairs = sorted(encoding._special_tokens.items(), key=lambda pair: pair[1])
-    special, max_rank = dict(pairs), max(ranks.values())
+    special = dict(pairs)
+    max_rank = max(ranks.values())
     added = [rank for rank in special.values() if rank > max_rank]
     are_consecutive = added == [*range(max_rank + 1, max_rank + 1 + len(added))]
     in_vocab = {t: rank for t, rank in pairs if rank < max_rank or not are_consecutive}

@@ -44,7 +44,8 @@ def main(config: Any) -> int:
         case Action.logs:
             return BACKENDS[submission.kind].logs(submission, config.follow)
         case Action.stop:
-            name, kind = submission.name, submission.kind
+            name = submission.name
+            kind = submission.kind
             log.info("asked %s on %s to save and stop; waiting for it", name, kind)
             code = BACKENDS[kind].stop(submission)
             log.info("%s has ended", name)

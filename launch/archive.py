@@ -28,7 +28,8 @@ def make_archive(root: Path) -> bytes:
         for name in files_to_pack(root):
             content = (root / name).read_bytes()
             member = tarfile.TarInfo(name)
-            member.size, member.mode = len(content), 0o644
+            member.size = len(content)
+            member.mode = 0o644
             tar.addfile(member, io.BytesIO(content))
     return buffer.getvalue()
 

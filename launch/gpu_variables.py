@@ -60,7 +60,8 @@ def machine_of(
 
 def gpu_mistakes(cluster: SlurmCluster | GkeGpuCluster) -> list[Mistake]:
     """List the mistakes in the keys that describe the GPUs of a node."""
-    errors, gpus = [], cluster.gpus_per_node
+    errors = []
+    gpus = cluster.gpus_per_node
     if gpus is not None and cluster.processes_per_node not in (1, gpus):
         rule = f"must be 1, a process with all GPUs, or cluster.gpus_per_node={gpus}, "
         rule += "one GPU each: with any other number some would be idle"

@@ -16,7 +16,8 @@ def input_path_mistakes(config: Any) -> list[Mistake]:
     Pods see an object store and what `cluster.merge` mounts. TPU VMs see an object
     store and, with `cluster.code=shared`, what this machine sees.
     """
-    cluster, folders = config.cluster, list[str]()
+    cluster = config.cluster
+    folders = list[str]()
     kind = kind_of(cluster)
     if kind in ("gke_tpu", "gke_gpu"):
         hosts = "pods"

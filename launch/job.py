@@ -18,7 +18,9 @@ from train.cli.quoting import hydra_text
 from train.errors import Mistake
 from train.masking import holds_secret, is_secret_name
 
-ARCHIVE, UNPACK = "code.tar.gz", "unpack.py"  # files in a submission's folder
+# The files in a submission's folder.
+ARCHIVE = "code.tar.gz"
+UNPACK = "unpack.py"
 
 
 @dataclass(frozen=True)

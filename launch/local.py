@@ -105,7 +105,8 @@ class _Attempt:
     """One start of all processes. Each process has its own log file and session."""
 
     def __init__(self, job: Job, cluster: LocalCluster, folder: Path, show: bool):
-        port, self._processes = _free_port(), ProcessGroup()
+        port = _free_port()
+        self._processes = ProcessGroup()
         secret = secret_variable(cluster.processes)
         self._output = _log_path(folder, 0).open("ab+") if show else None
         for process in range(cluster.processes):

@@ -65,7 +65,8 @@ def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None
     if machine == Machine():
         why = "the keys of the cluster do not say which devices there are"
         return job, f"No plan was made, because {why}: {ALL_UNCHECKED}."
-    arguments, folder = [*job.overrides, "runtime.platform=cpu"], f"plans/{job.name}"
+    arguments = [*job.overrides, "runtime.platform=cpu"]
+    folder = f"plans/{job.name}"
     if machine.target is not None:
         arguments += [f"output={folder}", f"target={machine.target}"]
     else:
@@ -87,7 +88,8 @@ def check_plan(job: Job, machine: Machine, force: bool) -> tuple[Job, str | None
         unchecked += "device, and the memory and cores of a host were not checked."
         return job, unchecked
     plan = json.loads((Path(job.workdir) / folder / "plan.json").read_text())
-    staged_bytes, held_bytes = plan["host_save"]["bytes"], plan["host_held_bytes"]
+    staged_bytes = plan["host_save"]["bytes"]
+    held_bytes = plan["host_held_bytes"]
     return replace(job, staged_bytes=staged_bytes, held_bytes=held_bytes), None
 
 

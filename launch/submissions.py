@@ -30,7 +30,8 @@ from train.masking import mask
 from train.run.folder import access_error
 from train.run.records import damaged, read_record
 
-_FOLDER, RECORD = "launch", "record.json"
+_FOLDER = "launch"
+RECORD = "record.json"
 _REMEDY = "Put it back from a copy, or move its folder away and submit again."
 
 
@@ -162,7 +163,8 @@ def write_submission(
     files = {**files, **({"uncommitted.patch": mask(patch)} if patch else {})}
     with _explain_access_errors(submission.run_dir):
         write_files(submission.folder, files)
-    content, timestamp = files.get(ARCHIVE), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    content = files.get(ARCHIVE)
+    timestamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     digest = hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else None
     return replace(submission, git=commit, code=digest, time=timestamp).with_handle()
 

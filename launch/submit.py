@@ -74,7 +74,8 @@ def submit_job(config: Any, arguments: Sequence[str], workdir: str) -> int:
     is read only after the plan.
     """
     directory = resolved_run_dir(config)
-    kind, cluster = kind_in(arguments), config.cluster
+    kind = kind_in(arguments)
+    cluster = config.cluster
     backend = BACKENDS[kind]
     job, _ = _with_plan(config, _job(config, arguments, workdir), backend)
     _refuse_second_submission(directory)

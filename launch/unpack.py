@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("usage: python unpack.py ARCHIVE -- COMMAND [ARGUMENT...]")
     for name in ("SIGTERM", "SIGUSR1", "SIGUSR2"):  # nothing to save yet
         signal.signal(getattr(signal, name), lambda *_: os._exit(_PREEMPTED))
-    archive, command = arguments[0], arguments[2:]
+    archive = arguments[0]
+    command = arguments[2:]
     try:
         folder = unpack(read_archive(archive), user_cache_folder())
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
@@ -84,7 +85,8 @@ def unpack(content: bytes, parent: Path) -> Path:
                 raise ValueError(f"{member.name}: is not a file inside the archive")
             file = tar.extractfile(member)
             assert file is not None
-            path, data = folder / name, file.read()
+            path = folder / name
+            data = file.read()
             if not path.is_file() or path.read_bytes() != data:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as tmp:

@@ -38,11 +38,14 @@ class Block(nnx.Module):
         self.shift = parts.shift
         match config.norm_placement:
             case NormPlacement.before:
-                norm_inputs, norm_outputs = True, False
+                norm_inputs = True
+                norm_outputs = False
             case NormPlacement.after:
-                norm_inputs, norm_outputs = False, True
+                norm_inputs = False
+                norm_outputs = True
             case NormPlacement.both:
-                norm_inputs, norm_outputs = True, True
+                norm_inputs = True
+                norm_outputs = True
             case _:
                 assert_never(config.norm_placement)
 
@@ -86,7 +89,8 @@ class Block(nnx.Module):
         a_BTD = _normalize(self.attention_output_norm, a_BTD)
         a_BTD = drop(a_BTD, self.dropout, "attention_output", call)
         x_BTD = constrain(x_BTD + a_BTD, "batch", "seq", "embed")
-        h_BTD, routing = _normalize(self.mlp_norm, x_BTD), None
+        h_BTD = _normalize(self.mlp_norm, x_BTD)
+        routing = None
         with part_scope("mlp"):
             if self.token_shift.in_mlp:
                 h_BTD, last_h = self.shift(h_BTD, last_h, execution, call)
@@ -107,7 +111,8 @@ class Block(nnx.Module):
         self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
     ) -> LayerCache:
         """Return an empty cache for `length` positions of `batch` rows."""
-        zeros, shift = jnp.zeros((batch, self.shift_dim), dtype), self.token_shift
+        zeros = jnp.zeros((batch, self.shift_dim), dtype)
+        shift = self.token_shift
         return LayerCache(
             self.attention.empty_cache(batch, length, dtype, first_B),
             attention_input=zeros if shift.in_attention else None,

@@ -90,7 +90,8 @@ def cudnn_step_backward(
     chunks: Chunks, causal: bool, result: Result, do_BNTV: jax.Array
 ) -> Sequence[jax.Array]:
     """Return the gradients of q, k and v from one step of a ring."""
-    empty, mask = jnp.zeros(0, chunks.q_BNTH.dtype), _mask(chunks)
+    empty = jnp.zeros(0, chunks.q_BNTH.dtype)
+    mask = _mask(chunks)
     bias = empty
     if mask is not None:
         bias = fused.combine_bias_and_mask(None, mask, empty.dtype)
@@ -136,7 +137,8 @@ def make_cudnn_deterministic() -> None:
     make_config = fused.create_dot_product_attention_backend_config_base
 
     def make_deterministic_config(*arguments: Any) -> dict[str, Any]:
-        config, is_backward = make_config(*arguments), arguments[-1]
+        config = make_config(*arguments)
+        is_backward = arguments[-1]
         if is_backward:
             config["cudnn_fmha_backend_config"]["force_deterministic"] = True
         return config
@@ -158,8 +160,11 @@ class PackedCall:
         window: int | None,
     ):
         """Check the layout, and collect the operands."""
-        q, k, v = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKV
-        layout, empty = fused.AttentionLayout.BTNH, jnp.zeros(0, q.dtype)
+        q = inputs.q_BTNH
+        k = inputs.k_BSKH
+        v = inputs.v_BSKV
+        layout = fused.AttentionLayout.BTNH
+        empty = jnp.zeros(0, q.dtype)
         absent: list[Any] = [None] * 7  # No bias, lengths, offsets or pages.
         fused.check_layout(*[q, k, v, *absent, layout])
         self._operands = [q, k, v, empty, *lengths_and_offsets, empty, empty]

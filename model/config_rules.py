@@ -149,7 +149,8 @@ def _dtype_rules(model: ModelConfig) -> Iterator[_Rule]:
         (),
         "must be float32 or bfloat16",
     )
-    precise_layers, dtype = model.high_precision_layers, model.compute_dtype
+    precise_layers = model.high_precision_layers
+    dtype = model.compute_dtype
     yield (
         not precise_layers or dtype in ("float8", "int8"),
         "high_precision_layers",
@@ -210,7 +211,8 @@ def _expert_rules(model: ModelConfig) -> Iterator[_Rule]:
         f"must divide the {model.num_layers - model.dense_layers} layers after "
         "model.dense_layers: the last layer of each group has experts",
     )
-    groups, num_kept = model.router_groups, model.router_groups_kept
+    groups = model.router_groups
+    num_kept = model.router_groups_kept
     group_size = model.num_experts // groups
     yield (
         groups == 1

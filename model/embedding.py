@@ -33,7 +33,8 @@ class Table(nnx.Module):
 
         `axis` is the logical axis of the rows.
         """
-        shape, dtype = (size, config.embed_dim), jnp.dtype(config.param_dtype)
+        shape = (size, config.embed_dim)
+        dtype = jnp.dtype(config.param_dtype)
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
         self.axes = axis, "embed"
         self.weight = nnx.Param(

@@ -21,7 +21,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-_SUBLANES, _LANES = 8, 128  # The size of a TPU's vectors along the last two dims.
+# The size of a TPU's vectors along the last two dims.
+_SUBLANES = 8
+_LANES = 128
 _SMALL_BYTES = 2**25  # Smaller weights use `AxisSteps.small` (docs/log).
 
 
@@ -188,7 +190,8 @@ def on_shards(
 def _scatter_rows(sums: jax.Array, steps: list[CollectiveStep]) -> jax.Array:
     """Reduce-scatter along one dim, on a TPU."""
     dim = steps[0].dim
-    shape, rows = sums.shape, rows_of(sums, dim)
+    shape = sums.shape
+    rows = rows_of(sums, dim)
     size = rows.shape[-1]
     padding = -size % padding_multiple(size)
     # Pad once for all steps: padding between steps costs more passes (docs/log).

@@ -53,7 +53,8 @@ class GPT(nnx.Module):
         """Draw every parameter."""
         assert config.vocab_size is not None, "resolved by train/core/program.py"
         self.config = config
-        std, size = config.embedding_std, config.vocab_size
+        std = config.embedding_std
+        size = config.vocab_size
         padding = config.vocab_rows - size
         self.embedding = Table(config, size, "vocab", std, rngs, padding=padding)
         learned = config.position is Position.learned
@@ -96,9 +97,11 @@ class GPT(nnx.Module):
             positions_BT=positions_BT,
             rotations=None if is_pipelined else self._rotations(positions_BT),
         )
-        updated_caches, routings = list[LayerCache](), list[Routing]()
+        updated_caches = list[LayerCache]()
+        routings = list[Routing]()
         for number, (segment, blocks) in enumerate(self._segments):
-            segment_call, caches = call.fold_in(number), None
+            segment_call = call.fold_in(number)
+            caches = None
             if is_pipelined:
                 x_BTD, routing = self._run_stages(
                     segment, blocks, x_BTD, positions_BT, execution, call=segment_call
@@ -244,7 +247,8 @@ class GPT(nnx.Module):
 
         Row i begins at position first_B[i], or at 0 if first_B is None.
         """
-        caches, dtype = list[LayerCache](), execution.numerics.activation_dtype
+        caches = list[LayerCache]()
+        dtype = execution.numerics.activation_dtype
         for segment, blocks in self._segments:
             for block in blocks:
                 cache = block.empty_cache(batch, length, dtype, first_B)

@@ -34,14 +34,16 @@ class Normalize(nnx.Module):
 
     def __init__(self, config: ModelConfig, kind: Norm, **dims: int):
         """Make a norm over the last dims; `dims` maps logical axes to their sizes."""
-        dtype, shape = jnp.dtype(config.param_dtype), tuple(dims.values())
+        dtype = jnp.dtype(config.param_dtype)
+        shape = tuple(dims.values())
         info = ParamInfo(tuple(dims), Kind.vector)
         self.epsilon = config.norm_epsilon
         self.dims = tuple(range(-len(dims), 0))
         self.offset = 1.0 if config.norm_unit_offset else 0.0
         scale = jnp.full(shape, 1.0 - self.offset, dtype)
         self.scale = nnx.Param(scale, info=info)
-        self.centred, zeros = kind is Norm.layernorm, jnp.zeros(shape, dtype)
+        self.centred = kind is Norm.layernorm
+        zeros = jnp.zeros(shape, dtype)
         biased = self.centred and config.bias
         self.bias = nnx.Param(zeros, info=info) if biased else None
 
@@ -82,7 +84,9 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Make the projections."""
-        D, N, K = config.embed_dim, config.num_heads, config.kv_heads
+        D = config.embed_dim
+        N = config.num_heads
+        K = config.kv_heads
         H = config.head_size
         std, _ = stds(config, D)
         _, residual_std = stds(config, N * H)
@@ -94,7 +98,8 @@ class SelfAttention(nnx.Module):
             ("embed", head_axis, "head_dim") for head_axis in ("heads", "kv_heads")
         )
         # The projection of queries also gives a gate for each dim of each head.
-        self.gated, query_dim = config.attention_gate, H * (1 + config.attention_gate)
+        self.gated = config.attention_gate
+        query_dim = H * (1 + config.attention_gate)
         self.query = linear_in("query", "btd,dnh->btnh", (D, N, query_dim), query_axes)
         self.key = linear_in("key", "btd,dkh->btkh", (D, K, H), kv_axes)
         self.value = linear_in("value", "btd,dkh->btkh", (D, K, H), kv_axes)
@@ -109,9 +114,11 @@ class SelfAttention(nnx.Module):
             dims = {"head_dim": H} if over_head else num_heads_by_axis | {"head_dim": H}
             return Normalize(config, Norm.rmsnorm, **dims)
 
-        self.query_norm, self.key_norm = make_norm(heads=N), make_norm(kv_heads=K)
+        self.query_norm = make_norm(heads=N)
+        self.key_norm = make_norm(kv_heads=K)
         self.query_scale = (H / (config.query_scale_dim or H)) ** 0.5
-        self.window, self.soft_cap = config.window, config.attention_soft_cap
+        self.window = config.window
+        self.soft_cap = config.attention_soft_cap
         self.dropout = config.dropout.attention
         info = ParamInfo(("heads",), Kind.vector)
         sinks = config.attention_sinks
@@ -127,7 +134,8 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], MixerCache | None]:
         """Return the attention over x and cached positions, and the updated cache."""
         assert cache is None or isinstance(cache, KeysValues)
-        placement, compute = execution.placement, execution.numerics.compute_dtype
+        placement = execution.placement
+        compute = execution.numerics.compute_dtype
         q_BTNH = saveable(self.query(x_BTD, execution, call), "query")
         k_BTKH = saveable(self.key(x_BTD, execution, call), "key")
         v_BTKH = saveable(self.value(x_BTD, execution, call), "value")
@@ -136,7 +144,8 @@ class SelfAttention(nnx.Module):
         if self.gated:
             q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
         if self.query_norm is not None and self.key_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+            q_BTNH = self.query_norm(q_BTNH)
+            k_BTKH = self.key_norm(k_BTKH)
         scale = self.query_scale
         if cache is None and not execution.attention.scales_queries:
             scale *= q_BTNH.shape[-1] ** -0.5  # Scaling later would take another pass.
@@ -148,7 +157,8 @@ class SelfAttention(nnx.Module):
                 # float32, the dtype in which they are rotated.
                 q_BTNH, k_BTKH = jax.lax.optimization_barrier((q_BTNH, k_BTKH))
             rotation = call.rotations.for_layer(local_flag)
-            q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
+            q_BTNH = rotate(q_BTNH, rotation)
+            k_BTKH = rotate(k_BTKH, rotation)
         options = AttentionOptions(
             compute,
             placement,
@@ -192,7 +202,8 @@ def activate(
 
     Source: transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, for clamped_swiglu.
     """
-    kind, limit = config.activation, config.swiglu_limit
+    kind = config.activation
+    limit = config.swiglu_limit
     match kind:
         case Activation.gelu:
             return jax.nn.gelu(h, approximate=True)
@@ -206,7 +217,8 @@ def activate(
             return jax.nn.gelu(gate, approximate=True) * h
         case Activation.clamped_swiglu:
             assert gate is not None
-            gate, h = jnp.minimum(gate, limit), jnp.clip(h, -limit, limit)
+            gate = jnp.minimum(gate, limit)
+            h = jnp.clip(h, -limit, limit)
             return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (h + 1)
         case _:
             assert_never(kind)
@@ -217,7 +229,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, F: int, rngs: nnx.Rngs):
         """Make the projections."""
-        D, self.config = config.embed_dim, config
+        D = config.embed_dim
+        self.config = config
         std, _ = stds(config, D)
         _, residual_std = stds(config, F)
         dtype = jnp.dtype(config.param_dtype)

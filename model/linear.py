@@ -43,7 +43,9 @@ class Linear(nnx.Module):
         weight = std * jax.random.normal(rngs.params(), shape, dtype)
         if padding:
             weight = jnp.pad(weight, [(0, 0)] * (len(shape) - 1) + [(0, padding)])
-        self.name, self.spec, self.axes = name, spec, axes
+        self.name = name
+        self.spec = spec
+        self.axes = axes
         self.weight = nnx.Param(weight, info=ParamInfo(axes, kind, num_inputs, padding))
         zeros = jnp.zeros(shape[num_inputs:], dtype)
         info = ParamInfo(axes[num_inputs:], Kind.vector)

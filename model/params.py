@@ -119,7 +119,8 @@ def name_in_layer(path: Sequence[Any]) -> str:
 
     The result depends only on the path inside the layer, not on how layers are grouped.
     """
-    path, keys = tuple(path), [getattr(entry, "key", None) for entry in path]
+    path = tuple(path)
+    keys = [getattr(entry, "key", None) for entry in path]
     if LAYERS in keys:
         start = keys.index(LAYERS) + 1
         path = path[:start] + path[start + 2 :]

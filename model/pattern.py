@@ -70,7 +70,8 @@ def _segments(kinds: tuple[BlockKind, ...], first: int = 0) -> tuple[Segment, ..
         return ()
     candidates = list[tuple[Segment, ...]]()
     for size in range(1, (len(kinds) - first) // 2 + 2):
-        pattern, stop = kinds[first : first + size], first
+        pattern = kinds[first : first + size]
+        stop = first
         while kinds[stop : stop + size] == pattern:
             stop += size
             repeats = (stop - first) // size

@@ -153,7 +153,8 @@ def _backward(options: ProductOptions, residuals, dy: jax.Array):
     a, b, like_a, like_b = residuals
     if placement.gather_again:
         b = placement.gather_as(b, compute)
-    dy, (spec_da, spec_db) = dy.astype(compute), gradient_specs(spec)
+    dy = dy.astype(compute)
+    spec_da, spec_db = gradient_specs(spec)
     da = einsum(spec_da, dy, b, compute, like_a.dtype)
     db = einsum(spec_db, a, dy, compute, like_b.dtype)
     return da, placement.reduce_scatter(db)

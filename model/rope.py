@@ -43,7 +43,8 @@ class Rotations(NamedTuple):
 
 def make_rotations(positions_BT: Int[Array, "B T"], config: ModelConfig) -> Rotations:
     """Return the rotations at these positions. Source: RoFormer, arXiv:2104.09864."""
-    R, theta_local = config.rotary_dim, config.rope_theta_local
+    R = config.rotary_dim
+    theta_local = config.rope_theta_local
     local_layers = None
     if theta_local is not None:
         local_layers = _rotation(positions_BT, R, theta_local, RopeScaling())
@@ -57,7 +58,8 @@ def _rotation(
     frequencies_P = frequencies(R, theta, scaling)
     positions_BT11 = positions_BT[..., None, None].astype(jnp.float32)
     angles = positions_BT11 * frequencies_P[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     if scaling.kind is not Scaling.yarn:
         return Rotation(cos, sin)
     return Rotation(scaling.yarn_factor * cos, scaling.yarn_factor * sin)
@@ -72,8 +74,10 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
     """
     num_pairs = R // 2
     unscaled = theta ** (-jnp.arange(num_pairs, dtype=jnp.float32) / num_pairs)
-    slowed, length = unscaled / scaling.factor, scaling.original_length or 0
-    slow, fast = scaling.slow_turns, scaling.fast_turns_or_default
+    slowed = unscaled / scaling.factor
+    length = scaling.original_length or 0
+    slow = scaling.slow_turns
+    fast = scaling.fast_turns_or_default
     match scaling.kind:
         case Scaling.none:
             return unscaled
@@ -90,8 +94,10 @@ def frequencies(R: int, theta: float, scaling: RopeScaling) -> Float[Array, "P"]
                 for turns in (fast, slow)
             )
             if scaling.truncate:
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, R - 1)
+                low = math.floor(low)
+                high = math.ceil(high)
+            low = max(low, 0)
+            high = min(high, R - 1)
             distance = jnp.arange(num_pairs, dtype=jnp.float32) - low
             unscaled_share = 1 - jnp.clip(distance / (high - low or 0.001), 0, 1)
         case _:

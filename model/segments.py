@@ -118,7 +118,8 @@ def run_segment(
         x_BTD after all layers, the updated caches or None, and the routing of the
         layers that have experts.
     """
-    size, repeats = len(blocks), num_repeats(blocks)
+    size = len(blocks)
+    repeats = num_repeats(blocks)
     graphs, params = zip(*map(nnx.split, blocks), strict=True)
     unroll = repeats if unroll == -1 else min(max(unroll // size, 1), repeats)
     pattern = _Pattern(

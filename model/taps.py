@@ -74,7 +74,8 @@ class Taps:
         With `watched`, they record the statistics of a watched step. With `num_heads`,
         they record the bounds of the scores of this number of heads.
         """
-        self.watched, self._num_heads = watched, num_heads
+        self.watched = watched
+        self._num_heads = num_heads
         self._largest: ValuesByName = {}
         self._counts = jnp.array([0.0, 0.0, 1.0]) if exact and watched else None
         # A layer without attention notes no scores.

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OUT, ERR = "forked.out", "forked.err"
+OUT = "forked.out"
+ERR = "forked.err"
 _IMPORTED = (
     "train.start",
     "train.plan.plan",

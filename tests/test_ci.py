@@ -11,7 +11,8 @@ from tests.fleet import REPOSITORY
 
 def test_a_check_that_fails_ends_the_default_run_too(tmp_path: Path):
     """All programs but the shell's own are stand-ins."""
-    checkout, programs = tmp_path / "checkout", tmp_path / "programs"
+    checkout = tmp_path / "checkout"
+    programs = tmp_path / "programs"
     (checkout / ".ci").mkdir(parents=True)
     (checkout / ".ci/run").write_bytes((REPOSITORY / ".ci/run").read_bytes())
     programs.mkdir()

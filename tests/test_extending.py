@@ -32,7 +32,10 @@ def hunks() -> list[tuple[str, str, str]]:
     """Return (file, old lines, new lines) for each hunk of the example."""
     page = (REPOSITORY / "docs/guides/extending.md").read_text()
     diff = page.partition(SECTION)[2].partition("```diff\n")[2].partition("```")[0]
-    found, file, old, new = list[tuple[str, str, str]](), "", list[str](), list[str]()
+    found = list[tuple[str, str, str]]()
+    file = ""
+    old = list[str]()
+    new = list[str]()
 
     def end() -> None:
         if old or new:

@@ -12,7 +12,8 @@ from train.cli.rules import must_name_run
 from train.config import Config, RunConfig
 from train.errors import WRONG_DATA
 
-_DAMAGED, _MISPLACED = "DAMAGED", "MISPLACED"
+_DAMAGED = "DAMAGED"
+_MISPLACED = "MISPLACED"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def main(config: CheckpointsConfig) -> int:
     from train.run.starts import existing_run, recorded_run_id
 
     run = existing_run(run_dir(Config(run=config.run)))
-    folder, run_id = run / "checkpoints", recorded_run_id(run)
+    folder = run / "checkpoints"
+    run_id = recorded_run_id(run)
     paths = [folder / str(step) for step in saved_steps(folder)]
     rows = [row for path in paths if (row := _table_row(path, config.verify, run_id))]
     any_bad = any(row[-1].startswith((_DAMAGED, _MISPLACED)) for row in rows)

@@ -32,10 +32,12 @@ class Progress:
     def __init__(
         self, num_steps: int, start_step: int, peak_known: bool, show: bool = True
     ):
-        self._num_steps, self._peak_known = num_steps, peak_known
+        self._num_steps = num_steps
+        self._peak_known = peak_known
         self._show = show
         self._first_update: tuple[int, float] | None = None
-        self._printed_s, self._unprinted_line = float("-inf"), ""
+        self._printed_s = float("-inf")
+        self._unprinted_line = ""
         self._bar = None
         console = Console(stderr=True)
         if show and console.is_terminal:
@@ -89,7 +91,8 @@ class Progress:
         line = f"step {step:,}/{self._num_steps:,}  " + "  ".join(figures)
         now = time.monotonic()
         if step >= self._num_steps or now - self._printed_s >= _PLAIN_INTERVAL_S:
-            self._printed_s, self._unprinted_line = now, ""
+            self._printed_s = now
+            self._unprinted_line = ""
             print(line, file=sys.stderr, flush=True)
         else:
             self._unprinted_line = line
@@ -117,7 +120,8 @@ class Progress:
         if self._first_update is None:
             self._first_update = (step, now)
         first_step, first_s = self._first_update
-        done_steps, spent_s = step - first_step, now - first_s
+        done_steps = step - first_step
+        spent_s = now - first_s
         left_steps = self._num_steps - step
         return left_steps * spent_s / done_steps if done_steps > 0 else None
 
@@ -132,7 +136,8 @@ def show_compilation(show: bool = True) -> Iterator[None]:
     if not show:
         yield
         return
-    console, begin_s = Console(stderr=True), time.monotonic()
+    console = Console(stderr=True)
+    begin_s = time.monotonic()
     if console.is_terminal:
         columns = TextColumn("compiling the training step"), TimeElapsedColumn()
         with RichProgress(*columns, console=console, redirect_stdout=False) as bar:

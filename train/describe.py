@@ -82,8 +82,10 @@ def _describe_groups(program: Program) -> None:
 
 def _describe_layers(program: Program) -> None:
     """Print how attention, experts and 8-bit products are executed."""
-    model, execution = program.config.model, program.execution
-    numerics, rules = execution.numerics, execution.placement.rules
+    model = program.config.model
+    execution = program.execution
+    numerics = execution.numerics
+    rules = execution.placement.rules
     dtype = numerics.compute_dtype
     kernel = str(execution.attention.kernel)
     if (devices_per_row := program.batch_shards.sequence) > 1:
@@ -108,7 +110,8 @@ def _describe_layers(program: Program) -> None:
 
 def _describe_loss(program: Program) -> None:
     """Print which logits exist at once on a device, unless all of them do."""
-    config, rows = program.config, program.execution.placement.microbatch_shape
+    config = program.config
+    rows = program.execution.placement.microbatch_shape
     assert rows is not None
     form = choose_form(
         config.model,

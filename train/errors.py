@@ -128,7 +128,8 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
     Raises:
         ConfigError: with the mistakes of all checks.
     """
-    results, mistakes = [], []
+    results = []
+    mistakes = []
     for check in checks:
         try:
             results.append(check())

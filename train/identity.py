@@ -47,7 +47,8 @@ class Difference(NamedTuple):
     kind: ChangeKind
 
     def __str__(self) -> str:
-        old, new = as_typed(self.old), as_typed(self.new)
+        old = as_typed(self.old)
+        new = as_typed(self.new)
         return f"{self.key}: {old} -> {new} ({self.kind})"
 
 
@@ -82,7 +83,8 @@ def refused(
     diffs: Iterable[Difference], allow_change: Iterable[str] = ()
 ) -> list[Difference]:
     """Return the refused differences, except the keys or sections in `allow_change`."""
-    permitted, kind = tuple(allow_change), ChangeKind.refused
+    permitted = tuple(allow_change)
+    kind = ChangeKind.refused
     return [d for d in diffs if d.kind is kind and not is_covered(d.key, permitted)]
 
 

@@ -70,7 +70,8 @@ def with_microbatches(program: Program, limit: int) -> Program:
     Each device needs rows of every microbatch, so this mesh may require fewer.
     """
     local_rows = program.config.data.batch_size // program.batch_shards.rows
-    count, train = math.gcd(local_rows, limit), program.config.train
+    count = math.gcd(local_rows, limit)
+    train = program.config.train
     return program.with_train_config(replace(train, accumulation_steps=count))
 
 
@@ -114,14 +115,16 @@ def _replacements(model: ModelConfig, refused_keys: set[str]) -> dict[str, Any]:
 
 def _make_on_fitting_mesh(config: Config, num_tokens: int | None) -> Program:
     """Return the program on the run's mesh, or on a mesh that fits these devices."""
-    devices, batch_size = jax.devices(), config.data.batch_size
+    devices = jax.devices()
+    batch_size = config.data.batch_size
     refusal = ConfigError([])
     try:
         if config.mesh.pipeline == 1:
             return make_program(config, num_tokens=num_tokens)
     except ConfigError as error:
         refusal = error
-    params, activations = config.mesh.params, config.mesh.activations
+    params = config.mesh.params
+    activations = config.mesh.activations
     mesh = MeshConfig(fsdp=-1, params=params, activations=activations)
     config = replace(config, mesh=mesh)
     for count in range(len(devices), 0, -1):

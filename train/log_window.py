@@ -42,9 +42,12 @@ class LogWindow:
         feed: Feed,
     ):
         """Open the first window. `programs` are those of the phases of the run."""
-        self._programs, program = programs, next(iter(programs.values()))
+        self._programs = programs
+        program = next(iter(programs.values()))
         self._config = program.config
-        self._run, self._order, self._feed = run, order, feed
+        self._run = run
+        self._order = order
+        self._feed = feed
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = peak and peak * program.mesh.size
         self.skipped_in_a_row = 0
@@ -60,7 +63,8 @@ class LogWindow:
     def _open(self) -> None:
         self._metrics: list[Metrics] = []
         self._num_read = self._lapped_steps = self._targets = 0
-        self._start_s, self._paused_s = time.monotonic(), 0.0
+        self._start_s = time.monotonic()
+        self._paused_s = 0.0
         self._waited_before_s = self._feed.seconds_waited
 
     def should_watch(self, step: int) -> bool:
@@ -102,7 +106,8 @@ class LogWindow:
             steps=len(self._metrics) - self._lapped_steps,
             **fields,
         )
-        self._lapped_steps, self._lapped_wait_s = len(self._metrics), waited_s
+        self._lapped_steps = len(self._metrics)
+        self._lapped_wait_s = waited_s
 
     def read(self, step: int, progress: Progress) -> None:
         """Wait for the devices, and record everything except the log line.
@@ -116,13 +121,15 @@ class LogWindow:
         """Read and record the unread steps; return the number of tokens so far."""
         unread = jax.device_get(self._metrics[self._num_read :])
         self._metrics[self._num_read :] = unread
-        self._num_read, start_step = len(self._metrics), step - len(unread)
+        self._num_read = len(self._metrics)
+        start_step = step - len(unread)
         if self._tokens is None:
             run = self._run
             count = partial(tokens_before, run.config.data)
             self._tokens = tokens_at(run.path, start_step, count) if run.write else 0
         targets = sum(int(metrics["targets"]) for metrics in unread)
-        self._targets, self._tokens = self._targets + targets, self._tokens + targets
+        self._targets = self._targets + targets
+        self._tokens = self._tokens + targets
         self.record(start_step, unread, progress)
         return self._tokens
 
@@ -136,13 +143,15 @@ class LogWindow:
         num_steps = len(self._metrics)
         seconds = time.monotonic() - self._start_s - self._paused_s
         waited_s = self._feed.seconds_waited - self._waited_before_s
-        last_metrics, tokens_per_s = self._metrics[-1], self._targets / seconds
+        last_metrics = self._metrics[-1]
+        tokens_per_s = self._targets / seconds
         flops_per_s = tokens_per_s * _flops_per_token(self._phase_program(step))
         mfu = flops_per_s / self.peak if self.peak else None
         self._lap(step=step)
         if warning := self._data_warning(seconds, waited_s):
             progress.note(warning)
-        mean_loss, memory_bytes = self._mean_loss(), memory_in_use()
+        mean_loss = self._mean_loss()
+        memory_bytes = memory_in_use()
         last_loss = float(last_metrics["loss"])
         progress.update(
             step,
@@ -182,7 +191,8 @@ class LogWindow:
     def _mean_flops_per_token(self, step: int) -> float:
         """Return the mean model FLOPs of a token of all phases until a step."""
         stop = self._order.batch_number(step - 1) + 1
-        tokens, flops = 0, 0.0
+        tokens = 0
+        flops = 0.0
         for phase, program in reversed([*self._programs.items()]):
             if phase.first_batch < stop:
                 phase_tokens = phase.token(stop) - phase.first_token
@@ -202,7 +212,8 @@ class LogWindow:
             if figures := flat_figures(metrics):
                 self._run.log(step, figures)
             if not metrics["skipped"]:
-                self.skipped_in_a_row, self.culprit = 0, None
+                self.skipped_in_a_row = 0
+                self.culprit = None
                 self._last_accepted = metrics if figures else self._last_accepted
                 continue
             self.skipped_in_a_row += 1
@@ -213,7 +224,8 @@ class LogWindow:
             batch = self._order.batch_number(step - 1)
             event = {"step": step, "batch": batch, **values, "reason": reason}
             if figures and (culprit := find_culprit(metrics, self._last_accepted)):
-                self.culprit, reason = culprit, f"{reason}, {culprit}"
+                self.culprit = culprit
+                reason = f"{reason}, {culprit}"
                 event |= culprit._asdict()
             self._run.events.record("skipped", **event)
             skipped.append(f"step {step:,} (batch {batch:,}, {reason})")

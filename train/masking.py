@@ -264,9 +264,11 @@ def _mask_form(match: re.Match[str]) -> str:
 
 def _mask_named(pattern: re.Pattern[str], text: str) -> str:
     """Mask the values of `name=value` whose name is a secret's."""
-    parts, position = [], 0
+    parts = []
+    position = 0
     while match := pattern.search(text, position):
-        name, value = match["name"], match["value"]
+        name = match["name"]
+        value = match["value"]
         # One word alone may be prose: `unknown key: ...`, `key=value`.
         is_clear = len(_words(name)) > 1 or bool(STRONG_WORD.search(name))
         is_value = not NO_VALUE.fullmatch(value)
@@ -292,7 +294,8 @@ def _mask_parameter(match: re.Match[str]) -> str:
 
 def _mask_default(match: re.Match[str]) -> str:
     """Mask the default that `${oc.env:API_KEY,default}` states."""
-    name, default = match[1], match[2]
+    name = match[1]
+    default = match[2]
     if not default or default == MASK or not is_secret_name(name):
         return match[0]
     return f"${{oc.env:{name},{MASK}}}" if default != "null" else match[0]

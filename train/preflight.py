@@ -71,7 +71,9 @@ class Prepared:
             DataError: if the data is missing or damaged.
             Exit: if processes differ.
         """
-        self.config, self.cluster, self._beat = config, cluster, beat
+        self.config = config
+        self.cluster = cluster
+        self._beat = beat
         cluster.agree(self._settle)
         cluster.agree(self._find_devices)
         if self.config.mesh.planned:
@@ -94,7 +96,8 @@ class Prepared:
             )
             self._loaded_tasks = load_tasks(self._request)
         encoding = encoding_of(self.config.data)
-        vocab_size, self._num_tokens = padded_vocab_size(encoding), encoding.n_vocab
+        vocab_size = padded_vocab_size(encoding)
+        self._num_tokens = encoding.n_vocab
         self._check_vocab = partial(settle, self.config, vocab_size, self._num_tokens)
         if self.config.mesh.planned:
             self._check_vocab()  # Fail before the search, which takes minutes.
@@ -115,7 +118,8 @@ class Prepared:
         )
         make = partial(make_program, num_tokens=self._num_tokens)
         phase_programs(self.program, make)
-        data, paths = self.config.data, self.config.eval.paths
+        data = self.config.data
+        paths = self.config.eval.paths
         sources = open_sources(data, self._beat)
         self.sources = open_sets(sources, data, paths, self._beat)
         task_fingerprints = {}

@@ -48,7 +48,8 @@ def main(config: ReportConfig) -> int:
             page = write_report(folders[0])
         print(page)
         return 0
-    output, comparison = run_folder(config.output, "output"), compare_runs(folders)
+    output = run_folder(config.output, "output")
+    comparison = compare_runs(folders)
     for title, headers, rows in comparison["tables"]:
         print_table(rows, headers, title)
         print()

@@ -70,7 +70,8 @@ def start_run(config: Config, command: str, trunk: epath.Path | None = None) -> 
             value = cluster.broadcast(lambda: document_start_of(folder, config))
             data = replace(config.data, document_start=value)
             prepared = Prepared(replace(config, data=data), cluster, watchdog.beat)
-            config, sources = prepared.config, prepared.sources
+            config = prepared.config
+            sources = prepared.sources
             if trunk is None:
                 prepared.check_initial_weights(folder)
             if config.runtime.prove_kernels:
@@ -120,7 +121,8 @@ def _make_trainer(
     prepared: Prepared, run: RunDir, preemption: Preemption, watchdog: Watchdog
 ) -> Trainer:
     """Return the trainer, after compilation has begun and the program is described."""
-    config, program = run.config, prepared.program
+    config = run.config
+    program = prepared.program
     schedule_steps = run.continuation.schedule_steps
     make = partial(
         make_program, schedule_steps=schedule_steps, num_tokens=program.num_tokens
@@ -159,7 +161,8 @@ def _make_trainer(
 
 def _train(trainer: Trainer) -> int:
     """Find the state, train to the end, write the results; return the exit code."""
-    program, run = trainer.program, trainer.run
+    program = trainer.program
+    run = trainer.run
     state = _find_state(trainer)
     print(f"run         {run.path}, from step {int(state.step):,}", flush=True)
     is_trained = int(state.step) < program.config.train.num_steps
@@ -170,7 +173,8 @@ def _train(trainer: Trainer) -> int:
         trainer.checkpoints.wait()  # Finish the save before results mark the run done.
     trainer.preemption.training_done()
     with trainer.phase("eval"):
-        step, params = int(state.step), best_params(state)
+        step = int(state.step)
+        params = best_params(state)
         if not is_trained:  # The loop has not scored the rows that all steps score.
             run.log(step, as_metrics(trainer.evaluator.score(params), PART))
         evaluations = trainer.evaluator.score_at_end(params, announce=run.write)
@@ -188,8 +192,10 @@ def _train(trainer: Trainer) -> int:
 
 def _find_state(trainer: Trainer) -> TrainState:
     """Return the first state that exists in the list of the module's docstring."""
-    program, run = trainer.program, trainer.run
-    saved, rewind_to = trainer.checkpoints.saved, run.continuation.rewind_to
+    program = trainer.program
+    run = trainer.run
+    saved = trainer.checkpoints.saved
+    rewind_to = run.continuation.rewind_to
     trainer.watchdog.phase("restore")
     if rewind_to is not None:  # Check before the restore moves later steps aside.
         newest_step = max((s for s in saved.steps() if s <= rewind_to), default=0)
@@ -264,7 +270,8 @@ def report_crash(
         preemption.crashed(crash)
     if run.judge_crash(crash) == CRASHES_AGAIN:
         log.error("", exc_info=error)
-        when, remedy = "before its first step", ""
+        when = "before its first step"
+        remedy = ""
         if crash.step >= 0:
             when = f"after step {crash.step}"
             remedy = ". To see the batch that it was trained on, run python -m "

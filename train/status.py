@@ -85,7 +85,8 @@ class Status:
 
 def read_status(folder: epath.Path) -> Status:
     """Read the status of the run in a folder, without writing anything."""
-    goodput, silent_s = goodput_of(read_events(folder)), None
+    goodput = goodput_of(read_events(folder))
+    silent_s = None
     num_steps = newest_start(folder).get("changes", {}).get("train.num_steps")
     if num_steps is None:
         num_steps = read_yaml(folder / "config.yaml").train.num_steps
@@ -184,7 +185,8 @@ def _describe_state(
 def _seconds_left(goodput: Goodput, num_steps: int) -> float | None:
     """Estimate the time left from the last start, including saves and evaluations."""
     start = goodput.starts[-1]
-    first_step, last_step = start.first_step, start.last_step
+    first_step = start.first_step
+    last_step = start.last_step
     if first_step is None or last_step is None or last_step <= first_step:
         return None
     one_time = ("start", "init", "prepare", "restore")
@@ -205,7 +207,8 @@ def _last_save(folder: epath.Path) -> Save | None:
 
 def _json_values(status: Status) -> dict[str, Any]:
     """Return the status as plain values for JSON, including derived figures."""
-    goodput, validation = status.goodput, status.validation
+    goodput = status.goodput
+    validation = status.validation
     return {
         **dataclasses.asdict(status),
         "validation": validation.last
@@ -230,7 +233,9 @@ def _format_step(step: int | None) -> str:
 
 
 def _print_status(status: Status) -> None:
-    state, save, goodput = status.state, status.save, status.goodput
+    state = status.state
+    save = status.save
+    goodput = status.goodput
     if status.owner:
         state += f", {status.owner}"
     if status.silent_s is not None:

@@ -88,7 +88,8 @@ class Corpus:
         `beat` is called for each read from a file, to report progress. Raises DataError
         if no file is left.
         """
-        good_files, bad_files = [], []
+        good_files = []
+        bad_files = []
         for file in self.files:
             records: Iterable[Record | BadRecord] = ()
             if file.format is Format.text:
@@ -164,6 +165,7 @@ def _library_files(root: Path) -> list[File]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_LIBRARY
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
-            stat, name = path.stat(), path.relative_to(root).as_posix()
+            stat = path.stat()
+            name = path.relative_to(root).as_posix()
             files.append(File(str(path), name, stat.st_size, str(stat.st_mtime)))
     return sorted(files, key=lambda file: file.name)

@@ -17,7 +17,8 @@ def read_csv(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     Fields are separated by the comma, tab or semicolon by which the first line names
     the columns that are read. A field may be quoted, and then hold line ends.
     """
-    file, lines = unit.file, _Lines(stream, settings.max_record_bytes)
+    file = unit.file
+    lines = _Lines(stream, settings.max_record_bytes)
     wanted = [name for name in (settings.text_field, settings.id_field) if name]
     if not (header_line := lines.peek()) and stream.damage is None:
         return
@@ -67,7 +68,8 @@ class _Lines(Iterator[str]):
     def __init__(self, stream: Stream, limit: int):
         self.num_bytes = 0  # before the next line
         self.is_complete = True  # whether the last line ended with a newline
-        self._file, self._limit = stream.file, limit
+        self._file = stream.file
+        self._limit = limit
         self._first: bytes | None = None
 
     def peek(self) -> str:

@@ -65,7 +65,8 @@ def _read_text(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
         if not is_last:
             text += stream.take(bytes_to_line_end(piece_end))
         offset += len(text)
-        bad_index, reason = None, "not UTF-8"
+        bad_index = None
+        reason = "not UTF-8"
         if not settings.keep_invalid_utf8:
             bad_index = records.invalid_utf8_offset(text)
         if bad_index is None and not settings.keeps_all_bytes and b"\0" in text:

@@ -17,7 +17,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 def read_lines(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
     """Yield the records of the lines that start inside the unit."""
-    lines, limit = stream.file, settings.max_record_bytes
+    lines = stream.file
+    limit = settings.max_record_bytes
 
     def skip_line() -> int:
         size = 0
@@ -34,7 +35,8 @@ def read_lines(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
         offset = stream.seek(unit.start - 1) + skip_line()
     while unit.stop is None or offset < unit.stop:
         line = lines.readline(limit + 1)
-        start, is_complete = offset, line.endswith(b"\n")
+        start = offset
+        is_complete = line.endswith(b"\n")
         offset += len(line)
         if len(line) > limit and not is_complete:
             offset += skip_line()
@@ -73,7 +75,8 @@ def _record_of(
         if field is not None and field not in value:
             keys = ", ".join(map(str, list(value)[:8]))
             return BadRecord(file, location, f"no field {field!r} among {keys}")
-    text, id_field = value[settings.text_field], settings.id_field
+    text = value[settings.text_field]
+    id_field = settings.id_field
     record_id = None if id_field is None else value[id_field]
     return make_document(file, location, text, record_id, settings)
 
@@ -83,7 +86,8 @@ def read_json(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
 
     After text that is no JSON, nothing more can be read.
     """
-    file, values = unit.file, _Values(stream, settings.max_record_bytes)
+    file = unit.file
+    values = _Values(stream, settings.max_record_bytes)
     if is_array := values.peek() == "[":
         values.skip()
     is_first = True
@@ -109,7 +113,8 @@ def read_json(unit: Unit, stream: Stream, settings: ReadSettings) -> Records:
         yield _record_of(file, location, value, settings)
     if is_array and character == "]":
         values.skip()
-        character, is_array = values.peek(), False
+        character = values.peek()
+        is_array = False
     location = f"byte {values.num_bytes}"
     if stream.damage is not None:
         yield BadRecord(file, location, f"cannot be read further: {stream.damage}")
@@ -124,10 +129,13 @@ class _Values:
 
     def __init__(self, stream: Stream, limit: int):
         self.num_bytes = 0  # before the next character
-        self._stream, self._limit = stream, limit
+        self._stream = stream
+        self._limit = limit
         # An invalid byte becomes half a surrogate pair, which no document may hold.
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self._text, self._index, self._has_ended = "", 0, False
+        self._text = ""
+        self._index = 0
+        self._has_ended = False
         self._read(_BLOCK_BYTES)
         if self._text.startswith("\ufeff"):
             self.skip()
@@ -168,4 +176,5 @@ class _Values:
         data = self._stream.take(count)
         self._has_ended = not data
         more = self._decode(data, final=self._has_ended)
-        self._text, self._index = self._text[self._index :] + more, 0
+        self._text = self._text[self._index :] + more
+        self._index = 0

@@ -70,7 +70,8 @@ class _Folders:
     """The folders of an input, whose small files are read at most once."""
 
     def __init__(self, filesystem: Any, root: str):
-        self._filesystem, self._root = filesystem, root
+        self._filesystem = filesystem
+        self._root = root
         self._read_json = functools.cache(self._load_json)
 
     def data_of(self, folder: str, members: list[str]) -> list[str]:
@@ -79,7 +80,8 @@ class _Folders:
         has_arrow = any(name.endswith(".arrow") for name in names)
         if not has_arrow and "state.json" not in names:
             return members
-        dataset, name = _parent(folder), PurePosixPath(folder).name
+        dataset = _parent(folder)
+        name = PurePosixPath(folder).name
         splits = self._read_json(dataset, "dataset_dict.json").get("splits")
         is_inside = dataset == self._root or dataset.startswith(f"{self._root}/")
         if isinstance(splits, list) and is_inside and name not in splits:
@@ -112,7 +114,8 @@ class _Folders:
 
     def split_of(self, path: str) -> _Split | None:
         """Return the split of a data set to which a file belongs, if it is known."""
-        folder, name = _parent(path), PurePosixPath(path).name
+        folder = _parent(path)
+        name = PurePosixPath(path).name
         if name.endswith(".arrow"):
             splits = self._read_json(_parent(folder), "dataset_dict.json").get("splits")
             if isinstance(splits, list):

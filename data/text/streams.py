@@ -87,8 +87,11 @@ class _ReportingFile(io.RawIOBase):
     """A file that reports the bytes read, and raises DataError if its storage fails."""
 
     def __init__(self, file: Any, path: str, progress: Callable[[int], object]):
-        self._file, self._path, self._progress = file, path, progress
-        self.seek, self.tell = file.seek, file.tell
+        self._file = file
+        self._path = path
+        self._progress = progress
+        self.seek = file.seek
+        self.tell = file.tell
 
     def readable(self) -> bool:
         return True
@@ -123,7 +126,8 @@ class _Decompressor(io.RawIOBase):
         while not self._unread and (chunk := next(self._chunks, None)) is not None:
             self._unread = memoryview(chunk)
         count = min(len(buffer), len(self._unread))
-        buffer[:count], self._unread = self._unread[:count], self._unread[count:]
+        buffer[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
         return count
 
     def _decompress(self, raw: BinaryIO, compression: str | None) -> Iterator[bytes]:
@@ -140,7 +144,9 @@ class _Decompressor(io.RawIOBase):
             decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
             new_frame = decompressor.decompressobj
             damage_error = zstandard.ZstdError
-        frame, data, padding = None, b"", b""
+        frame = None
+        data = b""
+        padding = b""
         while data := data or raw.read(2**14):
             if frame is None:
                 if not (data := data.lstrip(padding)):
@@ -156,7 +162,8 @@ class _Decompressor(io.RawIOBase):
                 return
             data = b""
             if frame.eof:
-                data, frame = frame.unused_data, None
+                data = frame.unused_data
+                frame = None
                 # Some tools, such as those for tapes, add zeros after a gzip frame.
                 padding = b"\0" if compression == ".gz" else b""
         if frame is not None:
@@ -225,7 +232,8 @@ class Stream:
 
     def take(self, count: int) -> bytes:
         """Read `count` bytes, or all that are left."""
-        data, self._lookahead = self._lookahead[:count], self._lookahead[count:]
+        data = self._lookahead[:count]
+        self._lookahead = self._lookahead[count:]
         return data + self.file.read(count - len(data))
 
 

@@ -157,7 +157,8 @@ def _workers_that_fit(corpus: Corpus, workers: int) -> int:
     fitting = max(1, available_bytes // (file.window_bytes + _WORKER_BYTES))
     message = "%s: decompressing it needs %.1f GiB of memory in each worker, and %.1f "
     message += "GiB are available, so there are at most %d workers"
-    gib, available_gib = file.window_bytes / 2**30, available_bytes / 2**30
+    gib = file.window_bytes / 2**30
+    available_gib = available_bytes / 2**30
     _log.warning(message, file.path, gib, available_gib, fitting)
     return min(workers, fitting)
 
@@ -200,7 +201,8 @@ def _read_segments(
     paths: list[Path], corpus: Corpus, skip_bad: bool, beat: Callable[[], object]
 ) -> Iterator[StoreSegment]:
     """Yield all segments; raise DataError at a bad record, or if a split is empty."""
-    num_documents, num_bad = collections.Counter(), 0
+    num_documents = collections.Counter()
+    num_bad = 0
     for path in paths:
         beat()
         for segment in read_part(path):

@@ -81,7 +81,8 @@ def cached_store(
 def _warn_of_skipped(store: Store) -> None:
     """Log at each start what `data.on_error=skip` has left out."""
     if left_out := store.manifest["source"].get("left_out"):
-        files, size = [*left_out], sum(left_out.values())
+        files = [*left_out]
+        size = sum(left_out.values())
         listed = ", ".join(files[:5]) + ", ..." * (len(files) > 5)
         message = "left out %d files that cannot be read, %d bytes in all: %s"
         _log.warning(f"data.on_error=skip {message}", len(files), size, listed)

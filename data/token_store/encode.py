@@ -35,7 +35,8 @@ FORMAT = 1  # the version of parts and of encoding; older parts are not reused
 # The minimum size of a task, and roughly the maximum number of tasks. Tasks are small
 # enough to keep all workers busy to the end, and few enough for their parts to be files
 # of one folder.
-_TASK_BYTES, _MAX_TASKS = 2**22, 2**16
+_TASK_BYTES = 2**22
+_MAX_TASKS = 2**16
 _SEGMENT_BYTES = 2**24
 
 
@@ -49,13 +50,16 @@ class Task(NamedTuple):
 def make_tasks(units: list[Unit]) -> list[Task]:
     """Group neighbouring units into tasks of at least `_TASK_BYTES` or 4096 units."""
     min_size = max(_TASK_BYTES, sum(unit.num_bytes for unit in units) // _MAX_TASKS)
-    tasks, group, size = [], [], 0
+    tasks = []
+    group = []
+    size = 0
     for unit in units:
         group.append(unit)
         size += unit.num_bytes
         if size >= min_size or len(group) >= 4096:
             tasks.append(Task(tuple(group), size))
-            group, size = [], 0
+            group = []
+            size = 0
     return [*tasks, Task(tuple(group), size)] if group else tasks
 
 
@@ -87,7 +91,8 @@ def encode_tasks(
     cannot be read. If bad records may not be skipped, the first one raises a DataError
     that names its file and line.
     """
-    pending_tasks, earlier_bytes = [], 0
+    pending_tasks = []
+    earlier_bytes = 0
     for task in tasks:
         if encoded_part_path(folder, task, settings).exists():
             earlier_bytes += task.size
@@ -138,7 +143,9 @@ class _Encoder:
         encoding: tiktoken.Encoding,
         counters: tuple[Synchronized, Synchronized],
     ):
-        self._folder, self._settings, self._encoding = folder, settings, encoding
+        self._folder = folder
+        self._settings = settings
+        self._encoding = encoding
         self._num_bytes, self._num_tokens = counters
 
     def encode(self, task: Task) -> None:

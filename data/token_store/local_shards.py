@@ -38,7 +38,9 @@ class LocalShards:
         self, folder: Path, dtype: np.dtype, length: int, checksums: np.ndarray | None
     ):
         """Open no file yet. `checksums` are the CRC-32C of all chunks, if known."""
-        self.folder, self._dtype, self._checksums = folder, dtype, checksums
+        self.folder = folder
+        self._dtype = dtype
+        self._checksums = checksums
         self._chunk_bytes = CHUNK_LENGTH * dtype.itemsize + _CHECKSUM_BYTES
         self._checked = bytearray(-(-length // CHUNK_LENGTH))
 
@@ -72,8 +74,10 @@ class LocalShards:
         stretch to return from it. For a checked chunk, the last result is None.
         """
         shard_number, slot = divmod(chunk, SHARD_LENGTH // CHUNK_LENGTH)
-        shard, itemsize = _open_shard(self, shard_number), self._dtype.itemsize
-        offset, size = shard.index[2 * slot], shard.index[2 * slot + 1]
+        shard = _open_shard(self, shard_number)
+        itemsize = self._dtype.itemsize
+        offset = shard.index[2 * slot]
+        size = shard.index[2 * slot + 1]
         if size != self._chunk_bytes:
             raise ValueError(f"{shard.path}: chunk {slot} is not there")
         if self._checked[chunk]:
@@ -112,7 +116,8 @@ class _Shard:
 
     def __init__(self, path: Path):
         check_regular(path)
-        self.path, self.file = path, os.open(path, os.O_RDONLY)
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.file)
         size = 16 * (SHARD_LENGTH // CHUNK_LENGTH) + _CHECKSUM_BYTES
         content = self.read_checked(os.fstat(self.file).st_size - size, size)

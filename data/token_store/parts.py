@@ -51,7 +51,8 @@ class SegmentBuilder:
 
     def __init__(self, encoding: tiktoken.Encoding, validation: float):
         """Begin an empty segment; `validation` is the fraction to hold out."""
-        self._encoding, self._validation = encoding, validation
+        self._encoding = encoding
+        self._validation = validation
         self._dtype = token_dtype(encoding)
         self._clear()
 

@@ -9,7 +9,8 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-_QUIET_S, _LINE_INTERVAL_S = 2.0, 10.0
+_QUIET_S = 2.0
+_LINE_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +24,8 @@ class Meter(Progress):
         # The bar goes to stderr, because commands print their results to stdout.
         super().__init__(*columns, console=Console(stderr=True), redirect_stdout=False)
         self.disable = not self.console.is_terminal
-        self._total, self._start_s = total, time.monotonic()
+        self._total = total
+        self._start_s = time.monotonic()
         self._last_line_s = self._start_s
         self._task = self._tasks[self.add_task("", total=total)]
 
@@ -32,7 +34,8 @@ class Meter(Progress):
 
     def show(self, size: int, tokens: int) -> None:
         """Show the bytes done in all attempts, and the tokens encoded in this one."""
-        task, now_s = self._task, time.monotonic()
+        task = self._task
+        now_s = time.monotonic()
         seconds = now_s - self._start_s
         # The first update includes earlier attempts; rich leaves it out of the speed.
         self.update(task.id, completed=size)

@@ -61,9 +61,12 @@ class TokenArray:
         `digests` are SHA-256 by array, `checksums` the CRC-32C of chunks by array. With
         `keep`, small arrays are read into memory and stay there.
         """
-        self._storage, self._split = storage, split
-        self._digests, self._checksums = digests, checksums
-        self._num_tokens, self.num_documents = num_tokens, num_documents
+        self._storage = storage
+        self._split = split
+        self._digests = digests
+        self._checksums = checksums
+        self._num_tokens = num_tokens
+        self.num_documents = num_documents
         lengths = {
             "tokens": num_tokens,
             "offsets": num_documents + 1,
@@ -86,7 +89,8 @@ class TokenArray:
         self._local: dict[str, LocalShards] = {}
         for name, array in self._arrays.items():
             if storage.path is not None and isinstance(array, ts.TensorStore):
-                folder, dtype = storage.path / split / name, array.dtype.numpy_dtype
+                folder = storage.path / split / name
+                dtype = array.dtype.numpy_dtype
                 self._local[name] = LocalShards(
                     folder, dtype, array.shape[0], checksums.get(name)
                 )
@@ -155,7 +159,8 @@ class TokenArray:
         lasts = self._index[np.minimum(highs // CHUNK_LENGTH + 1, num_chunks)]
         stops = np.minimum(lasts, self.num_documents) + 1
         spans = list(zip(firsts.tolist(), stops.tolist(), strict=True))
-        ranges, starts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        ranges = [np.zeros(0, np.int64)]
+        starts = [np.zeros(0, np.int64)]
         for number, offsets in enumerate(self._read_spans("offsets", spans)):
             is_inside = (offsets > lows[number]) & (offsets <= highs[number])
             starts.append(offsets[is_inside])

@@ -85,7 +85,9 @@ class Store:
 
     def text(self, split: Split, limit: int | None = None) -> bytes:
         """Decode a split, or its first `limit` bytes, without end-of-text tokens."""
-        tokens, texts, size = self.split(split), [], 0
+        tokens = self.split(split)
+        texts = []
+        size = 0
         for start in range(0, len(tokens), 2**20):
             if limit is not None and size >= limit:
                 break
@@ -129,7 +131,8 @@ def open_store(path: Path | str, encoding: tiktoken.Encoding | None = None) -> S
         f"output={storage}), or bring it back from a copy"
     )
     try:
-        content, digest = storage.read(MANIFEST), storage.read(MANIFEST_DIGEST)
+        content = storage.read(MANIFEST)
+        digest = storage.read(MANIFEST_DIGEST)
     except FileNotFoundError as error:
         raise _no_store_error(storage, error) from error
 

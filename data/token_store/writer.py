@@ -59,7 +59,9 @@ def write_store(
     splits: dict[Split, _SplitWriter] = {
         split: _SplitWriter(storage, split, dtype) for split in SPLITS
     }
-    num_bytes, num_empty, skipped = collections.Counter(), 0, []
+    num_bytes = collections.Counter()
+    num_empty = 0
+    skipped = []
     for segment in segments:
         for split, writer in splits.items():
             writer.append(segment.splits[split])
@@ -207,4 +209,5 @@ class _ArrayWriter:
         self._wait()  # keep only one write in flight
         self._array = self._array.resize(exclusive_max=[start + count]).result()
         self._write_in_flight = self._array[start : start + count].write(values[:count])
-        self._buffer, self._num_buffered = [values[count:]], len(values) - count
+        self._buffer = [values[count:]]
+        self._num_buffered = len(values) - count

@@ -85,7 +85,8 @@ def status(submission: Submission) -> list[str]:
 
 def logs(submission: Submission, follow: bool) -> int:
     """Print the output of process 0 (with `follow`, until the JobSet is over)."""
-    printed_pod, since = "", ""
+    printed_pod = ""
+    since = ""
     while True:
         over = not (follow and alive(submission))
         pod = _process_0_pod(submission)

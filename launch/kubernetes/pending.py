@@ -73,11 +73,13 @@ def _waiting_reason(pod: Object) -> str | None:
 
 
 def _failure_lines(pod: Object) -> list[str]:
-    name, lines = pod["metadata"]["name"], []
+    name = pod["metadata"]["name"]
+    lines = []
     for container in pod["status"].get("containerStatuses", []):
         terminated = container.get("state", {}).get("terminated")
         if terminated and terminated["exitCode"]:
-            code, reason = terminated["exitCode"], terminated.get("reason", "Error")
+            code = terminated["exitCode"]
+            reason = terminated.get("reason", "Error")
             why = meaning(code) if reason == "Error" else reason
             lines.append(f"{name} ended with {code}: {why}")
     return lines

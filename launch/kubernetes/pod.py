@@ -127,7 +127,8 @@ def _container(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, An
 def _resources(job: Job, cluster: KubernetesCluster, pods: Pods) -> dict[str, Any]:
     """Return a pod's resources. Memory and cores have requests, but no limits."""
     resource, count = pods.resource
-    cpus, memory = cluster.cpus, cluster.memory
+    cpus = cluster.cpus
+    memory = cluster.memory
     if job.staged_bytes is not None:
         cpus = cpus or process_cores(count)
         gib = host_memory_gib(job.staged_bytes, job.held_bytes, pods.processes)

@@ -32,8 +32,12 @@ class RemoteAttempt:
     def __init__(
         self, hosts: Hosts, file: Path, begin: Callable[[Wait], bool], show: bool = True
     ):
-        self._hosts, self._file, self._begin, self._show = hosts, file, begin, show
-        self._wait, self._num_bytes_read = Wait(), 0
+        self._hosts = hosts
+        self._file = file
+        self._begin = begin
+        self._show = show
+        self._wait = Wait()
+        self._num_bytes_read = 0
         self._codes: dict[str, int | None] = {}
         self._answered_at: dict[str, float] = {}
 
@@ -46,7 +50,8 @@ class RemoteAttempt:
         if not self._begin(self._wait):
             return [self._wait.exit_code] * self._hosts.processes
         began = self._grace_began = time.monotonic()
-        num_delivered, num_signals = 0, 0
+        num_delivered = 0
+        num_signals = 0
         while True:
             num_signals = self._wait.count
             if num_signals > num_delivered and self._pass_on_signal():

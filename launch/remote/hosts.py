@@ -31,8 +31,10 @@ class Hosts(ABC):
     """The machines and processes of a submission, polled every `poll_s` seconds."""
 
     def __init__(self, submission: Submission, processes: int, poll_s: float):
-        self._submission, self._name = submission, submission.name
-        self.processes, self.poll_s = processes, poll_s
+        self._submission = submission
+        self._name = submission.name
+        self.processes = processes
+        self.poll_s = poll_s
 
     def begin(self, wait: Wait, watch_running: bool) -> bool:
         """Start all processes. With `watch_running`, start none if some already run.

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 ACTIVE = "ACTIVE"
 _PENDING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 _MAX_FAILURES = 5  # the run ends after this number of temporary failures in a row
-_PAUSE_S, _MAX_PAUSE_S = 10.0, 300.0
+_PAUSE_S = 10.0
+_MAX_PAUSE_S = 300.0
 _ASK_AGAIN_S = 30.0
 
 
@@ -45,7 +46,9 @@ class QueuedResource:
     """A request, identified by its name. Each new state adds a JSON line to `diary`."""
 
     def __init__(self, name: str, cluster: TpuVmCluster, diary: Path):
-        self.name, self._cluster, self._diary = name, cluster, diary
+        self.name = name
+        self._cluster = cluster
+        self._diary = diary
         self._commands = resource_commands(name, cluster)
         self._last_state = ""  # empty until gcloud has answered
         self._failures = 0

@@ -46,7 +46,8 @@ def start_line(name: str, cluster: SshCluster, number: int) -> str:
     """Return the line of shell that starts the processes of host `number`."""
     count = cluster.processes_per_node
     address = cluster.address or cluster.hosts[0].rpartition("@")[2]
-    port, world_size = cluster.port or port_of(name), count * len(cluster.hosts)
+    port = cluster.port or port_of(name)
+    world_size = count * len(cluster.hosts)
     first_process = number * count
     return verb_line(name, "start", [first_process, count, world_size, address, port])
 
@@ -57,7 +58,8 @@ class SshHosts(Hosts):
     def __init__(self, submission: Submission, cluster: SshCluster):
         processes = cluster.processes_per_node * len(cluster.hosts)
         super().__init__(submission, processes, cluster.poll_s)
-        self._cluster, self._reached_once = cluster, False
+        self._cluster = cluster
+        self._reached_once = False
 
     def _start(self) -> bool:
         if not (self._copy_files() and self._all_see_run_dir()):
@@ -71,7 +73,8 @@ class SshHosts(Hosts):
         Raises:
             Exit: ssh failed with a permanent error.
         """
-        folder, secret = self._submission.folder, new_secret().encode()
+        folder = self._submission.folder
+        secret = new_secret().encode()
         files = {file: (folder / file).read_bytes() for file in files_of(self._cluster)}
         for file, content in {**files, SECRET_FILE: secret}.items():
             line = write_line(self._name, file)

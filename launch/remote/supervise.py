@@ -70,7 +70,8 @@ def submit(
 ) -> int:
     """Supervise a run on other machines. The first attempt may find it running."""
     submission = submission.with_handle(cluster=asdict(cluster))
-    hosts, watch_flags = submitted_hosts(submission), iter([True])
+    hosts = submitted_hosts(submission)
+    watch_flags = iter([True])
 
     def start(folder: Path, show: bool) -> RemoteAttempt:
         begin = partial(hosts.begin, watch_running=next(watch_flags, False))

@@ -77,7 +77,8 @@ class TpuHosts(Hosts):
     def __init__(self, submission: Submission, cluster: TpuVmCluster):
         processes = parse_target(cluster.target or "").num_hosts
         super().__init__(submission, processes, cluster.poll_s)
-        self._cluster, self._unreached_since = cluster, None
+        self._cluster = cluster
+        self._unreached_since = None
         diary = submission.local_folder() / STATES
         self.resource = QueuedResource(submission.name, cluster, diary)
 

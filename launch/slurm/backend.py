@@ -83,11 +83,15 @@ def status(submission: Submission) -> list[str]:
 
 def logs(submission: Submission, follow: bool) -> int:
     """Print the output of the script and the processes."""
-    file, job = Path(submission.handle["folder"]) / LOG, QueuedJob(submission.handle)
-    offset, over, checked_at = 0, not follow, 0.0
+    file = Path(submission.handle["folder"]) / LOG
+    job = QueuedJob(submission.handle)
+    offset = 0
+    over = not follow
+    checked_at = 0.0
     while True:
         if follow and time.monotonic() - checked_at > 5 * _POLL_S:
-            over, checked_at = job.state() is None, time.monotonic()
+            over = job.state() is None
+            checked_at = time.monotonic()
         if file.exists():
             with file.open("rb") as log_file:
                 log_file.seek(offset)
@@ -106,7 +110,8 @@ def stop(submission: Submission) -> int:
     processes before the save; later ones are SIGTERM.
     """
     (Path(submission.handle["folder"]) / STOP).touch()
-    job, asked_at = QueuedJob(submission.handle), None
+    job = QueuedJob(submission.handle)
+    asked_at = None
     while (state := job.state()) is not None:
         now = time.monotonic()
         if state == "PENDING":

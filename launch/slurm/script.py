@@ -30,7 +30,9 @@ from launch.policy import (
 from launch.supervisor import ATTEMPTS
 from train.errors import CRASHES_AGAIN, STOPPED
 
-SCRIPT, LOG, STOP = "job.sh", "job.log", "stop"
+SCRIPT = "job.sh"
+LOG = "job.log"
+STOP = "stop"
 _MAX_PAUSES = 32  # after more crashes, the last pause is repeated
 _NODE_OPTIONS = {"constraint", "nodelist", "nodefile", "reservation"}
 
@@ -165,7 +167,8 @@ def _srun_options(job: Job, cluster: SlurmCluster) -> dict[str, Any]:
 
 def _policy_lines(job: Job, cluster: SlurmCluster) -> list[str]:
     """Return lines that set the rules of `launch/policy.py` and the paths in bash."""
-    folder, num_pauses = script_folder(job), min(cluster.max_restarts, _MAX_PAUSES)
+    folder = script_folder(job)
+    num_pauses = min(cluster.max_restarts, _MAX_PAUSES)
     pauses = [round(backoff(n + 1, cluster.backoff_s)) for n in range(num_pauses)]
     values = {
         "folder": shlex.quote(folder),

@@ -48,7 +48,8 @@ class QueuedJob:
         job = self.fields()
         if not job:
             return [f"job {self.number} is over, and forgotten"]
-        state, reason = job["JobState"], job["Reason"]
+        state = job["JobState"]
+        reason = job["Reason"]
         lines = [f"job {self.number}: {state.lower()}"]
         if state == "PENDING":
             lines[0] += f", waits: {reason}"

@@ -116,7 +116,8 @@ def cached_attention(
     most `trained_length` keys, which is the length of rows in training.
     No dropout is applied. `Inputs` explains the sinks.
     """
-    T, S = q_BTNH.shape[1], cache.keys.shape[1]
+    T = q_BTNH.shape[1]
+    S = cache.keys.shape[1]
     positions_T = cache.length - T + jnp.arange(T)
     distance_TS = positions_T[:, None] - jnp.arange(S)[None]
     visible_TS = distance_TS >= 0

@@ -52,7 +52,8 @@ def _forward(x: Operands, compute: DTypeLike, soft_cap: float | None):
     factored_BKMS = _scale(weights_BKMS, x.factors_BKMS)
     o_BKMV = einsum("bkms,bskv->bkmv", factored_BKMS, x.v_BSKV, compute, x.q_BKMH.dtype)
     slope_BKMS = soft_cap_slope(scores_BKMS, soft_cap)
-    o_BKMV, lse_BKM = saveable(o_BKMV, "attention"), saveable(lse_BKM, "attention")
+    o_BKMV = saveable(o_BKMV, "attention")
+    lse_BKM = saveable(lse_BKM, "attention")
     residuals = x._replace(mask_BMS=None), weights_BKMS, o_BKMV, slope_BKMS
     return (o_BKMV, lse_BKM), residuals
 
@@ -69,7 +70,8 @@ def _backward(compute: DTypeLike, soft_cap: float | None, residuals, cotangents)
         compute=compute,
         slope_BKMS=slope_BKMS,
     )
-    dk, dv = dk.astype(x.k_BSKH.dtype), dv.astype(x.v_BSKV.dtype)
+    dk = dk.astype(x.k_BSKH.dtype)
+    dv = dv.astype(x.v_BSKV.dtype)
     return (Operands(dq.astype(x.q_BKMH.dtype), dk, dv, None, None),)
 
 

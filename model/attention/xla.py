@@ -22,7 +22,8 @@ from model.products import einsum
 
 LENGTH_MULTIPLE = 1  # The number of positions in a chunk must be a multiple of this.
 SCALES_QUERIES = True
-_MIN_BLOCK_SIZE, _MAX_NUM_BLOCKS = 128, 4
+_MIN_BLOCK_SIZE = 128
+_MAX_NUM_BLOCKS = 4
 
 Drop = Callable[[Array], Array]  # Takes and returns weights [B, T, K, N/K, S].
 
@@ -58,7 +59,8 @@ def attend_masked(
     if drop is not None:
         factors_BTKGS = drop(jnp.ones((B, T, K, N // K, S), compute))
     block_size = T // _num_blocks(T) if causal else T
-    outputs, lses = [], []
+    outputs = []
+    lses = []
     for start in range(0, T, block_size):
         block = slice(start, start + block_size)
         keys = slice(S - T + start + block_size)
@@ -76,7 +78,8 @@ def attend_masked(
         o_BKMV, lse_BKM = dense.attend_grouped(operands, compute, soft_cap)  # pyright: ignore[reportGeneralTypeIssues]
         outputs.append(o_BKMV.reshape(B, N, block_size, -1))
         lses.append(lse_BKM.reshape(B, N, block_size))
-    o_BNTV, lse_BNT = jnp.concatenate(outputs, axis=2), jnp.concatenate(lses, axis=2)
+    o_BNTV = jnp.concatenate(outputs, axis=2)
+    lse_BNT = jnp.concatenate(lses, axis=2)
     o_BTNV = jnp.swapaxes(o_BNTV, 1, 2)
     bound_N = score_bound(lse_BNT)
     if inputs.sinks_N is None:
@@ -97,7 +100,8 @@ def _num_blocks(T: int) -> int:
 
 def forward(chunks: Chunks, causal: bool, soft_cap: float | None = None) -> Result:
     """Compute one step of a ring (`ring.py`); the result is float32."""
-    x, shape = _operands(chunks, causal), chunks.q_BNTH.shape
+    x = _operands(chunks, causal)
+    shape = chunks.q_BNTH.shape
     scores_BKMS = dense.scores(x, chunks.q_BNTH.dtype, soft_cap)
     weights_BKMS, lse_BKM = dense.softmax(dense.apply_mask(scores_BKMS, x))
     o_BKMV = einsum(
@@ -114,7 +118,8 @@ def backward(
     soft_cap: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """Compute one step of a ring's backward pass; the gradients are float32."""
-    x, compute = _operands(chunks, causal), chunks.q_BNTH.dtype
+    x = _operands(chunks, causal)
+    compute = chunks.q_BNTH.dtype
     shape = x.q_BKMH.shape
     scores_BKMS = dense.scores(x, compute, soft_cap)
     lse_BKM1 = result.lse_BNT.reshape(*shape[:3], 1)
@@ -127,13 +132,15 @@ def backward(
         compute=compute,
         slope_BKMS=dense.soft_cap_slope(scores_BKMS, soft_cap),
     )
-    dk_BKSH, dv_BKSV = jnp.swapaxes(dk_BSKH, 1, 2), jnp.swapaxes(dv_BSKV, 1, 2)
+    dk_BKSH = jnp.swapaxes(dk_BSKH, 1, 2)
+    dv_BKSV = jnp.swapaxes(dv_BSKV, 1, 2)
     return dq_BKMH.reshape(chunks.q_BNTH.shape), dk_BKSH, dv_BKSV
 
 
 def _operands(chunks: Chunks, causal: bool) -> Operands:
     """Return a ring step's operands. Query heads that share keys become rows."""
-    (B, N, T, H), (K, S) = chunks.q_BNTH.shape, chunks.k_BKSH.shape[1:3]
+    B, N, T, H = chunks.q_BNTH.shape
+    K, S = chunks.k_BKSH.shape[1:3]
     mask_BTS = chunks.same_document_BTS
     if mask_BTS is None:
         mask_BTS = jnp.ones((1, T, S), bool)

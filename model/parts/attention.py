@@ -191,7 +191,8 @@ class KernelAttention:
             return attend
         q_spec = placement.spec("batch", None, "heads", None)
         kv_spec = placement.spec("batch", None, kv_axis, None)
-        ids_spec, heads_spec = placement.spec("batch", None), placement.spec("heads")
+        ids_spec = placement.spec("batch", None)
+        heads_spec = placement.spec("heads")
         specs = Inputs._make([q_spec, kv_spec, kv_spec, ids_spec, heads_spec])
         out_specs = Attended(q_spec, heads_spec)  # pyright: ignore[reportArgumentType]
         return placement.map_shards(attend, in_specs=(specs,), out_specs=out_specs)

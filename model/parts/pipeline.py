@@ -222,7 +222,8 @@ def interleave_layers(params: Any, axis: str, repeats: int) -> Any:
     W[L/S, ...] to the order in which layers run. Its derivative converts the gradient
     back. In each of R permutes, every device sends one group and receives one.
     """
-    S, stage = jax.lax.psum(1, axis), jax.lax.axis_index(axis)
+    S = jax.lax.psum(1, axis)
+    stage = jax.lax.axis_index(axis)
     period = S // math.gcd(repeats, S)
 
     def interleave(shard: jax.Array) -> jax.Array:

@@ -35,7 +35,8 @@ class PredictAhead(nnx.Module):
         """Draw the projection and the block."""
         D = config.embed_dim
         make_norm = partial(Normalize, config, config.norm, embed=D)
-        self.embedding_norm, self.hidden_norm = make_norm(), make_norm()
+        self.embedding_norm = make_norm()
+        self.hidden_norm = make_norm()
         # The axes are those of an MLP's projection back to the residual stream.
         self.projection = Linear(
             "predict_ahead",
@@ -97,7 +98,8 @@ class PredictionModules(nnx.Dict[PredictAhead]):
         the rows. The routing is None without experts.
         """
         execution = execution._replace(placement=execution.placement.without_stages)
-        features, routings = list[jax.Array](), list[Routing]()
+        features = list[jax.Array]()
+        routings = list[Routing]()
         for k, module in enumerate(self.values()):
             tokens_BT = tokens_BTP[..., k]
             is_text = tokens_BT >= 0

@@ -44,10 +44,12 @@ def test_a_public_run_lies_in_its_range(composed, name):
     *overrides, target = row.overrides
     at = machine(composed, target.removeprefix("target="), *overrides, base=())
     cost = published.cost_of(kept["cost"] | {"outside_layers": []})
-    data, chip = at.config.data, published.chip_of(row, at.chip)
+    data = at.config.data
+    chip = published.chip_of(row, at.chip)
     tokens = data.batch_size * data.sequence_length
     predicted = predict(cost, at.config, at.mesh, chip)
-    step, took = predicted.step_s, kept["published"]["step_s"]
+    step = predicted.step_s
+    took = kept["published"]["step_s"]
     assert step.low <= took <= step.high
     assert step.middle == pytest.approx(took, rel=0.2)
     assert took * row.tokens * at.mesh.size == pytest.approx(tokens)

@@ -31,7 +31,8 @@ def test_a_run_of_a_sweep_is_a_run_of_the_training_step(tmp_path: Path):
     for i in range(len(prepared.validation.inputs)):
         batch = jax.tree.map(lambda x, i=i: x[i], prepared.validation)
         sums = program.eval_step(state.params, batch)
-        nats, targets = nats + float(sums[0]), targets + int(sums[1])
+        nats = nats + float(sums[0])
+        targets = targets + int(sums[1])
     assert losses[2, 1] == pytest.approx(nats / targets, rel=1e-4)
     others = np.delete(losses.flatten(), 5)
     assert np.abs(others - losses[2, 1]).min() > 1e-3

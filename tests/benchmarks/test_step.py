@@ -9,7 +9,9 @@ class Scripted:
     """A contender with losses that are known."""
 
     def __init__(self, name: str, last: float) -> None:
-        self.name, self.losses, self.ended = name, [6.0, last], False
+        self.name = name
+        self.losses = [6.0, last]
+        self.ended = False
 
     def ask(self, command: str) -> dict[str, float]:
         return {"loss": self.losses.pop(0), "seconds": 0.1}

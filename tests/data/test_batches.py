@@ -178,8 +178,10 @@ def test_steps_take_the_batches_that_are_not_left_out(config, skip):
 def test_rows_respect_documents():
     end = 256
     tokens = [[1, 2, end, 3, end, end, 4], [end, end, 4, 5, 6, 7, 8]]
-    row, column = np.array([0, 0, 0, 1, 1]), np.array([3, 5, 6, 1, 2])
-    tokens, num_remaining = np.array(tokens, np.int32), np.array([13, 9])
+    row = np.array([0, 0, 0, 1, 1])
+    column = np.array([3, 5, 6, 1, 2])
+    tokens = np.array(tokens, np.int32)
+    num_remaining = np.array([13, 9])
     batch = make_batch(tokens, row, column, num_remaining, None)
     expected = Batch(
         inputs=[[1, 2, end, 3, end, end], [end, end, 4, 5, 6, 7]],

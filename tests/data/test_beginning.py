@@ -126,7 +126,8 @@ def prepared(folder: Path, tokenizer: str, texts=TEXTS) -> DataConfig:
     folder.mkdir()
     lines = [json.dumps({"text": text, "id": str(i)}) for i, text in enumerate(texts)]
     (folder / "in.jsonl").write_text("\n".join(lines))
-    given, output = str(folder / "in.jsonl"), str(folder / "store")
+    given = str(folder / "in.jsonl")
+    output = str(folder / "store")
     prepare_store(PrepareConfig(given, output, validation=0, tokenizer=tokenizer))
     return DataConfig(
         source=Source.tokens,
@@ -162,7 +163,8 @@ def documents_of(batches: list[Batch], begin: int) -> list[list[int]]:
     for inputs, targets, segments, _ in zip(*batch, strict=True):
         for segment in range(1, int(segments.max()) + 1):
             mask = segments == segment
-            first_input, piece = int(inputs[mask][0]), targets[mask].tolist()
+            first_input = int(inputs[mask][0])
+            piece = targets[mask].tolist()
             np.testing.assert_array_equal(inputs[mask][1:], targets[mask][:-1])
             if first_input == begin:
                 documents.append(piece)
@@ -190,7 +192,8 @@ def test_documents_without_end_of_text_follow_the_same_rule(tmp_path):
         batch = rows.read(np.arange(len(rows)))
         order = np.argsort([rows.pieces(i)[0].start for i in range(len(rows))])
         is_text = batch.targets[order] >= 0
-        inputs, targets = batch.inputs[order][is_text], batch.targets[order][is_text]
+        inputs = batch.inputs[order][is_text]
+        targets = batch.targets[order][is_text]
         text = [*("abcdefghij" * 18).encode()][: len(targets)]
         assert targets.tolist() == text
         assert inputs.tolist() == [256, *text[:-1]]

@@ -33,7 +33,8 @@ def test_the_batch_of_a_step_is_the_one_trained_on(
 
 
 def test_a_store_that_holds_nothing_out_is_shown_too(folder, tmp_path, capsys):
-    given, output = str(folder), f"{tmp_path}/all"
+    given = str(folder)
+    output = f"{tmp_path}/all"
     whole = PrepareConfig(given, output, validation=0, keep_invalid_utf8=True)
     prepare_store(whole)
     assert main(InspectConfig(output, step=0, sequence_length=16, batch_size=2)) == 0

@@ -92,7 +92,8 @@ def test_writing_follows_no_link_and_waits_for_no_pipe(tmp_path, name, write):
         else:
             copy_file(epath.Path(tmp_path / "new"), path)
 
-    other, path = tmp_path / "other", tmp_path / "folder" / name
+    other = tmp_path / "other"
+    path = tmp_path / "folder" / name
     path.parent.mkdir()
     other.write_text("precious")
     for make in (lambda: path.symlink_to(other), lambda: os.mkfifo(path), path.mkdir):

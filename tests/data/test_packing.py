@@ -73,7 +73,8 @@ def test_a_document_is_cut_only_where_it_must_be():
 @settings(max_examples=500, deadline=None)
 @given(LENGTHS)
 def test_the_rows_are_those_of_best_fit_piece_by_piece(lengths_and_T):
-    lengths, T = np.array(lengths_and_T[0], np.int32), lengths_and_T[1]
+    lengths = np.array(lengths_and_T[0], np.int32)
+    T = lengths_and_T[1]
     order, row_offsets = pack(lengths, T)
     assert_packed(lengths, order, row_offsets, T)
     rows = np.split(lengths[order], row_offsets[1:-1])

@@ -75,13 +75,15 @@ def test_a_schedule_of_rows_reads_the_same_rows_in_the_same_order(config):
 def test_short_rows_are_parts_of_rows_whose_documents_begin_again(config):
     """8 rows of 4 tokens are 2 of 16, and batch 3 begins with a whole row."""
     short = replace(config, sequence_schedule=[length_from(0, 4), length_from(3, 16)])
-    parts, later = read(short, range(3)), read(short, range(3, 5))
+    parts = read(short, range(3))
+    later = read(short, range(3, 5))
     plain = read(config, range(3))
     for name in ("inputs", "targets"):
         whole = getattr(plain, name)
         np.testing.assert_array_equal(getattr(parts, name).reshape(6, 16), whole[:6])
         np.testing.assert_array_equal(getattr(later, name), whole[6:22])
-    ids, positions = parts.segment_ids, parts.positions
+    ids = parts.segment_ids
+    positions = parts.positions
     assert (ids[:, 0] == 1).all()
     assert (positions[:, 0] == 0).all()
     same = ids[:, 1:] == ids[:, :-1]
@@ -94,7 +96,8 @@ def test_short_rows_are_parts_of_rows_whose_documents_begin_again(config):
 def test_excerpts_show_the_text_of_short_rows(config):
     short = replace(config, sequence_schedule=[length_from(0, 4)])
     order = Order(open_sources(short), short, 3)
-    targets, text = order.read(7).targets, dict[int, str]()
+    targets = order.read(7).targets
+    text = dict[int, str]()
     for excerpt in order.excerpts(7):
         text[excerpt.row] = text.get(excerpt.row, "") + excerpt.text
     assert text[5].encode() == bytes(targets[5].tolist())

@@ -25,8 +25,10 @@ def flat(document_lengths: list[int]) -> TokenArray:
     """Documents whose tokens are their own places, counted from 1 (0 is padding)."""
     tokens = object.__new__(TokenArray)
     offsets = np.concatenate([[0], np.cumsum(document_lengths)]).astype(np.int64)
-    tokens._num_tokens, tokens.in_memory = int(offsets[-1]), True
-    tokens._offsets_in_memory, tokens._local = True, {}
+    tokens._num_tokens = int(offsets[-1])
+    tokens.in_memory = True
+    tokens._offsets_in_memory = True
+    tokens._local = {}
     places = np.arange(1, offsets[-1] + 1)
     tokens._arrays = {"tokens": places, "offsets": offsets}
     tokens.__dict__["offsets"] = offsets
@@ -53,7 +55,8 @@ def test_every_token_is_learned_once_after_the_one_before_it(
     rows = rows_of(tokens, kind, length, BEGINNING)
     batch = rows.read(np.arange(len(rows)))
     learned = batch.targets >= 0
-    inputs, targets = batch.inputs[learned], batch.targets[learned]
+    inputs = batch.inputs[learned]
+    targets = batch.targets[learned]
     np.testing.assert_array_equal(np.sort(targets), np.arange(1, len(tokens) + 1))
     is_first = np.isin(targets - 1, tokens.offsets)
     np.testing.assert_array_equal(inputs, np.where(is_first, BEGINNING, targets - 1))
@@ -140,13 +143,16 @@ def everything(rows: Rows) -> list[bytes]:
 def test_a_damaged_plan_is_made_anew(planned, caplog):
     """Whether a bit flipped, or a power failure left a part; a kept one is read."""
     rows, file = planned
-    content, status = file.read_bytes(), file.stat()
-    expected, later_status = everything(rows()), file.stat()
+    content = file.read_bytes()
+    status = file.stat()
+    expected = everything(rows())
+    later_status = file.stat()
     # A plan that is written again is a new file, even if its bytes are the same.
     assert later_status.st_mtime_ns == status.st_mtime_ns
     assert later_status.st_ino == status.st_ino
     assert not caplog.text
-    draw, found = random.Random(0), 0
+    draw = random.Random(0)
+    found = 0
     for _ in range(200):
         damaged = bytearray(content)
         damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
@@ -165,7 +171,8 @@ def test_a_damaged_plan_is_made_anew(planned, caplog):
 
 def test_rows_that_are_open_outlive_their_plan(planned):
     rows, file = planned
-    opened, expected = rows(), everything(rows())
+    opened = rows()
+    expected = everything(rows())
     file.unlink()
     assert everything(opened) == everything(rows()) == expected
 

@@ -31,7 +31,8 @@ from data.verify import VerifyConfig
 from train.errors import WRONG_DATA
 
 WEIGHTS = {"prose": 0.61, "code": 0.23, "lists": 0.16}
-STEPS, B = 100, 8
+STEPS = 100
+B = 8
 
 
 def mixture(folder: str | Path, **changes) -> DataConfig:
@@ -64,7 +65,8 @@ def stores(tmp_path_factory) -> Path:
         ]
         lines = [json.dumps({"text": text, "id": text[:9]}) for text in texts]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-        given, output = f"{folder}/{name}.jsonl", f"{folder}/{name}"
+        given = f"{folder}/{name}.jsonl"
+        output = f"{folder}/{name}"
         prepare_store(PrepareConfig(given, output, id_field="id", validation=0.2))
     return folder
 
@@ -150,14 +152,16 @@ def test_all_of_validation_is_seen_and_its_beginning_is_of_all(stores, sources):
     batches = list(validation_batches(sources, config))
     seen = sum(int((batch.targets >= 0).sum()) for batch in batches)
     assert seen == sources.num_tokens("validation")
-    encoding, (first,) = sources.encoding, validation_batches(sources, config, 1)
+    encoding = sources.encoding
+    (first,) = validation_batches(sources, config, 1)
     texts = [encoding.decode([i for i in row if i < 256]) for row in first.inputs]
     assert {name for name in WEIGHTS for text in texts if name in text} == set(WEIGHTS)
 
 
 def test_excerpts_say_what_a_batch_holds(stores, sources):
     config = mixture(stores)
-    order, batch = Order(sources, config, 7), Order(sources, config, 7).read(3)
+    order = Order(sources, config, 7)
+    batch = Order(sources, config, 7).read(3)
     end_id = sources.encoding.eot_token
     end = sources.encoding.decode([end_id])
     shown = np.full_like(batch.targets, -1)
@@ -186,7 +190,8 @@ def test_damage_stops_the_reading_and_is_named(stores, tmp_path, monkeypatch):
 
 
 def test_tokenizers_must_agree(stores, tmp_path, write_ranks):
-    ranks, code = write_ranks(tmp_path / "ranks"), f"{stores}/code.jsonl"
+    ranks = write_ranks(tmp_path / "ranks")
+    code = f"{stores}/code.jsonl"
     prepare_store(PrepareConfig(input=code, output=f"{tmp_path}/other", **ranks))
     config = mixture(stores)
     config.sources["other"] = MixtureSource(f"{tmp_path}/other")
@@ -197,7 +202,8 @@ def test_tokenizers_must_agree(stores, tmp_path, write_ranks):
 
 
 def test_a_store_without_validation_text_is_refused(stores, tmp_path):
-    code, output = f"{stores}/code.jsonl", f"{tmp_path}/all"
+    code = f"{stores}/code.jsonl"
+    output = f"{tmp_path}/all"
     prepare_store(PrepareConfig(input=code, output=output, validation=0))
     with pytest.raises(DataError, match=r"0 tokens.*data\.prepare \.\.\. validation="):
         open_sources(DataConfig(source=Source.tokens, path=f"{tmp_path}/all"))
@@ -278,7 +284,8 @@ def test_a_path_that_is_not_there_is_said_with_its_key(stores, tmp_path):
         open_sources(of_text)
     with pytest.raises(DataError, match=rf"^data\.path = {gone}\n    .*data\.prepare"):
         encoding_of(dataclasses.replace(of_text, source=Source.tokens))
-    config, sets = mixture(stores), {"own": gone}
+    config = mixture(stores)
+    sets = {"own": gone}
     for table in ("eval.sets", "sets"):
         with pytest.raises(DataError, match=rf"^{table}\.own\.path = {gone}\n"):
             open_sets(open_sources(config), config, sets, table=table)

@@ -154,7 +154,8 @@ def test_a_wrong_rank_file_is_refused(
 ):
     content = b"\n".join(lines)
     (tmp_path / "ranks").write_bytes(content)
-    name, sha256 = str(tmp_path / "ranks"), hashlib.sha256(content).hexdigest()
+    name = str(tmp_path / "ranks")
+    sha256 = hashlib.sha256(content).hexdigest()
     assert reason in refused(name, sha256)
     assert capfd.readouterr().err == ""
 

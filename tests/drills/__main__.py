@@ -40,7 +40,8 @@ def main() -> int:
             _show(drill)
         return 0
     root = Path(tempfile.mkdtemp(prefix="longhaul-drills-"))
-    ground, outcomes = Ground(root), []
+    ground = Ground(root)
+    outcomes = []
     for drill in chosen:
         outcomes.append(carry_out(drill, ground))
         _show(drill, outcomes[-1])

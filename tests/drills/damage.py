@@ -14,7 +14,8 @@ from tests.drills.run import Run
 
 def flip(file: Path, chance: random.Random | None = None) -> None:
     """Flip one bit of a file."""
-    chance, content = chance or random.Random(0), bytearray(file.read_bytes())
+    chance = chance or random.Random(0)
+    content = bytearray(file.read_bytes())
     content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     file.write_bytes(content)
 
@@ -41,7 +42,8 @@ def one_bit_of_each_file_flipped(ground: Ground) -> str:
     """One bit is flipped in another file of each of the newest steps, until each file
     was one -> every step is set aside, loudly; the start takes the newest whole one,
     and ends with the same bits."""
-    run, chance = ground.half(), random.Random(9)
+    run = ground.half()
+    chance = random.Random(9)
     names = files(run.folder(HALF))
     steps = run.steps()[::-1][: len(names)]
     flipped = [files(run.folder(step))[number] for number, step in enumerate(steps)]
@@ -82,7 +84,8 @@ def files_cut_zeroed_and_deleted(ground: Ground) -> str:
 def every_step_damaged(ground: Ground) -> str:
     """One bit is flipped in every step there is, and the run is started twice -> 65
     both times, nothing trained; with a good copy put back, the run goes on from it."""
-    run, chance = ground.half(), random.Random(11)
+    run = ground.half()
+    chance = random.Random(11)
     good = ground.place / "good"
     shutil.copytree(run.folder(10), good)
     for step in run.steps():

@@ -171,7 +171,8 @@ def storage_that_does_not_answer(ground: Ground) -> str:
     until two saves were skipped -> training goes on, one save is in flight and no more;
     thawed, it saves again."""
     run = ground.run("checkpoint.max_failed_saves=5")
-    disk, image = ground.place / "disk", ground.place / "image"
+    disk = ground.place / "disk"
+    image = ground.place / "image"
     with image.open("wb") as file:
         file.truncate(2**25)
     command("needs mkfs.ext4", "mkfs.ext4", "-q", image)

@@ -53,14 +53,16 @@ def drill(number: int | str, promise: str | None = None) -> Callable[..., Drill]
 
 def carry_out(drill: Drill, ground: Ground) -> Outcome:
     """Carry out a drill in a place of its own, which is kept if it failed."""
-    began, held = time.monotonic(), False
+    began = time.monotonic()
+    held = False
     with ground.place_of(f"{drill.number}-{drill.act.__name__}") as its:
         try:
             seen = drill.act(its)
             its.check_nothing_is_left()
             held = True
         except NotRun as why:
-            held, seen = None, str(why)
+            held = None
+            seen = str(why)
         except AssertionError as failure:
             seen = str(failure) or traceback.format_exc(limit=-2)
         except Exception:

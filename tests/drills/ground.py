@@ -35,10 +35,12 @@ class Ground:
 
     def __init__(self, root: Path, place: str = "shared"):
         """Take a folder, empty at first."""
-        self.root, self.place = root, root / place
+        self.root = root
+        self.place = root / place
         self.keep = False  # what lies in it
         self.traceback = False  # whether one may be there
-        self.text, self.cache = root / "text.txt", root / "cache"
+        self.text = root / "text.txt"
+        self.cache = root / "cache"
         self.environment = {_MARK: str(self.place), "XDG_CACHE_HOME": f"{self.cache}"}
         if not self.text.exists():
             source = Path(yaml.__file__).parent
@@ -106,7 +108,8 @@ class Ground:
 
     def survivors(self) -> list[int]:
         """List the processes that this drill started, directly or not."""
-        mark, found = f"{_MARK}={self.place}\0".encode(), []
+        mark = f"{_MARK}={self.place}\0".encode()
+        found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (folder / "environ").read_bytes():
@@ -130,13 +133,15 @@ class Ground:
 
 def check_equal(run: Run, straight: Run, steps: int, rel: float = 0) -> None:
     """Compare the losses of all steps of a run, each once, and its last arrays."""
-    losses, wanted = run.losses(), straight.losses()
+    losses = run.losses()
+    wanted = straight.losses()
     assert list(losses) == [*range(1, steps + 1)], f"steps {list(losses)}"
     for step, loss in losses.items():
         same = math.isclose(loss, wanted[step], rel_tol=rel, abs_tol=0)
         assert same, f"loss of step {step}: {loss!r}, expected {wanted[step]!r}"
     if rel == 0:
-        arrays, others = run.arrays(steps), straight.arrays(steps)
+        arrays = run.arrays(steps)
+        others = straight.arrays(steps)
         assert arrays.keys() == others.keys(), f"{arrays.keys()} {others.keys()}"
         for name, array in arrays.items():
             same = array.tobytes() == others[name].tobytes()

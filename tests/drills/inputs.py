@@ -105,7 +105,8 @@ def a_worker_killed_and_its_trainer(ground: Ground) -> str:
     """While two workers encode 64 MB of text, SIGKILL to one of them; in the next start
     to the trainer; then to the trainer in the midst of training -> 65 in seconds; no
     process and no shared memory is left in seconds; the third start trains."""
-    folder, before = ground.place / "texts", _shared_memory()
+    folder = ground.place / "texts"
+    before = _shared_memory()
     folder.mkdir()
     text = ground.text.read_text()
     for number in range(8):

@@ -10,7 +10,9 @@ from tests.drills.ground import Ground, check_equal
 from tests.drills.run import Run
 from tests.fleet import Fleet
 
-KILLS, STEPS, SEED = 20, 240, 7
+KILLS = 20
+STEPS = 240
+SEED = 7
 # What a launcher starts again: preempted, owned, aborted; and the signals' own codes.
 AGAIN = {42, 75, 134, 137, 143}
 
@@ -24,9 +26,11 @@ def killed_twenty_times(ground: Ground) -> str:
     steps = f"train.num_steps={STEPS}"
     straight = ground.run(steps, name="undisturbed")
     straight.finish(count=2)
-    run, chance = ground.run(steps), random.Random(SEED)
+    run = ground.run(steps)
+    chance = random.Random(SEED)
     ground.traceback = True  # of processes whose peer was killed
-    kinds, seen = Counter[str](), []
+    kinds = Counter[str]()
+    seen = []
     while not run.results:
         sealed = run.sealed()
         fleet = run.start(count=2)
@@ -46,7 +50,8 @@ def killed_twenty_times(ground: Ground) -> str:
 
 def _disturb(fleet: Fleet, run: Run, chance: random.Random) -> tuple[str, str]:
     """Wait for a random moment of a start, and do something to it."""
-    began, before = time.monotonic(), run.step
+    began = time.monotonic()
+    before = run.step
     if chance.random() < 0.3:
         time.sleep(chance.uniform(0, 12))  # at start, in a compilation, a restore
     else:

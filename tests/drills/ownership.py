@@ -28,7 +28,8 @@ def several_starts_at_once(ground: Ground) -> str:
     owner = next(fleet for fleet in two if "from step" in fleet.said())
     owner.send(signal.SIGSTOP)
     (other,) = (fleet for fleet in two if fleet is not owner)
-    pid, took = owner.processes[0].pid, []
+    pid = owner.processes[0].pid
+    took = []
     for refused in (other, run.start()):
         began = time.monotonic()
         expect("exit codes", refused.wait(), [_OWNED])

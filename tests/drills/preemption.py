@@ -80,7 +80,8 @@ def sigterm_in_every_phase(ground: Ground) -> str:
         *(("compile", delay_s) for delay_s in (0.0, 0.2, 0.5)),
         *(("eval", delay_s) for delay_s in (0.0, 0.05, 0.1)),
     ):
-        more, cache = (), {}
+        more = ()
+        cache = {}
         if phase == "compile":  # nothing is in the cache, and two steps take longer
             more = ("log.numerics_interval_steps=1000",)
             cache = {"JAX_COMPILATION_CACHE_DIR": f"{ground.place}/{delay_s}"}
@@ -125,7 +126,8 @@ def sigterm_twice_then_sigkill(ground: Ground) -> str:
         after_steps(run, fleet, 2)
         fleet.send(signal.SIGTERM)
         fleet.send(signal.SIGTERM)
-        process, before = fleet.processes[0], run.sealed()[-1:]
+        process = fleet.processes[0]
+        before = run.sealed()[-1:]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)
         fleet.send(signal.SIGKILL)
@@ -185,7 +187,8 @@ def notices_that_keep_coming(ground: Ground) -> str:
     """SIGTERM and SIGUSR1 in turn to both of two, a hundred times a second until they
     are gone -> 42 and 42, one step saved; the next start ends with the same bits."""
     run = ground.run()
-    fleet, sent = run.start(count=2), 0
+    fleet = run.start(count=2)
+    sent = 0
     after_steps(run, fleet)
     while any(process.poll() is None for process in fleet.processes):
         fleet.send((signal.SIGTERM, signal.SIGUSR1)[sent % 2])

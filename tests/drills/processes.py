@@ -8,7 +8,8 @@ from tests.drills.ground import Ground
 from tests.drills.preemption import goes_on
 from tests.fleet import free_port
 
-_ABORTED, _KILLED = 134, 137
+_ABORTED = 134
+_KILLED = 137
 
 
 @drill(15)
@@ -39,7 +40,8 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
     """Process 1 of two sleeps for ever after step 7 (LONGHAUL_DRILL), watchdog at 30 s
     -> both end with 134, the stacks of both are on disk, process 1 is named as behind;
     the next start goes on to the same bits."""
-    run, limit = ground.run(), "watchdog.step_timeout_s=30"
+    run = ground.run()
+    limit = "watchdog.step_timeout_s=30"
     ground.traceback = True  # of the one whose peer was aborted a moment before
     fleet = run.start(limit, count=2, environment={"LONGHAUL_DRILL": "stuck:1:7"})
     expect("exit codes", fleet.wait(180), [_ABORTED] * 2)
@@ -59,7 +61,9 @@ def one_of_two_stuck_in_python(ground: Ground) -> str:
 def process_0_of_two_killed(ground: Ground) -> str:
     """SIGKILL to process 0 of two; at once a start on the same port -> the other ends
     with 134 within 5 s; the next start goes on to the same bits."""
-    run, port, ground.traceback = ground.run(), free_port(), True
+    run = ground.run()
+    port = free_port()
+    ground.traceback = True
     fleet = run.start(count=2, port=port)
     fleet.await_that(lambda: 5 in run.sealed())
     fleet.send(signal.SIGKILL, 0)
@@ -78,7 +82,8 @@ def process_1_of_two_killed(ground: Ground) -> str:
     """SIGKILL to process 1 of two (heartbeat 30 s) -> the other ends with 134 within 60
     s, and its failed collective is not taken for a crash of the step; the next start
     goes on to the same bits."""
-    run, ground.traceback = ground.run("distributed.heartbeat_timeout_s=30"), True
+    run = ground.run("distributed.heartbeat_timeout_s=30")
+    ground.traceback = True
     fleet = run.start(count=2)
     fleet.await_that(lambda: 5 in run.sealed())
     fleet.send(signal.SIGKILL, 1)
@@ -110,7 +115,9 @@ def a_process_never_arrives(ground: Ground) -> str:
 def one_step_crashes_every_time(ground: Ground) -> str:
     """An exception after step 7 in three starts (LONGHAUL_DRILL) -> 1, 1, then 70 and
     the command that shows the batch, which works; without the fault it goes on."""
-    run, codes, ground.traceback = ground.run(), [], True
+    run = ground.run()
+    codes = []
+    ground.traceback = True
     for _ in range(3):
         fleet = run.start(environment={"LONGHAUL_DRILL": "crash:0:7"})
         codes += fleet.wait()

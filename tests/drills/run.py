@@ -17,9 +17,12 @@ class Run:
 
     def __init__(self, path: Path, overrides: Sequence[str], environment: dict):
         """Name it; nothing is made."""
-        self.path, self.overrides = path, overrides
-        self._place, self._name = path.parent, path.name
-        self._environment, self._starts = environment, 0
+        self.path = path
+        self.overrides = overrides
+        self._place = path.parent
+        self._name = path.name
+        self._environment = environment
+        self._starts = 0
 
     def start(
         self,

@@ -78,7 +78,8 @@ def kernel(chips: list[Device], platform: str, T: int, H: int):
 
 
 def grouped(chips: list[Device], platform: str, dtype: str | None, *sizes: int):
-    place, (M, E, D, F) = jax.sharding.SingleDeviceSharding(chips[0]), sizes
+    place = jax.sharding.SingleDeviceSharding(chips[0])
+    M, E, D, F = sizes
     float8 = RECIPES[ComputeDtype(dtype)]() if dtype else None
 
     def loss(x, w, sizes):
@@ -106,7 +107,8 @@ def scatter(chips: list[Device], V: int, D: int):
         table = with_layout_constraint(jnp.einsum("bd,bv->vd", x, y), Layout((0, 1)))
         return placement.reduce_scatter(table)
 
-    rows, columns = PartitionSpec("fsdp"), PartitionSpec(None, "fsdp")
+    rows = PartitionSpec("fsdp")
+    columns = PartitionSpec(None, "fsdp")
     on_each = jax.shard_map(
         gradient, mesh=mesh, in_specs=(rows, rows), out_specs=columns, check_vma=False
     )
@@ -121,7 +123,8 @@ def scatter(chips: list[Device], V: int, D: int):
 def main(folder: Path, cases: dict) -> None:
     prepare()
     for name, case in cases.items():
-        target, started = parse_target(case["target"]), time.process_time()
+        target = parse_target(case["target"])
+        started = time.process_time()
         try:
             chips = fake_devices(target)
             if "step" in case:

@@ -52,7 +52,8 @@ class Cases(dict[str, Compiled]):
     """
 
     def __init__(self, cases: dict[str, Any], folder: Path):
-        self._cases, self._folder = cases, folder
+        self._cases = cases
+        self._folder = folder
 
     def __missing__(self, name: str) -> Compiled:
         said, text = (self._folder / f"{name}.{end}" for end in ("json", "txt"))

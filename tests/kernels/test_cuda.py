@@ -33,7 +33,10 @@ pytestmark = [
     ),
 ]
 
-T, ROWS, HEADS = 1024, 2, 4  # rows and heads of a GPU, without tensor parallelism
+T = 1024
+# The rows and heads of a GPU, without tensor parallelism.
+ROWS = 2
+HEADS = 4
 COMMON = [
     "optimizer=adamw",
     f"data.sequence_length={T}",
@@ -198,7 +201,8 @@ def test_what_eight_gpus_send_and_compute_is_read(compiled):
     module = read_module(compiled["gpt2"].text)
     assert module.unread == []
     matrices = 2 * (4 * 256 * 256 + 2 * 256 * 768)  # of both layers
-    tables, head = 4 * (512 + T) * 256, 2 * 512 * 256  # the lookups', the loss's
+    tables = 4 * (512 + T) * 256  # for lookups
+    head = 2 * 512 * 256  # for the loss
     collectives = list_collectives(module, mesh)
     for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
         found = [c for c in collectives if c.kind == kind]
@@ -220,7 +224,8 @@ def test_linear_layers_multiply_float8_and_the_head_bfloat16(compiled, name):
     assert {*result.of_linear_layers()} == {*pairs}
     assert ("bf16", "bf16") in {(a, b) for a, b, _ in result.products()}
     done = count_flops(read_module(result.text).executed)
-    head, wide = 512 * 512, 512 * 1024
+    head = 512 * 512
+    wide = 512 * 1024
     matrices = 2 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * wide)  # of both layers
     assert done.eight_bits * head == (done.products - done.eight_bits) * matrices
 
@@ -255,7 +260,8 @@ def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
         high_precision_layers=("first",),
     )
     done = count_flops(read_module(result.text, model).executed)
-    head, wide = 512 * 512, 512 * 1024
+    head = 512 * 512
+    wide = 512 * 1024
     matrices = 2 * 512 * 512 + 2 * 512 * 256 + 3 * wide  # of a layer
     assert done.eight_bits * (head + matrices) == (
         (done.products - done.eight_bits) * 5 * matrices

@@ -144,7 +144,8 @@ def test_linear_layers_multiply_int8_but_for_the_weights_gradient(compiled, chip
 
 def test_layers_that_keep_their_precision_multiply_bfloat16(compiled):
     """In branches: as often as they are taken, four of six layers multiply int8."""
-    result, weights = compiled["precise"], 7
+    result = compiled["precise"]
+    weights = 7
     assert result.error is None
     found = Counter(result.of_linear_layers())
     assert found == {("s8", "s8"): 2 * weights, ("bf16", "bf16"): 4 * weights}

@@ -76,7 +76,8 @@ def after(manifest: Mapping[str, Any], code: int | None) -> str:
     if code == 0:
         return "completed"
     assert template["backoffLimit"] == 0
-    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff"
+    reason = "BackoffLimitExceeded"
+    message = "Job has reached the specified backoff"
     for index, rule in enumerate(template["podFailurePolicy"]["rules"]):
         assert rule["action"] == "FailJob"
         codes = rule.get("onExitCodes", {"values": ()})

@@ -150,7 +150,8 @@ def _chosen(folder: Path, name: str, flags: dict[str, str]) -> list[str] | None:
 
 
 def _ssh(folder: Path, words: list[str], flags: dict[str, str]) -> int:
-    vms, codes = _chosen(folder, words[0], flags), [0]
+    vms = _chosen(folder, words[0], flags)
+    codes = [0]
     if vms is None:
         return _error("ssh", "[/usr/bin/ssh] exited with return code [255].")
     for vm in vms:

@@ -143,7 +143,8 @@ class Played:
     """An attempt that ends with these codes, or with others if it is stopped."""
 
     def __init__(self, codes, stopped=None):
-        self.codes, self._stopped = codes, stopped
+        self.codes = codes
+        self._stopped = stopped
         self.told: list[int] = []
         self._end = threading.Event()
 

@@ -68,7 +68,8 @@ class LaunchedRun:
             environment: more of it, of the commands.
         """
         folder.mkdir(exist_ok=True)
-        self.folder, self.run = write_text(folder), Run(folder / f"runs/{name}", (), {})
+        self.folder = write_text(folder)
+        self.run = Run(folder / f"runs/{name}", (), {})
         self._training = (
             *(
                 *TINY,
@@ -110,7 +111,8 @@ class LaunchedRun:
         return "\n".join(file.read_text(errors="replace")[-4000:] for file in files)
 
     def await_steps(self, more: int = 5) -> None:
-        first, ended = self.run.step, self.run.path / "results.json"
+        first = self.run.step
+        ended = self.run.path / "results.json"
         self.await_that(lambda: self.run.step >= first + more or ended.exists())
         assert self.run.step >= first + more, "it ended first: give it more num_steps"
 

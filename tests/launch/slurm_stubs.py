@@ -50,7 +50,8 @@ class Stubs:
     """Slurm's commands, and the interpreter, as the script finds them."""
 
     def __init__(self, folder: Path):
-        self.folder, self.bin = folder, folder / "bin"
+        self.folder = folder
+        self.bin = folder / "bin"
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
             self.program(name, text)
         self.slurm_says("RUNNING")

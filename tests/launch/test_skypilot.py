@@ -28,7 +28,8 @@ from tests.launch.kinds import GOLDEN, JOB
 from train.cli.quoting import hydra_text
 from train.errors import Exit
 
-PLAIN, FULL = SkypilotCluster(accelerators="H100:8"), GOLDEN["skypilot/full"]
+PLAIN = SkypilotCluster(accelerators="H100:8")
+FULL = GOLDEN["skypilot/full"]
 
 
 def task(cluster: SkypilotCluster, job: Job = JOB) -> dict[str, Any]:

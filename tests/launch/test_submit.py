@@ -32,7 +32,8 @@ class Elsewhere(SimpleNamespace):
     """A kind of cluster that takes the code as an archive."""
 
     def submit(self, job, cluster, rendered, submission):
-        self.submission, self.job = submission, job
+        self.submission = submission
+        self.job = job
         return 0
 
 
@@ -155,7 +156,8 @@ def test_what_is_rendered_asks_for_what_the_plan_says_or_says_first_that_none_di
     plan, tmp_path, monkeypatch, capsys, code, more, first, memory
 ):
     monkeypatch.chdir(tmp_path)
-    plan.code, keys = code, (f"run.dir={tmp_path}/x", "action=render")
+    plan.code = code
+    keys = (f"run.dir={tmp_path}/x", "action=render")
     submitted(monkeypatch, LocalCluster(), *keys, *more)
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line[: len(first)] for line in lines] == [first] * bool(first)

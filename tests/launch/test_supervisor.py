@@ -16,7 +16,8 @@ def play(tmp_path):
     """Play attempts that end with these codes; give exit code and their number."""
 
     def play(*attempts, steps=(), max_restarts=10):
-        left, at = list(attempts), list(steps)
+        left = list(attempts)
+        at = list(steps)
         supervisor = Supervisor(
             start=lambda: Played(left.pop(0)),
             read_step=lambda: at.pop(0) if at else None,

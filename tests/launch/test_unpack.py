@@ -35,10 +35,8 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def test_hostile_values_arrive_verbatim(checkout: Path, tmp_path: Path):
-    stubs, submission = (
-        tmp_path / "stubs",
-        place(tmp_path / "a submission", make_archive(checkout)),
-    )
+    stubs = tmp_path / "stubs"
+    submission = place(tmp_path / "a submission", make_archive(checkout))
     argument_printer(stubs)
     path = f"{stubs}{os.pathsep}{os.environ['PATH']}"
     overrides = tuple(hydra_text("tracker.wandb.project", value) for value in VALUES)
@@ -155,7 +153,8 @@ def packed_with(name: str, kind: bytes = tarfile.REGTYPE) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         member = tarfile.TarInfo(name)
-        member.type, member.linkname = kind, "/etc/passwd"
+        member.type = kind
+        member.linkname = "/etc/passwd"
         tar.addfile(member)
     return packed.getvalue()
 

@@ -137,7 +137,8 @@ class Tiny:
     """A tiny model with random parameters, its functions compiled once."""
 
     def __init__(self, name: str):
-        self.name, self.config = name, TINY[name]
+        self.name = name
+        self.config = TINY[name]
         self.execution = Execution(layer_unroll=self.config.layer_unroll or 1)
         self.model = abstract_gpt(self.config, MODEL_PARTS)
 
@@ -175,7 +176,8 @@ class Tiny:
     def loss(self, params, tokens, execution: Execution | None = None) -> jax.Array:
         """Mean cross-entropy of each token given those before it."""
         execution = execution or self.execution
-        model, inputs = bind(self.model, params), tokens[:, :-1]
+        model = bind(self.model, params)
+        inputs = tokens[:, :-1]
         positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
         x, *_ = model.features(inputs, positions, None, execution)
         logp = jax.nn.log_softmax(model.logits(x, execution))

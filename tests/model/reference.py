@@ -13,7 +13,8 @@ from model.pattern import segments_of
 
 def reference_loss(params, config: ModelConfig, tokens):
     """Tiny.loss in the dtype of `params`, layer by layer, all of it written out."""
-    p, T = params, tokens.shape[1] - 1
+    p = params
+    T = tokens.shape[1] - 1
     x = p["embedding"]["weight"][tokens[:, :-1]]
     x = x * math.sqrt(config.embed_dim) if config.scaled_embedding else x
     if config.position == "learned":
@@ -25,7 +26,8 @@ def reference_loss(params, config: ModelConfig, tokens):
         h = shifted(h, config, "attention")
         h = mixed(h, layer["attention"], config, index)
         x = x + (norm(h, config, **layer["attention_output_norm"]) if after else h)
-        h, mlp = norm(x, config, **layer["mlp_norm"]), layer["mlp"]
+        h = norm(x, config, **layer["mlp_norm"])
+        mlp = layer["mlp"]
         h = shifted(h, config, "mlp")
         if "router" in mlp:
             x = x + sum(routed(h, mlp, config))
@@ -77,14 +79,16 @@ def attention(h, part, config: ModelConfig, index: int):
         q, k = (turned(y, theta, config.rotary_dim) for y in (q, k))
     scale = (config.query_scale_dim or config.head_size) ** -0.5
     seen = mask(h.shape[1], config.windows[index])[None, None]
-    cap, sinks = config.attention_soft_cap, part.get("sinks")
+    cap = config.attention_soft_cap
+    sinks = part.get("sinks")
     heads = attend(q, k, v, seen, scale=scale, soft_cap=cap, sinks=sinks)
     return linear(heads * sigmoid(gate), part["output"], 2)
 
 
 def latent_attention(h, part, config: ModelConfig):
     config = dataclasses.replace(config, norm_epsilon=1e-6)
-    P, R = config.nope_head_dim, config.rope_head_dim
+    P = config.nope_head_dim
+    R = config.rope_head_dim
 
     def rotated(x):
         return turned(x, config.rope_theta, R)
@@ -93,7 +97,8 @@ def latent_attention(h, part, config: ModelConfig):
     q = norm(q, config, part["query_norm"]["scale"], centre=False)
     q = linear(q, part["query_up"])
     latent = linear(h, part["key_value_down"])
-    c, k_rope = latent[..., : config.kv_rank], latent[..., None, config.kv_rank :]
+    c = latent[..., : config.kv_rank]
+    k_rope = latent[..., None, config.kv_rank :]
     c = norm(c, config, part["key_value_norm"]["scale"], centre=False)
     kv = linear(c, part["key_value_up"])
     k_rope = jnp.repeat(rotated(k_rope), config.num_heads, 2)

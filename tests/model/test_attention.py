@@ -112,7 +112,9 @@ def test_a_bound_is_the_largest_log_sum_exp_of_scores(window):
 )
 def test_blocks_of_queries_meet_all_that_they_see(how):
     """384 queries of 400 positions are three blocks; in one they meet all keys."""
-    T, S, window = 384, 400, how.get("window")
+    T = 384
+    S = 400
+    window = how.get("window")
     q, k, v = inputs(2, S)
     operands = q[:, -T:], k, v
     sinks = SINKS if how.get("sinks") else None
@@ -140,7 +142,8 @@ def test_blocks_of_queries_meet_all_that_they_see(how):
 @pytest.mark.parametrize("size", [1, 31, 96, 4096])
 def test_the_largest_of_a_row_is_found_and_a_nan_is_one(size):
     rows = np.random.default_rng(0).normal(size=(5, size)).astype(np.float32)
-    rows[1, size // 2], rows[2, -1] = np.nan, np.inf
+    rows[1, size // 2] = np.nan
+    rows[2, -1] = np.inf
     rows[3] = -np.inf
     found = row_max(jnp.asarray(rows))
     np.testing.assert_array_equal(found, rows.max(axis=-1, keepdims=True))
@@ -264,8 +267,10 @@ def test_a_step_of_a_ring_backward_is_cudnns():
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    wide, narrow = array(1, 4, 16, 8), array(1, 2, 16, 8)
-    ids, lse = array(1, 16, dtype=jnp.int32), array(1, 4, 16, dtype=jnp.float32)
+    wide = array(1, 4, 16, 8)
+    narrow = array(1, 2, 16, 8)
+    ids = array(1, 16, dtype=jnp.int32)
+    lse = array(1, 4, 16, dtype=jnp.float32)
     traced = jax.jit(run).trace(wide, narrow, narrow, ids, wide, lse, wide)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__cudnn$fmhaScaleBiasSoftmaxBackward") == 1

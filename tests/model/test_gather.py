@@ -82,7 +82,8 @@ def test_a_tpu_rounds_each_layers_part_by_itself(run, columns, pinned, automatic
         ((0, ("fsdp",)),), platform="tpu", has_automatic_axes=automatic
     )
     whole = numbers(16, columns) + 2**-12
-    shard, everywhere = PartitionSpec("fsdp"), PartitionSpec()
+    shard = PartitionSpec("fsdp")
+    everywhere = PartitionSpec()
     found = run(
         lambda x: placement.gather_as(x, jnp.bfloat16), whole, shard, everywhere
     )

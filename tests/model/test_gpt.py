@@ -91,7 +91,8 @@ def test_a_position_sees_its_own_document_only(tiny):
     Each position holds another token, so the gradient in the token's row of the table
     is the one in the position's input. The head, which may share the table, stays.
     """
-    tokens, documents = jnp.arange(8)[None], np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
+    tokens = jnp.arange(8)[None]
+    documents = np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
     positions = jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 0]])
     pick = jax.random.normal(jax.random.key(2), (tiny.config.vocab_size,))
 
@@ -126,7 +127,9 @@ def test_packed_documents_give_the_logits_they_give_alone(tiny):
 
 
 def test_token_by_token_gives_the_logits_of_the_whole_row(tiny):
-    rows, length, prompt = 2, 9, 4
+    rows = 2
+    length = 9
+    prompt = 4
     tokens = tiny.tokens(rows, length)
     positions = np.broadcast_to(np.arange(length), (rows, length))
     whole = tiny.logits(tiny.params, tokens, positions, None)
@@ -189,7 +192,8 @@ def test_xla_does_not_undo_recomputation(llama, unroll, barriers):
 def test_a_large_vocabulary_is_padded_and_nothing_shows_it(llama, tied):
     config = replace(llama.config, vocab_size=1030, tied_head=tied)
     params = jax.jit(lambda: params_of(GPT(config, nnx.Rngs(0), MODEL_PARTS)))()
-    table, model = params["embedding"]["weight"], abstract_gpt(config, MODEL_PARTS)
+    table = params["embedding"]["weight"]
+    model = abstract_gpt(config, MODEL_PARTS)
     assert table.shape == (1152, config.embed_dim)
     assert table[:1030].all()
     assert not table[1030:].any()

@@ -34,7 +34,8 @@ def test_a_norm_of_bfloat16_is_computed_in_float32(kind):
 @pytest.mark.parametrize(("kind", "kept"), [("gelu", 2), ("swiglu", 3)])
 def test_a_gpu_keeps_an_activation_and_its_inputs_for_the_gradient(kind, kept):
     """They, and no derivative, are the arrays as wide as the hidden layer."""
-    F, x = 160, jax.random.normal(jax.random.key(0), (2, 5, 64))
+    F = 160
+    x = jax.random.normal(jax.random.key(0), (2, 5, 64))
     graph, params = nnx.split(
         MLP(replace(CONFIG, activation=Activation(kind)), F, nnx.Rngs(0))
     )
@@ -47,7 +48,8 @@ def test_a_gpu_keeps_an_activation_and_its_inputs_for_the_gradient(kind, kept):
         widths = [leaf.shape for leaf in jax.tree.leaves(pull_back)]
         return pull_back(jnp.sin(y)), widths.count((2, 5, F))
 
-    (plain, more), (recomputed, found) = derive("cpu"), derive("gpu")
+    plain, more = derive("cpu")
+    recomputed, found = derive("gpu")
     assert found == kept < more
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),

@@ -39,7 +39,8 @@ def test_every_dim_of_every_parameter_has_a_logical_axis(tiny):
     assert {*sizes, "layers", "mlp"} == set(LOGICAL_AXES) - {"batch"}
     kinds = kinds_of(config)
     for name, param in params.items():
-        own, info = dict(sizes), found[name]
+        own = dict(sizes)
+        info = found[name]
         own["layers"] = len(info.layers)
         own["mlp"] = config.mlp_size
         if info.layers and kinds[info.layers[0]].experts:

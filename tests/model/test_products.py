@@ -37,7 +37,8 @@ def test_values_and_gradients_are_those_of_an_einsum(spec, compute, tolerance, d
     if "bfloat16" in dtypes:
         tolerance = 2**-7
 
-    (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
+    left, right = spec.split("->")[0].split(",")
+    result = spec.split("->")[1]
     wide = {"a": a, "b": b, "dy": dy}
     wide = {name: np.asarray(x, np.float64) for name, x in wide.items()}
     for found, equation, operands in (
@@ -58,7 +59,8 @@ def test_operands_are_rounded_and_sums_are_not(dtype):
     ones = jnp.ones((1, 1, 1024), dtype)
     assert product("btd,df->btf", ones, jnp.ones((1024, 1)), jnp.bfloat16) == 1024
     fine = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits
-    a, b = jnp.full((1, 1, 1), fine), jnp.full((1, 1), fine)
+    a = jnp.full((1, 1, 1), fine)
+    b = jnp.full((1, 1), fine)
     assert product("btd,df->btf", a, b, jnp.bfloat16) == 1
     assert product("btd,df->btf", a, b, jnp.float32) > 1
     gradient = jax.grad(

@@ -45,7 +45,8 @@ def products(tiny, policy) -> int:
 
 
 def kept_bytes(tiny, policy) -> int:
-    loss, tokens = recomputing(tiny, policy), tiny.tokens(2, 17)
+    loss = recomputing(tiny, policy)
+    tokens = tiny.tokens(2, 17)
     back = jax.eval_shape(lambda p: jax.vjp(loss, p, tokens)[1], tiny.params)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(back))
 
@@ -67,7 +68,8 @@ def test_what_is_kept_is_not_computed_again(llama, name):
 
 def test_latents_are_kept_instead_of_keys_and_values():
     """The two products that compress, and the one that expands keys and values."""
-    tiny, full = MODELS["latent"], products(MODELS["latent"], "full")
+    tiny = MODELS["latent"]
+    full = products(MODELS["latent"], "full")
     assert products(tiny, ("latent",)) == full - 2
     assert products(tiny, ("key", "value")) == full - 1
     assert kept_bytes(tiny, ("latent",)) < kept_bytes(tiny, ("key", "value"))

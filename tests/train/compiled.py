@@ -34,7 +34,13 @@ from train.plan.compiled.trip_counts import read_module
 from train.plan.cost import StepCost
 from train.plan.estimated.local_step import local_step
 
-L, D, F, V, T, B, N = 3, 256, 512, 512, 256, 16, 4
+L = 3
+D = 256
+F = 512
+V = 512
+T = 256
+B = 16
+N = 4
 SHAPE = (
     *("model=llama3_1b", "model.tied_head=false", "optimizer=adamw", "tracker=none"),
     *(f"model.num_layers={L}", f"model.embed_dim={D}", f"model.mlp_dim={F}"),

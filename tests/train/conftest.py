@@ -52,7 +52,8 @@ Programs = Callable[..., Program]
 @pytest.fixture
 def planning() -> Iterator[None]:
     """Let this process compile for other machines, and forget it afterwards."""
-    environment, cache = dict(os.environ), jax.config.jax_enable_compilation_cache
+    environment = dict(os.environ)
+    cache = jax.config.jax_enable_compilation_cache
     prepare()
     yield
     os.environ.clear()
@@ -154,7 +155,8 @@ def stored_step(composed: Configure) -> Compile:
 
 def take_steps(program, store, state, num_steps: int):
     """Return the state after steps on real batches, and the metrics of each."""
-    order, metrics = Order(store, program.config.data, 0), []
+    order = Order(store, program.config.data, 0)
+    metrics = []
     state = jax.device_put(state, program.shardings)
     for step in range(int(state.step), int(state.step) + num_steps):
         batch = place(order.read(step), program.batch)

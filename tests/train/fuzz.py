@@ -272,7 +272,8 @@ def _files(dice: random.Random) -> Case:
     words = _base(command)
     if command == "data.inspect":
         words += ["run.dir={run}", "step=1"]
-    number, content = dice.random(), dice.choice([*CONTENTS])
+    number = dice.random()
+    content = dice.choice([*CONTENTS])
     way = dice.choice(
         ["write", "write", "write", "cut", "flip", "folder", "delete", "fifo", "loop"]
     )

@@ -44,7 +44,8 @@ def machine(
     base: tuple[str, ...] = FULL,
 ) -> Machine:
     """Lay a config out on stand-ins for the devices of a target."""
-    target, config = parse_target(name), composed(*base, *overrides)
+    target = parse_target(name)
+    config = composed(*base, *overrides)
     with mock.patch.object(topology.importlib.util, "find_spec", return_value=None):
         devices = topology.fake_devices(target)
     return Machine(config, make_mesh(config.mesh, devices), target.chip)

@@ -22,7 +22,10 @@ class Page(HTMLParser):
 
     def __init__(self, html: str):
         super().__init__()
-        self.open, self.tags, self.text, self.scripts = [], [], "", []
+        self.open = []
+        self.tags = []
+        self.text = ""
+        self.scripts = []
         self.attributes: list[tuple[str, str | None]] = []
         self.feed(html)
         assert self.open == []

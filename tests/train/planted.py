@@ -13,7 +13,8 @@ def _letters(count: int) -> str:
 
 def planted() -> dict[str, tuple[str, str]]:
     """Return (text, the secret in it) by a name of the form."""
-    key, word = "PLANTED" + "K7Q2" * 4, "Planted5ecret"
+    key = "PLANTED" + "K7Q2" * 4
+    word = "Planted5ecret"
     found = {
         # URLs
         "s3 password": (f"s3://AKID:{word}@bucket/run", word),

@@ -25,7 +25,9 @@ from train.run.branch import begin_branch
 from train.run.digests import SEAL, digests, find_damage
 from train.run.starts import first_config, newest_start
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 LOSSES: dict[str, Callable[[epath.Path], object]] = {
     "gone": lambda path: (path / "branch.json").unlink(),
@@ -165,7 +167,8 @@ def test_a_branch_without_a_jump_is_silent(begin, caplog):
 
 def test_a_branch_whose_copying_was_interrupted_begins_again(begin):
     path = begin()
-    step, identity = path / "checkpoints" / "10", newest_start(path)["run_id"]
+    step = path / "checkpoints" / "10"
+    identity = newest_start(path)["run_id"]
     begin()
     assert newest_start(path)["run_id"] == identity, "it had begun"
     (step / SEAL).unlink()
@@ -240,7 +243,8 @@ def test_a_branch_reads_its_trunk_once(trunk, tmp_path, fate, lost):
         return training_config(check_command_line(overrides, "branch", schema))
 
     config = configured()
-    path, step = epath.Path(tmp_path / "branch"), epath.Path(copy) / "checkpoints/10"
+    path = epath.Path(tmp_path / "branch")
+    step = epath.Path(copy) / "checkpoints/10"
     begin_branch(path, config, open_sources(config.data), step, lambda: None)
     if lost:
         LOSSES[lost](path)

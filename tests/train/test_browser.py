@@ -104,7 +104,8 @@ def shown(tmp_path_factory) -> Callable[[Path], Seen]:
     assert browser, "chromium is missing"
 
     def shown(page: Path) -> Seen:
-        profile, text = tmp_path_factory.mktemp("profile"), page.read_text()
+        profile = tmp_path_factory.mktemp("profile")
+        text = page.read_text()
         copy = page.with_name(f"shown-{page.name}")
         copy.write_text(text + SCRIPT)
         done = subprocess.run(

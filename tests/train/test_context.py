@@ -36,7 +36,8 @@ def test_no_loss_depends_on_what_comes_after_it(gradients, programs, window):
     named = (*GROUPED, "model.vocab_size=512", "model.tied_head=false")
     named = (*named, f"model.window={window or 'null'}", "model.num_layers=4")
     named = (*named, "mesh.context=4", "mesh.pipeline=2", "data.batch_size=8")
-    B, T = 8, 32
+    B = 8
+    T = 32
     tokens = np.arange(B * T, dtype=np.int32).reshape(B, T)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     documents = np.where(np.arange(T) < 13, 1, 2) * np.ones((B, 1))

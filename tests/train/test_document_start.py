@@ -12,7 +12,9 @@ from tests.train import doors
 from tests.train.doors import steps
 from train.run.starts import read_results
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 VERBS = ["eats", "sees", "finds", "wants"]
 THINGS = ["trees", "lions", "grass", "water", "nothing"]
@@ -21,7 +23,8 @@ THINGS = ["trees", "lions", "grass", "water", "nothing"]
 @pytest.fixture(scope="module")
 def zebras(folder: Path) -> Path:
     """Write 300 documents of a few words, all with the same first word."""
-    draw, texts = random.Random(0), folder / "zebras"
+    draw = random.Random(0)
+    texts = folder / "zebras"
     texts.mkdir()
     for number in range(300):
         words = f"Zebra {draw.choice(VERBS)} {draw.choice(THINGS)}"

@@ -97,9 +97,11 @@ def test_rows_of_growing_batches_are_a_prefix_after_kills_on_other_meshes(
         (2, ("runtime.cpu_devices=2", "mesh.fsdp=4")),
     ]
     seed = random.randrange(2**32)
-    moments, seen = random.Random(seed), dict[int, np.ndarray]()
+    moments = random.Random(seed)
+    seen = dict[int, np.ndarray]()
     for number, (processes, mesh) in enumerate(starts):
-        is_last, saved = number == len(starts) - 1, newest_save(run)
+        is_last = number == len(starts) - 1
+        saved = newest_save(run)
         # The pace leaves time to kill; nobody makes the file that would end it.
         pace = "" if is_last else "pace:0.15:never"
         environment = {"RECORD": str(number), "LONGHAUL_DRILL": pace}

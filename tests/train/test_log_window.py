@@ -32,8 +32,11 @@ class Run:
     )
 
     def __init__(self, path):
-        self.path, self.events = path, self
-        self.laps, self.recorded, self.logged = [], [], []
+        self.path = path
+        self.events = self
+        self.laps = []
+        self.recorded = []
+        self.logged = []
 
     def lap(self, event, parts=None, **fields):
         self.laps.append((event, parts, fields))

@@ -11,7 +11,9 @@ from tests.train import doors
 from tests.train.doors import Door, lines
 from train.run.digests import SEAL
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 SHORT = ("schedule=constant", "train.num_steps=4", "checkpoint.save_interval_steps=2")
 LONGER = (*SHORT, "train.num_steps=6")
@@ -113,7 +115,8 @@ def test_one_is_refused_with_the_remedy_and_goes_on_with_a_copy(trained, door):
 
 @pytest.mark.slow
 def test_a_run_with_initial_weights_does_not_begin_again_with_them(trained, door):
-    run, begin = trained.parent / "begun", f"init_from={trained}"
+    run = trained.parent / "begun"
+    begin = f"init_from={trained}"
     assert door(run, *SHORT, begin).returncode == 0
     shutil.rmtree(run / "checkpoints")
     assert "score of step 4" in refuses(run, lambda: door(run, *LONGER, begin))

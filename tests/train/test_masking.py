@@ -5,6 +5,7 @@ import logging
 import sys
 import warnings
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from etils import epath
@@ -291,4 +292,5 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path):
 class _Sources:
     """Data with the fingerprints that records state."""
 
-    fingerprint, fingerprints = "f", {"text": "f"}
+    fingerprint = "f"
+    fingerprints: ClassVar = {"text": "f"}

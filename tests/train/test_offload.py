@@ -82,7 +82,8 @@ def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
 ):
     """Saved from host memory, restored to a device's, and the other way round."""
     cube = programs(*LAYERS, *CUBE, "optimizer.offload=true", devices=8)
-    state, ways = cube.init(), ((1, "false"), (8, "true"))
+    state = cube.init()
+    ways = ((1, "false"), (8, "true"))
     for number, (devices, offload) in enumerate(ways):
         mesh = () if devices == 1 else ("mesh.fsdp=8",)
         wanted = programs(
@@ -104,7 +105,8 @@ def test_a_run_goes_on_with_moments_in_either_memory_and_on_another_mesh(
 def test_a_flipped_bit_in_host_memory_is_found(programs):
     names = "mesh.data=2", "optimizer.offload=true"
     program = programs(*LAYERS, *names, devices=2)
-    state, checksums = program.init(), make_checksums(program.state, program.mesh)
+    state = program.init()
+    checksums = make_checksums(program.state, program.mesh)
     assert checksums is not None
     name, _ = moments_of(state)[-1]
     assert compare_replicas(checksums(state), program.state, program.mesh) == []

@@ -11,7 +11,9 @@ from tests.train import doors
 from tests.train.doors import Door
 from train.errors import writing
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.num_heads=2")
 COMMANDS = {
@@ -33,7 +35,8 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def words(folder: Path, door: Door) -> dict[str, Path]:
-    run, other = folder / "run", folder / "other"
+    run = folder / "run"
+    other = folder / "other"
     exported = ("model=plain", "model.num_layers=1", "train.num_steps=2")
     result = door(run, *exported, "checkpoint.save_interval_steps=2")
     assert result.returncode == 0, result.stderr

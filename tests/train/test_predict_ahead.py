@@ -48,8 +48,10 @@ def documents(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def total_loss(program, params, batch: Batch):
     """Return the loss of each document alone, position by position, and its parts."""
-    model, execution = bind(program.model, params), program.execution
-    sums, counts = [0.0] * (1 + DEPTH), [0] * (1 + DEPTH)
+    model = bind(program.model, params)
+    execution = program.execution
+    sums = [0.0] * (1 + DEPTH)
+    counts = [0] * (1 + DEPTH)
     for inputs, targets in documents(batch):
         T = len(inputs)
         positions = jnp.arange(T)[None]
@@ -95,7 +97,8 @@ def test_modules_read_the_targets_of_a_document_one_after_the_other(
         batch = jax.tree.map(jnp.asarray, order.read(step))
         ahead = look_ahead(batch.inputs, batch.targets, batch.segment_ids, DEPTH)
         for k in range(DEPTH):
-            tokens, targets = ahead.tokens_BTP[..., k], ahead.targets_BTP[..., k]
+            tokens = ahead.tokens_BTP[..., k]
+            targets = ahead.targets_BTP[..., k]
             read = np.asarray((tokens >= 0) & (batch.segment_ids > 0))
             rows, columns = np.nonzero(read)
             assert len(rows)

@@ -21,7 +21,9 @@ from train.status import StatusConfig, main, read_status
 
 OWNER = Owner.current()
 CONFIG = "data:\n  document_start: true\ntrain:\n  num_steps: 80\n"
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 
 def write_run(
@@ -111,7 +113,8 @@ def test_of_an_owner_elsewhere_the_lease_tells(tmp_path, monkeypatch, then, owne
     """It compiles, say, and then beats once more or removes its lease."""
     elsewhere = replace(OWNER, machine="another", host="far")
     write_run(tmp_path, silent_s=9000.0, code=42, owner=elsewhere)
-    lease, waits = tmp_path / "lease.json", []
+    lease = tmp_path / "lease.json"
+    waits = []
 
     def wait(seconds):
         waits.append(seconds)

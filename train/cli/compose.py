@@ -126,7 +126,9 @@ class _CommandLineChecker:
         validate: Validate,
         mistakes: list[Mistake],
     ) -> None:
-        self.presets, self.schema, self.validate = presets, schema, validate
+        self.presets = presets
+        self.schema = schema
+        self.validate = validate
         self.mistakes = mistakes
         self.rejected_groups = {m.key for m in mistakes} & presets.choices.keys()
         self.parser = override_parser(presets.loader)
@@ -213,7 +215,8 @@ class _CommandLineChecker:
         wrong_keys |= {key for m in self.mistakes for key in m.related}
         for mistake in mistakes:
             key = mistake.key
-            section, table = key.partition(".")[0], key.rpartition(".")[0]
+            section = key.partition(".")[0]
+            table = key.rpartition(".")[0]
             is_entry = key in typed_keys and type_of(self.schema, table)[1]
             in_rejected_group = section in self.rejected_groups and not is_entry
             holds_wrong_key = any(k.startswith(f"{key}.") for k in wrong_keys)
@@ -228,7 +231,9 @@ class _CommandLineChecker:
 
     def _is_possible(self, override: Override) -> bool:
         """Return whether an override is possible, and record the mistake if not."""
-        key, options, rule = override.key_or_group, self._group_choices(override), ""
+        key = override.key_or_group
+        options = self._group_choices(override)
+        rule = ""
         if options and key not in self.presets.choices:
             groups = ", ".join(self.presets.groups) or "it has none"
             rule = f"is not a group of this command: {groups}"
@@ -253,7 +258,8 @@ class _CommandLineChecker:
 
 def _choice_rule(override: Override, options: list[str]) -> str:
     """Return the rule that a choice breaks, or an empty string."""
-    key, value = override.key_or_group, override.value()
+    key = override.key_or_group
+    value = override.value()
     rule = f"must be one of {', '.join(options)}"
     if override.is_add() or override.is_force_add():
         return f"is one of this command's groups already; write {key}={value}"
@@ -270,9 +276,11 @@ def _choice_rule(override: Override, options: list[str]) -> str:
 
 def _apply(tree: DictConfig, override: Override, schema: type) -> Mistake | None:
     """Set or remove one key in the composed values; return the mistake or None."""
-    key, value = override.key_or_group, override.value()
+    key = override.key_or_group
+    value = override.value()
     parent, _, name = key.rpartition(".")
-    section, node = node_of(tree, parent), node_of(tree, key)
+    section = node_of(tree, parent)
+    node = node_of(tree, key)
     in_table = type_of(schema, parent)[1] and isinstance(section, DictConfig)
     if override.is_delete():
         if not in_table:

@@ -44,13 +44,15 @@ def is_sweep(flags: Namespace) -> bool:
 
 def flag_mistakes(flags: Namespace) -> list[Mistake]:
     """Return the mistakes: unknown, unsupported or mutually exclusive flags."""
-    actions, mistakes = flag_actions(flags_parser()), list[Mistake]()
+    actions = flag_actions(flags_parser())
+    mistakes = list[Mistake]()
 
     def add_mistake(flag: str, rule: str, value: object = "") -> None:
         mistakes.append(Mistake(flag, value, rule))
 
     for action in actions:
-        value, choices = getattr(flags, action.dest, None), list(action.choices or ())
+        value = getattr(flags, action.dest, None)
+        choices = list(action.choices or ())
         if choices and value not in (None, *choices):
             add_mistake(
                 f"--{action.dest}", f"must be one of {', '.join(choices)}", value
@@ -77,7 +79,8 @@ def flag_mistakes(flags: Namespace) -> list[Mistake]:
 def _unknown_flag_rule(flag: str, options: Sequence[str]) -> str:
     """Return the rule for an unknown flag, with the flag or key that may be meant."""
     name, _, value = flag.lstrip("-").partition("=")
-    key, keys = name.replace("-", "_"), keys_of(Config)
+    key = name.replace("-", "_")
+    keys = keys_of(Config)
     rule = "there is no such flag" + did_you_mean(similar_names(f"--{name}", options))
     sentence, _ = translate(key, keys)
     if sentence:

@@ -105,7 +105,8 @@ def _key_lines(schema: type, values: Any, left_out: set[str]) -> Iterator[str]:
 def _keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Yield the keys of a dataclass that are no sections, in their order."""
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        kind, key = bare_type(hint), f"{prefix}{name}"
+        kind = bare_type(hint)
+        key = f"{prefix}{name}"
         if is_dataclass(kind):
             yield from _keys(typing.cast(type, kind), f"{key}.")
             continue

@@ -27,7 +27,8 @@ def type_of(schema: type, key: str) -> tuple[Any, bool]:
 
     A table's own key also counts as in a table, because a table accepts new entries.
     """
-    hint, in_table = schema, False
+    hint = schema
+    in_table = False
     for name in key.split(".") if key else ():
         hint = type_inside(hint, name)
         in_table |= typing.get_origin(bare_type(hint)) is dict
@@ -76,7 +77,8 @@ def keys_of(schema: type, prefix: str = "") -> list[str]:
 def unknown_key(schema: type, key: str, value: object = "") -> Mistake:
     """Return the mistake for an unknown key, with the keys that may be meant."""
     keys = keys_of(schema)
-    rule, parent = "there is no such key", key.rpartition(".")[0]
+    rule = "there is no such key"
+    parent = key.rpartition(".")[0]
     sentence, translated = translate(key, keys)
     if sentence:
         return Mistake(key, value, f"{rule}; {sentence}", translated)
@@ -103,7 +105,8 @@ def similar_names(word: str, names: Iterable[str]) -> list[str]:
     sections, and one of several words is not taken for a word. No hint is better than a
     wrong one.
     """
-    names, section = list(names), word.rpartition(".")[0]
+    names = list(names)
+    section = word.rpartition(".")[0]
     last_part = _last_part(word)
     if not last_part:
         return []
@@ -174,8 +177,10 @@ def meaning_of(schema: type, key: str) -> str:
 
 def type_in_words(hint: Any) -> str:
     """Describe the values of a type hint, such as `a whole number, or null`."""
-    members, bare = _members(hint), bare_type(hint)
-    origin, arguments = typing.get_origin(bare), typing.get_args(bare)
+    members = _members(hint)
+    bare = bare_type(hint)
+    origin = typing.get_origin(bare)
+    arguments = typing.get_args(bare)
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     if len(members) > 1:
@@ -184,7 +189,8 @@ def type_in_words(hint: Any) -> str:
         words += ["null"] * (types.NoneType in members)
         return ", or ".join(words)
     if origin is tuple:
-        names, has_numbers = list[str](), False
+        names = list[str]()
+        has_numbers = False
         for member in _members(arguments[0]):
             has_numbers |= bare_type(member) is int
             names += typing.get_args(member) if _is_literal(member) else ()
@@ -232,7 +238,8 @@ def _interval(low: Ge | Gt | None, high: Le | Lt | None) -> str:
     if lower is None:
         return ""
     if upper not in (None, inf):
-        opening, closing = "[("[isinstance(low, Gt)], "])"[isinstance(high, Lt)]
+        opening = "[("[isinstance(low, Gt)]
+        closing = "])"[isinstance(high, Lt)]
         return f"in {opening}{lower}, {upper}{closing}"
     suffix = " and finite" if upper == inf else ""
     if isinstance(low, Ge):

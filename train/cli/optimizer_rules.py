@@ -10,7 +10,8 @@ from train.errors import Mistake
 
 def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in `optimizer.qk_clip`: settings that it does not go with."""
-    threshold, model = config.optimizer.qk_clip, config.model
+    threshold = config.optimizer.qk_clip
+    model = config.model
     if threshold is None:
         return
     length = config.data.sequence_length
@@ -19,7 +20,8 @@ def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
         rule += f"with data.sequence_length={length}; take 100"
         related = ("data.sequence_length",)
         yield Mistake("optimizer.qk_clip", threshold, rule, related)
-    no_scores, offload = {*model.mixers} == {Mixer.gated_delta}, "optimizer.offload"
+    no_scores = {*model.mixers} == {Mixer.gated_delta}
+    offload = "optimizer.offload"
     by_layer = "updates layers one by one, while all layers are clipped together"
     sinks = "adds scores that do not depend on queries and keys"
     for key, is_set, reason in (
@@ -37,8 +39,10 @@ def qk_clip_mistakes(config: Config) -> Iterator[Mistake]:
 
 def transfer_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in `optimizer.transfer` and `optimizer.base_*`."""
-    optimizer, num_steps = config.optimizer, config.train.num_steps
-    name, transfer = optimizer.name, optimizer.transfer
+    optimizer = config.optimizer
+    num_steps = config.train.num_steps
+    name = optimizer.name
+    transfer = optimizer.transfer
     if transfer is not Transfer.none:
         if name is OptimizerName.adafactor:
             rule = "must be none with optimizer.name=adafactor, whose updates follow "

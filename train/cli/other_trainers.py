@@ -336,7 +336,8 @@ def translate(key: str, known_keys: Collection[str]) -> tuple[str, tuple[str, ..
 
 def _settings_named(key: str) -> list[Setting]:
     """Return the settings that a trainer calls `key`, or `<section>.key`."""
-    exact, last = list[Setting](), list[Setting]()
+    exact = list[Setting]()
+    last = list[Setting]()
     for setting in SETTINGS:
         names = " ".join(getattr(setting, trainer) for trainer in TRAINERS).split()
         if key in names:

@@ -63,7 +63,8 @@ class Presets:
         self, config_name: str, schema: type, default_choices: Sequence[str]
     ) -> None:
         self.loader = config_loader()
-        self._config_name, self._schema = config_name, schema
+        self._config_name = config_name
+        self._schema = schema
         self._default_choices = default_choices
         self._composed: dict[tuple[str, ...], tuple[DictConfig, list[Mistake]]] = {}
         self._options: dict[str, list[str]] = {}
@@ -98,7 +99,8 @@ class Presets:
             return tree, []
         except Exception as error:
             failure = Mistake(self._config_name, "", hydra_message(error))
-        valid_choices, mistakes = list[str](), list[Mistake]()
+        valid_choices = list[str]()
+        mistakes = list[Mistake]()
         for choice in choices:
             try:
                 self._defaults_list([choice])
@@ -116,7 +118,8 @@ class Presets:
     def source_file(self, key: str, choices: Sequence[str]) -> str | None:
         """Return the file of the last preset that sets a key, or None."""
         for default in reversed(self._defaults_list(choices).defaults):
-            path, package = str(default.config_path), default.package or ""
+            path = str(default.config_path)
+            package = default.package or ""
             if path == "schema" or path.startswith("hydra/"):
                 continue
             preset = load_preset(self.loader, path)

@@ -75,9 +75,13 @@ def _model_mistakes(model: ModelConfig) -> Iterator[Mistake]:
 
 def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes between sections, and in values that a bound cannot describe."""
-    model, data, run = config.model, config.data, config.run
-    address, steps = config.distributed.coordinator_address, config.profile.steps
-    accumulation, num_steps = config.train.accumulation_steps, config.train.num_steps
+    model = config.model
+    data = config.data
+    run = config.run
+    address = config.distributed.coordinator_address
+    steps = config.profile.steps
+    accumulation = config.train.accumulation_steps
+    num_steps = config.train.num_steps
     host, _, port = (address or "").rpartition(":")
     if address is not None and not (host and port.isdigit()):
         rule = "must be host:port of process 0, say 10.0.0.1:8476, or null"
@@ -99,7 +103,8 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
     if config.tracker.mlflow.enabled and not server_uri and "://" in (run.dir or ""):
         rule = f"must name a server: MLflow keeps no files under run.dir={run.dir}"
         yield Mistake("tracker.mlflow.uri", None, rule, ("run.dir",))
-    is_learned, limit = model.position is Position.learned, model.max_sequence_length
+    is_learned = model.position is Position.learned
+    limit = model.max_sequence_length
     if is_learned and limit is not None and data.sequence_length > limit:
         rule = f"must be at most model.max_sequence_length={limit} with learned "
         rule += "positions; lower it, raise the limit, or choose model.position=rotary"
@@ -118,7 +123,8 @@ def _cross_section_mistakes(config: Config) -> Iterator[Mistake]:
 
 
 def _schedule_mistakes(schedule: ScheduleConfig, num_steps: int) -> Iterator[Mistake]:
-    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    warmup = schedule.warmup_steps
+    decay = schedule.decay_steps
     if schedule.has_decay and decay and warmup + decay > num_steps:
         rule = f"must leave room for schedule.warmup_steps={warmup} within "
         rule += f"train.num_steps={num_steps}; lower schedule.warmup_steps or this one "
@@ -165,7 +171,8 @@ def _axis_size_mistakes(mesh: MeshConfig) -> Iterator[Mistake]:
         rule += f"devices), and mesh.{inferred_axes[0]} is"
         yield Mistake(f"mesh.{axis}", -1, rule, (f"mesh.{inferred_axes[0]}",))
     for axis, size in sizes.items():
-        key, factor = f"mesh.{axis}", getattr(mesh.dcn, axis)
+        key = f"mesh.{axis}"
+        factor = getattr(mesh.dcn, axis)
         if size >= 1 and size % factor:
             rule = f"must divide {key}={size}: it is the factor across slices or hosts"
             yield Mistake(f"mesh.dcn.{axis}", factor, rule, (key,))
@@ -213,7 +220,8 @@ def _rule_mistakes(key: str, name: str, axes: Any) -> Iterator[Mistake]:
 
 def _pipeline_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the placement of layers on pipeline stages."""
-    mesh, layers_axis = config.mesh, config.mesh.params.get("layers")
+    mesh = config.mesh
+    layers_axis = config.mesh.params.get("layers")
     if layers_axis not in (None, "pipeline"):
         rule = "must be pipeline, the axis whose devices are the stages, or null"
         yield Mistake("mesh.params.layers", layers_axis, rule)
@@ -227,7 +235,8 @@ def _pipeline_mistakes(config: Config) -> Iterator[Mistake]:
 
 def _offload_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the offloading of activations and moments."""
-    remat, names = config.train.remat, config.train.offload
+    remat = config.train.remat
+    names = config.train.offload
     if names and remat is Remat.none:
         rule = "needs layers that are recomputed from it: add train.remat=full, or a "
         rule += "list of the results that stay on the device"
@@ -254,7 +263,8 @@ def _offload_mistakes(config: Config) -> Iterator[Mistake]:
 
 def _expert_mistakes(config: Config) -> Iterator[Mistake]:
     """Yield mistakes in the placement of experts on devices."""
-    mesh, is_dense = config.mesh, config.model.mlp is Mlp.dense
+    mesh = config.mesh
+    is_dense = config.model.mlp is Mlp.dense
     if is_dense and mesh.expert != 1:
         rule = "must be 1 with model.mlp=dense, which has no experts; use mesh.data "
         rule += "or mesh.fsdp instead"

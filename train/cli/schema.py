@@ -47,7 +47,8 @@ def convert(
     """
     from pydantic import ValidationError
 
-    values, validate = copy.deepcopy(dict(values)), _validator(schema)
+    values = copy.deepcopy(dict(values))
+    validate = _validator(schema)
     mistakes: dict[tuple[Any, ...], Mistake] = {}
     for path, value in leaves(values):  # pydantic would convert true to 1
         key = ".".join(map(str, path))
@@ -75,7 +76,9 @@ def _translate_error(
     schema: type, entry: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mistake]:
     """Return the path of the value in a pydantic error, and the mistake to report."""
-    hint, key, path = schema, "", list[Any]()
+    hint = schema
+    key = ""
+    path = list[Any]()
     for name in entry["loc"][1:]:
         if not is_dataclass(bare_type(hint)) and type_inside(hint, name) is None:
             break  # the remaining names are members of a union, not keys

@@ -51,7 +51,8 @@ def run_sweep(
     rows = []
     for number, (overrides, code) in enumerate(jobs):
         own = " ".join(t.lstrip("+") for t in overrides if t not in shared)
-        directory, loss = "-", None
+        directory = "-"
+        loss = None
         if outcome and code != WRONG_DATA:
             argv = [*_preset_flags(flags), *overrides]
             directory, loss = outcome(check_command_line(argv, config_name, schema))

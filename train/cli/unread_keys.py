@@ -35,7 +35,8 @@ _ATTENTION_KEYS = (
 
 def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
     """Yield (whether keys have no effect, their common prefix, the reason)."""
-    is_learned, scaling = model.position is Position.learned, model.rope_scaling.kind
+    is_learned = model.position is Position.learned
+    scaling = model.rope_scaling.kind
     for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
         yield is_learned, f"model.{key}", "model.position is learned"
     is_unscaled = scaling is Scaling.none and not is_learned
@@ -48,7 +49,8 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
         yield is_unread, f"model.{key}", "all layers are gated_delta"
     is_unclamped = model.activation is not Activation.clamped_swiglu
     yield is_unclamped, "model.swiglu_", f"model.activation is {model.activation}"
-    is_one_group, no_shared = model.router_groups == 1, model.shared_experts == 0
+    is_one_group = model.router_groups == 1
+    no_shared = model.shared_experts == 0
     yield is_one_group, "model.router_group_best", "model.router_groups is 1"
     yield no_shared, "model.shared_expert_gate", "model.shared_experts is 0"
     for key in _EXPERT_KEYS:
@@ -56,7 +58,8 @@ def _unread_model_keys(model: ModelConfig) -> Iterator[tuple[bool, str, str]]:
 
 
 def _unread_schedule_keys(schedule: ScheduleConfig) -> Iterator[tuple[bool, str, str]]:
-    has_decay, name = schedule.has_decay, schedule.name
+    has_decay = schedule.has_decay
+    name = schedule.name
     has_end = has_decay or name is Schedule.cosine
     for is_read, key in (
         (has_decay, "decay_"),
@@ -76,7 +79,9 @@ def unread_key_warnings(config: Config) -> list[str]:
     """Return warnings about keys without effect, and a warm-up that never ends."""
     changed_keys = sorted(diff.key for diff in config_differences(Config(), config))
     source = config.data.source
-    model, train, optimizer = config.model, config.train, config.optimizer.name
+    model = config.model
+    train = config.train
+    optimizer = config.optimizer.name
     no_transfer = config.optimizer.transfer is Transfer.none
     is_one_weight = train.predict_ahead_later_weight is None
     unread = [

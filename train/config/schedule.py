@@ -181,7 +181,8 @@ class ScheduleConfig:
     def decays(self, num_steps: int) -> list[tuple[int, int]]:
         """Return the first step of each decay, and the step at which it ends."""
         ends = [step for step in self.earlier_decays if step < num_steps]
-        decays, begin = list[tuple[int, int]](), self.warmup_steps
+        decays = list[tuple[int, int]]()
+        begin = self.warmup_steps
         for end in [*ends, num_steps]:
             steps = self.decay_steps or max(1, round(self.decay_fraction * end))
             decays.append((max(begin, end - steps), end))

@@ -35,7 +35,8 @@ class CoordinatesConfig(Config):
 
 def coordinates_mistakes(config: CoordinatesConfig) -> list[Mistake]:
     """Return the mistakes of a config, including sizes that cannot be compared."""
-    mistakes, model = config_mistakes(config), config.model
+    mistakes = config_mistakes(config)
+    model = config.model
     for key, sizes in (("widths", config.widths), ("depths", config.depths)):
         if sorted({*sizes}) != sizes or len(sizes) == 1:
             mistakes.append(Mistake(key, sizes, "must be [] or two or more, ascending"))

@@ -45,7 +45,9 @@ def compare_sizes(
             written.
     """
     config = settle(config, padded_vocab_size(encoding_of(config.data)))
-    steep, charts, tables = list[str](), dict[str, Any](), list[Any]()
+    steep = list[str]()
+    charts = dict[str, Any]()
+    tables = list[Any]()
     for axis, sizes in sizes_by_axis.items():
         if not sizes:
             continue
@@ -92,7 +94,8 @@ def _measure_curves(
 
     A place that only one of the models has is left out.
     """
-    optimizer, sources = config.optimizer, open_sources(config.data)
+    optimizer = config.optimizer
+    sources = open_sources(config.data)
     curves = defaultdict[str, list[tuple[int, float]]](list)
     for size in sizes:
         width = optimizer.base_width or config.model.embed_dim

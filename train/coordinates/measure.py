@@ -20,7 +20,9 @@ from train.core.feed import place
 from train.core.program import Program, make_program
 from train.identity import with_values
 
-ROWS, LENGTH, SEEDS = 4, 64, 3
+ROWS = 4
+LENGTH = 64
+SEEDS = 3
 # A tenth of the run's learning rates: so small updates add up, whatever their sign.
 _RATE_FACTOR = 0.1
 # The sizes of a model that grow with its width.
@@ -43,7 +45,9 @@ def resize(config: Config, width: int, depth: int) -> Config:
     The dims of heads and the number of experts stay. All other widths grow with the
     model. Learning rates are constant and small, and products are in float32.
     """
-    model, data, optimizer = config.model, config.data, config.optimizer
+    model = config.model
+    data = config.data
+    optimizer = config.optimizer
     inner = {f"model.{key}": getattr(model, key) for key in _INNER}
     changes = {
         **{k: n and max(1, n * width // model.embed_dim) for k, n in inner.items()},
@@ -99,7 +103,8 @@ def _mean_squares(
 
 def _run_model(program: Program, params: Any, batch: Batch) -> dict[str, jax.Array]:
     """Return results of layers [L, B, T, D], features and logits [1, B, T, _]."""
-    model, taps = bind(program.model, params), _Recorder()
+    model = bind(program.model, params)
+    taps = _Recorder()
     features_BTD, *_ = model.features(
         batch.inputs,
         batch.positions,

@@ -27,7 +27,8 @@ def make_eval_step(
 
     def eval_step(params: Any, batch: Batch):
         def sum_microbatch(rows: Batch) -> tuple[Float[Array, ""], Int[Array, ""]]:
-            bound, chunk = bind(model, params), recipe.loss_chunk_tokens
+            bound = bind(model, params)
+            chunk = recipe.loss_chunk_tokens
             sums = loss_sum(
                 bound, rows, execution, z_loss=0.0, chunk=chunk, num_tokens=num_tokens
             )

@@ -67,8 +67,10 @@ def choose_placement(
     config: Config, mesh: Mesh, axis_steps: tuple[AxisSteps, ...]
 ) -> Placement:
     """Return the placement of arrays, and how devices exchange weights."""
-    rules, train = axis_rules(config.mesh), config.train
-    data, shards = config.data, batch_shards(rules, mesh.shape)
+    rules = axis_rules(config.mesh)
+    train = config.train
+    data = config.data
+    shards = batch_shards(rules, mesh.shape)
     rows = data.batch_size // (train.accumulation_steps * shards.rows)
     length = data.sequence_length // shards.sequence
     pipelined = mesh.shape["pipeline"] > 1
@@ -110,8 +112,10 @@ def choose_execution(
             cannot put the moments in the configured memory, or if devices cannot share
             rows, or exchange the rows of experts, by the configured method.
     """
-    model, train = config.model, config.train
-    platform, rules = device.platform, axis_rules(config.mesh)
+    model = config.model
+    train = config.train
+    platform = device.platform
+    rules = axis_rules(config.mesh)
     kernel, quantization, _ = check_all(
         lambda: _resolve_kernel(config, device),
         lambda: _resolve_quantization(config, device),
@@ -121,7 +125,8 @@ def choose_execution(
     if compute_dtype is Dtype.auto:
         use_float32 = platform == "cpu" and not cpu_prefers_bfloat16()
         compute_dtype = Dtype.float32 if use_float32 else Dtype.bfloat16
-    grouped, expert_quantization = choose_grouped(platform), None
+    grouped = choose_grouped(platform)
+    expert_quantization = None
     if quantization and grouped is not Grouped.megablox:
         is_float8 = isinstance(quantization, Float8)
         expert_quantization = quantization if is_float8 else None
@@ -163,7 +168,8 @@ def choose_layer_unroll(config: Config, platform: str, sizes: Mapping[str, int])
     merges the gathers of both passes, and holds the gathered weights of all layers
     (docs/log/gpu.md).
     """
-    model, remat = config.model, config.train.remat
+    model = config.model
+    remat = config.train.remat
     if model.layer_unroll is not None:
         return model.layer_unroll
     params = axis_rules(config.mesh).params
@@ -178,7 +184,8 @@ def _resolve_context_attention(
     config: Config, kernel: Attention, rules: AxisRules, sizes: Mapping[str, int]
 ) -> ContextAttention | None:
     """Choose how devices that share a row attend, or None if no devices do."""
-    setting, length = config.mesh.context_attention, config.data.sequence_length
+    setting = config.mesh.context_attention
+    length = config.data.sequence_length
     devices = num_shards(sizes, rules.spec("seq")[0])
     if devices == 1:
         return None
@@ -216,7 +223,9 @@ def _resolve_context_attention(
 
 def _check_delta_pieces(config: Config, devices: int) -> None:
     """Refuse rows whose pieces on a device are shorter than a convolution reaches."""
-    model, length, pieces = config.model, config.data.sequence_length, 2 * devices
+    model = config.model
+    length = config.data.sequence_length
+    pieces = 2 * devices
     shortest = pieces * (model.delta_conv_width - 1)
     if Mixer.gated_delta in model.mixers and length < shortest:
         rule = f"must be at least {shortest}: {devices} devices share a row in up to "
@@ -238,7 +247,8 @@ def _resolve_expert_exchange(
     wrong gradients were reported (marin-community/marin#8077), and it is untested
     there.
     """
-    setting, chip = config.mesh.expert_exchange, chip_of(device.device_kind)
+    setting = config.mesh.expert_exchange
+    chip = chip_of(device.device_kind)
     devices = num_shards(sizes, dict(axis_rules(config.mesh).params)["experts"])
     dcn = config.mesh.dcn
     slice_size = math.prod(size // getattr(dcn, axis) for axis, size in sizes.items())
@@ -260,7 +270,8 @@ def _resolve_expert_exchange(
 
 
 def _resolve_kernel(config: Config, device: Device) -> Attention:
-    model, length = config.model, config.data.sequence_length
+    model = config.model
+    length = config.data.sequence_length
     try:
         kernel = choose_kernel(
             model.attention,
@@ -282,8 +293,10 @@ def _resolve_kernel(config: Config, device: Device) -> Attention:
 
 def _unfit_for_cudnn(model: ModelConfig, kernel: Attention, device: Device) -> str:
     """Return why cuDNN's kernel cannot run on this GPU, or an empty string."""
-    name, or_xla = device.device_kind, "or model.attention=xla (slower)"
-    chip, version = chip_of(name), getattr(device, "compute_capability", None)
+    name = device.device_kind
+    or_xla = "or model.attention=xla (slower)"
+    chip = chip_of(name)
+    version = getattr(device, "compute_capability", None)
     is_hopper = chip is None or chip.is_faster_in("float8")
     if version is not None:
         is_hopper = float(version) >= 9
@@ -319,7 +332,8 @@ def _resolve_quantization(config: Config, device: Device) -> Quantization | None
 
 def _check_host_memory(config: Config, platform: str) -> None:
     """Refuse offloaded int8 moments on a TPU with jax before 0.11 (libtpu 0.0.44)."""
-    optimizer, is_old = config.optimizer, jax.__version_info__ < (0, 11)
+    optimizer = config.optimizer
+    is_old = jax.__version_info__ < (0, 11)
     is_int8 = optimizer.moment_dtype is MomentDtype.int8
     if is_old and platform == "tpu" and optimizer.offload and is_int8:
         rule = (

@@ -25,7 +25,8 @@ def place(batch: Batch, like: Batch) -> Batch:
         like: `jax.ShapeDtypeStruct` fields [B, T] with their sharding; a field that is
             None is left out.
     """
-    local_starts, num_rows = {}, 0
+    local_starts = {}
+    num_rows = 0
     for rows in local_rows(like):
         local_starts[rows.start] = num_rows
         num_rows += rows.stop - rows.start
@@ -64,7 +65,9 @@ class Feed:
         likes: Iterator[Batch],
         phase: Callable[[str], None] = lambda name: None,
     ):
-        self._batches, self._likes, self._phase = batches, likes, phase
+        self._batches = batches
+        self._likes = likes
+        self._phase = phase
         self.seconds_waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:

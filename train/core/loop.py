@@ -76,13 +76,16 @@ class Trainer:
         Returns:
             The exit code (0 after the last step) and the state.
         """
-        config, watchdog = self.program.config, self.watchdog
-        start_step, num_steps = int(state.step), config.train.num_steps
+        config = self.program.config
+        watchdog = self.watchdog
+        start_step = int(state.step)
+        num_steps = config.train.num_steps
         if start_step >= num_steps:
             return 0, state
         self._wait_for_compilation(start_step)
         with self._open_instruments(start_step) as instruments:
-            window, progress = instruments.window, instruments.progress
+            window = instruments.window
+            progress = instruments.progress
             for step in range(start_step + 1, num_steps + 1):
                 # Dispatch the step; its metrics stay on the devices.
                 state = self._take_step(step, state, instruments)
@@ -128,9 +131,11 @@ class Trainer:
     @contextmanager
     def _open_instruments(self, start_step: int) -> Iterator[_Instruments]:
         """Open the instruments of a loop that begins after `start_step` updates."""
-        run, config = self.run, self.program.config
+        run = self.run
+        config = self.program.config
         # Read no batches after the last step: a source may reach its limit of epochs.
-        num_steps, programs = config.train.num_steps, self.phases.programs
+        num_steps = config.train.num_steps
+        programs = self.phases.programs
         batches = self.order.batches(
             start_step, lambda phase: local_rows(programs[phase].batch), num_steps
         )
@@ -158,7 +163,8 @@ class Trainer:
     ) -> TrainState:
         """Dispatch one step, and return its state, which may still be in flight."""
         self._begin_phase(step)
-        steps, window = self._steps(step), instruments.window
+        steps = self._steps(step)
+        window = instruments.window
         instruments.profiler.before(step)
         watched = steps.watched if window.should_watch(step) else None
         state, metrics = (watched or steps.plain)(state, next(instruments.feed))
@@ -189,7 +195,8 @@ class Trainer:
         self, step: int, state: TrainState, instruments: _Instruments
     ) -> TrainState:
         """Report divergence; take a watched step, which may show the layer to blame."""
-        steps, window = self._steps(step), instruments.window
+        steps = self._steps(step)
+        window = instruments.window
         log.error(_DIVERGED, step, window.skipped_in_a_row)
         is_last = step == self.program.config.train.num_steps
         if steps.watched and not window.culprit and not is_last:
@@ -207,7 +214,8 @@ class Trainer:
 
     def score_tasks(self, state: TrainState) -> dict[str, float]:
         """Score the state on `eval.tasks`; return {} if there are none."""
-        params, beat = best_params(state), self.watchdog.beat
+        params = best_params(state)
+        beat = self.watchdog.beat
         return self.tasks.score(params, beat) if self.tasks else {}
 
     def _evaluate(
@@ -248,7 +256,8 @@ class Trainer:
                 f"{few(names)}. Lower the learning rate, or go back and leave batches "
                 f"out: run.rewind_to, data.skip_batches",
             )
-        run, mesh = self.run, self.program.mesh.shape
+        run = self.run
+        mesh = self.program.mesh.shape
         schedule_steps = run.continuation.schedule_steps
         metadata = checkpoint_metadata(
             run.config, self.sources, mesh, schedule_steps, run.branch

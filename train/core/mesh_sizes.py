@@ -106,12 +106,15 @@ def check_pipeline(config: Config, sizes: Mapping[str, int]) -> None:
     if microbatches % stages:
         rule = f"must be a multiple of mesh.pipeline={stages}, so that each stage "
         rule += f"starts with the same number; {nearest(microbatches, stages)}, or null"
-        key, related = "train.pipeline_microbatches", ("mesh.pipeline",)
+        key = "train.pipeline_microbatches"
+        related = ("mesh.pipeline",)
         mistakes.append(Mistake(key, microbatches, rule, related))
-    groups, windows = stages * repeats, config.model.windows
+    groups = stages * repeats
+    windows = config.model.windows
     segments = segments_of(config.model)
     if uneven := [s for s in segments if s.repeats % groups]:
-        size, times = len(uneven[0].pattern), uneven[0].repeats
+        size = len(uneven[0].pattern)
+        times = uneven[0].repeats
         layers = f"{times} layers" if size == 1 else f"{times} groups of {size} layers"
         kind = " of one kind" if len(segments) > 1 else ""
         rule = f"x mesh.pipeline_repeats={repeats} must divide the {layers}{kind} "
@@ -159,7 +162,8 @@ def check_dims(config: Config, sizes: Mapping[str, int]) -> None:
 
     The dims of each parameter are checked when it is sharded (train/core/sharding.py).
     """
-    model, mistakes = config.model, list[Mistake]()
+    model = config.model
+    mistakes = list[Mistake]()
     dims = [("embed", "embed_dim", model.embed_dim)]
     if Mixer.gated_delta in model.mixers:
         dims.append(("heads", "delta_key_heads", model.delta_sizes.key_heads))

@@ -39,7 +39,8 @@ class PhaseSteps:
         `programs` comes from `phase_programs`. Phases that begin after `last_batch` are
         not compiled ahead.
         """
-        self.programs, self._phases = programs, list(programs)
+        self.programs = programs
+        self._phases = list(programs)
         self._last_batch = last_batch
         self._compilations = dict[Phase, Future[CompiledSteps]]()
         self._thread = ThreadPoolExecutor(1, "compile")
@@ -90,7 +91,8 @@ def phase_programs(
     Raises:
         ConfigError: the batches of a phase cannot be divided among the devices.
     """
-    data, programs = program.config.data, dict[Phase, Program]()
+    data = program.config.data
+    programs = dict[Phase, Program]()
     for phase in phases_of(data):
         if (phase.rows, phase.length) == (data.batch_size, data.sequence_length):
             programs[phase] = program
@@ -113,7 +115,8 @@ def _phase_config(program: Program, phase: Phase) -> Config:
     It has the fewest microbatches that divide its rows and have at most as many tokens
     as those of `program`. If there is no such number, the config is invalid.
     """
-    config, train = program.config, program.config.train
+    config = program.config
+    train = program.config.train
     shards = program.batch_shards.rows * program.pipeline.local_microbatches
     microbatch_tokens = program.tokens_per_step // train.accumulation_steps
     fewest = -(-phase.tokens_per_batch // microbatch_tokens)

@@ -180,7 +180,8 @@ class Program:
     @property
     def flops_per_step(self) -> float:
         """Model FLOPs of a step (convention: train/core/model_flops.py)."""
-        model, length = self.config.model, self.config.data.sequence_length
+        model = self.config.model
+        length = self.config.data.sequence_length
         per_token = weight_flops(model, self.state.params, self.infos)
         return (per_token + attention_flops(model, length)) * self.tokens_per_step
 
@@ -193,7 +194,8 @@ class Program:
         """Return this program with other microbatches, remat or offload settings."""
         config = replace(self.config, train=train)
         axis_steps = self.execution.placement.axis_steps
-        platform, sizes = self.mesh.devices.flat[0].platform, self.mesh.shape
+        platform = self.mesh.devices.flat[0].platform
+        sizes = self.mesh.shape
         execution = self.execution._replace(
             remat=train.remat,
             offload=train.offload,
@@ -247,7 +249,8 @@ def make_program(
     """
     devices = jax.devices() if devices is None else devices
     sizes = least_sizes(config.mesh, len(devices))
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     shards = batch_shards(axis_rules(config.mesh), sizes)
     model = abstract_gpt(config.model, MODEL_PARTS)
     infos = param_infos(model)
@@ -283,7 +286,8 @@ def make_program(
         clip_scores=clip,
     )
     state = abstract_state(config.model, MODEL_PARTS, optimizer, recipe_of(train))
-    table, offload = config.mesh.params, config.optimizer.offload
+    table = config.mesh.params
+    offload = config.optimizer.offload
     shardings = state_shardings(state, infos, mesh, table, offload)
     return Program(
         config=config,

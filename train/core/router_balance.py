@@ -34,7 +34,9 @@ def balance_experts(
     if load_LE is None or not config.router_bias_rate:
         return params
     direction_LE = jnp.sign(jnp.mean(load_LE, axis=1, keepdims=True) - load_LE)
-    params, start = jax.tree.map(lambda x: x, params), 0  # copies the dicts only
+    # Copy only the dicts.
+    params = jax.tree.map(lambda x: x, params)
+    start = 0
 
     def move(router: dict[str, jax.Array], rows: jax.Array) -> None:
         balance = router["balance"] + config.router_bias_rate * rows

@@ -27,7 +27,8 @@ def _rule_table(table: dict[str, Any]) -> dict[str, MeshAxes]:
 
 def axis_rules(config: MeshConfig) -> AxisRules:
     """Return the rule tables of activations and parameters."""
-    activations, params = _rule_table(config.activations), _rule_table(config.params)
+    activations = _rule_table(config.activations)
+    params = _rule_table(config.params)
     return AxisRules(tuple(activations.items()), tuple(params.items()))
 
 
@@ -40,7 +41,8 @@ def param_specs(
         ConfigError: if mesh axes do not divide a dim, if a logical axis has no rule, or
             if two dims of a parameter are on one mesh axis; lists all mistakes.
     """
-    rules, mistakes = _rule_table(table), dict[str, Mistake]()
+    rules = _rule_table(table)
+    mistakes = dict[str, Mistake]()
 
     def spec(path: Any, param: Any, info: ParamInfo) -> PartitionSpec:
         name = jax.tree_util.keystr(path, simple=True, separator=".")

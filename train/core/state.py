@@ -76,7 +76,8 @@ def make_finite_check(
     The function returns the same list on all processes. `state` has
     `jax.ShapeDtypeStruct` leaves with their shardings.
     """
-    device_names, host_groups = list[str](), list[list[str]]()
+    device_names = list[str]()
+    host_groups = list[list[str]]()
     for name, leaf in named(state):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
@@ -92,7 +93,8 @@ def make_finite_check(
     check = jax.jit(all_finite, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def list_not_finite(state: TrainState) -> list[str]:
-        arrays, names = dict(named(state)), []
+        arrays = dict(named(state))
+        names = []
         for group in (device_names, *host_groups):
             is_finite = np.asarray(check([arrays[name] for name in group]))
             names += [name for name, ok in zip(group, is_finite, strict=True) if not ok]

@@ -109,10 +109,13 @@ def make_train_step(
             key = jax.random.fold_in(jax.random.key(seed), state.step)
             seeds_BT = jax.random.randint(key, batch.inputs.shape, 0, 2**31 - 1)
         results = compute_gradients(state.params, batch, seeds_BT, state.step)
-        loss, grads, figures = results.losses[0], results.grads, results.figures
+        loss = results.losses[0]
+        grads = results.grads
+        figures = results.figures
         with jax.named_scope("gradient_norm"):
             norm = optax.tree.norm(optax.tree.cast(grads, jnp.float32))
-        accepted, recent = jnp.isfinite(loss) & jnp.isfinite(norm), state.recent
+        accepted = jnp.isfinite(loss) & jnp.isfinite(norm)
+        recent = state.recent
         current = jnp.stack([loss, norm])
         if recent is not None and recipe.skip_sigma is not None:
             accepted &= ~is_spike(recent, current, recipe.skip_sigma)
@@ -220,8 +223,10 @@ def make_gradients(
     Replicas sum them once a step: in the backward pass, or after all microbatches.
     The figures are those that `taps` record.
     """
-    placement, infos = execution.placement, param_infos(model)
-    depth, has_experts = model.config.predict_ahead, model.config.expert_layers > 0
+    placement = execution.placement
+    infos = param_infos(model)
+    depth = model.config.predict_ahead
+    has_experts = model.config.expert_layers > 0
     load_shape = model.config.expert_layers + depth, model.config.num_experts
     compute_loss = _make_loss(model, execution, recipe, taps, num_tokens)
 

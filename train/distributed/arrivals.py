@@ -50,7 +50,9 @@ class Arrivals:
     def __init__(self, server: socket.socket, processes: int, secret: str):
         self.arrived: dict[int, tuple[socket.socket, str]] = {}
         self.turned_away: list[str] = []
-        self._server, self._processes, self._secret = server, processes, secret
+        self._server = server
+        self._processes = processes
+        self._secret = secret
         self._unknown: dict[socket.socket, _Client] = {}
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)  # a client may be gone before it is accepted
@@ -114,7 +116,8 @@ class Arrivals:
 
     def _receive_hello(self, connection: socket.socket) -> None:
         """Register a process that says who it is; turn any other client away."""
-        client, data = self._unknown[connection], b""
+        client = self._unknown[connection]
+        data = b""
         with contextlib.suppress(OSError):
             data = connection.recv(MAX_HELLO_BYTES + 1 - len(client.received))
         client.received.extend(data)
@@ -133,7 +136,9 @@ class Arrivals:
         self._register(hello, connection, client.host)
 
     def _register(self, hello: Hello, connection: socket.socket, host: str) -> None:
-        (number, total), processes, arrived = hello, self._processes, self.arrived
+        number, total = hello
+        processes = self._processes
+        arrived = self.arrived
         if total != processes or not 0 < number < processes or number in arrived:
             other_host = arrived[number][1] if number in arrived else "process 0's host"
             reason = f"there is one of that number already, on {other_host}"

@@ -52,7 +52,9 @@ def find_place(config: DistributedConfig) -> ProcessPlace | None:
     if config.num_processes == 1:
         return None
     address = config.coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    processes, process, local_process = config.num_processes, config.process_id, None
+    processes = config.num_processes
+    process = config.process_id
+    local_process = None
     if launcher_place := _launcher_place():
         address = launcher_place.address if address is None else address
         processes = launcher_place.processes if processes is None else processes
@@ -141,7 +143,8 @@ def _is_outside_slurm_step() -> bool:
 
 def _refuse_one_of_several() -> None:
     """Raise ConfigError if a variable says that there are other processes."""
-    env, reason = os.environ, ""
+    env = os.environ
+    reason = ""
     if _read_int("WORLD_SIZE", 1) > 1 and "RANK" in env:
         reason = "MASTER_ADDR is not set, but RANK and WORLD_SIZE are"
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:

@@ -100,7 +100,8 @@ def parse_verdict(line: bytes) -> Verdict:
         NotOurs: the message is incomplete.
     """
     message = _parse(line)
-    code, wrong = message.get("code"), message.get("wrong", "")
+    code = message.get("code")
+    wrong = message.get("wrong", "")
     if message and not (type(code) is int and 0 < code < 256 and type(wrong) is str):
         raise NotOurs("does not say why it ends the job")
     return Verdict(code, wrong)
@@ -127,7 +128,8 @@ def _signature(secret: str, sender: str) -> dict[str, str]:
 
 
 def _check_signature(message: dict[str, Any], secret: str, sender: str) -> None:
-    expected, sent = _signature(secret, sender).get("key", ""), message.get("key", "")
+    expected = _signature(secret, sender).get("key", "")
+    sent = message.get("key", "")
     if type(sent) is not str or not hmac.compare_digest(
         sent.encode(errors="backslashreplace"), expected.encode()
     ):

@@ -27,14 +27,17 @@ from train.errors import ABORTED, PREEMPTED, STOPPED, Exit
 
 log = logging.getLogger(__name__)
 
-SAVE, TRACE, _END = "save", "trace:", "end"  # TRACE precedes the number of steps
+SAVE = "save"
+TRACE = "trace:"  # The number of steps follows.
+_END = "end"
 _SIGNALS = {
     signal.SIGTERM: PREEMPTED,
     signal.SIGUSR1: PREEMPTED,
     signal.SIGUSR2: PREEMPTED,
     signal.SIGINT: STOPPED,
 }
-_BEFORE, _AFTER = -1, 2**62  # in place of a step: before training, last step saved
+_BEFORE = -1  # in place of a step: before training
+_AFTER = 2**62  # in place of a step: the last step is saved
 _LEAVE = -2  # in place of the due step: exit at once
 _PATIENCE_S = 10.0  # how long to wait for the others when all exit
 
@@ -60,7 +63,8 @@ class Preemption:
         # On process 0: turns the crash of one process into the exit code of all.
         self.judge_crash: Callable[[Crash], int] = lambda crash: crash.code
         self._cluster = Cluster()
-        self._passed_step, self._round = _BEFORE, 0
+        self._passed_step = _BEFORE
+        self._round = 0
         self._due: dict[int, str] = {}  # requests, by the step that they follow
         self._traces: dict[int, int] = {}  # numbers of steps to trace, likewise
         self._agreed_code: int | None = None  # set once all have agreed to stop
@@ -169,7 +173,8 @@ class Preemption:
                 os._exit(STOPPED)  # a second Ctrl-C ends the process at once
             if code is not None and self._signal_code is None:
                 with self._changed:
-                    self._signal_code, held = code, self._held
+                    self._signal_code = code
+                    held = self._held
                 name = signal.Signals(received[0]).name
                 log.warning("%s: asked to stop", name)
                 if not held:

@@ -88,7 +88,8 @@ class Cluster:
             Exit: some processes did not answer in time; the message names them.
         """
         self.set(f"{key}/{self.process}", value)
-        values, late = list[str](), list[int]()
+        values = list[str]()
+        late = list[int]()
         if not self.is_leader:
             return values
         deadline = time.monotonic() + self.timeout_s
@@ -135,7 +136,8 @@ class Cluster:
         key = f"broadcast/{next(self._rounds)}"
         if not self.is_leader:
             return self._await_answer(key, beat)
-        numbers, answered_at = itertools.count(), time.monotonic()
+        numbers = itertools.count()
+        answered_at = time.monotonic()
 
         def send(**content: Any) -> None:
             self.set(f"{key}/{next(numbers)}", json.dumps(content))
@@ -272,7 +274,8 @@ def join(
     if place is None:
         return Cluster()
     address, processes, process, local_process = place
-    secret, timeout_s = job_secret(run), config.init_timeout_s
+    secret = job_secret(run)
+    timeout_s = config.init_timeout_s
     if process == 0:
         await_processes(address, processes, timeout_s, secret)
     else:

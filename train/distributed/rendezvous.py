@@ -83,10 +83,13 @@ def join_processes(
         Exit: process 0 cannot be reached, leaves, or reports a failed rendezvous. The
             code is WRONG_CONFIG if another program answers at its address.
     """
-    began, has_warned, is_acknowledged = time.monotonic(), False, False
+    began = time.monotonic()
+    has_warned = False
+    is_acknowledged = False
     host, _, port = address.rpartition(":")
     while True:
-        waited_s, is_stranger = time.monotonic() - began, False
+        waited_s = time.monotonic() - began
+        is_stranger = False
         try:
             with socket.create_connection((host.strip("[]"), int(port)), 5) as leader:
                 leader.sendall(hello_line(Hello(process, processes), secret))
@@ -119,7 +122,9 @@ class _Lines:
     """Reads lines of limited length from process 0, until a deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float):
-        self._connection, self._deadline, self._received = connection, deadline, b""
+        self._connection = connection
+        self._deadline = deadline
+        self._received = b""
 
     def read(self) -> bytes:
         """Return the next line.
@@ -210,7 +215,8 @@ def _check_alone(address: str, processes: int, secret: str) -> None:
 
 
 def _await_all(arrivals: Arrivals, processes: int, timeout_s: float) -> None:
-    deadline, remind_at = time.monotonic() + timeout_s, time.monotonic() + _REMIND_S
+    deadline = time.monotonic() + timeout_s
+    remind_at = time.monotonic() + _REMIND_S
     while missing := arrivals.missing():
         now = time.monotonic()
         if now > deadline:

@@ -83,16 +83,20 @@ def main(trainer: WatchedTrainer) -> None:
 def watch(trainer: WatchedTrainer) -> Stall | None:
     """Return the stall of the trainer; None if it ends without one."""
     page = mmap.mmap(trainer.memory, mmap.PAGESIZE, prot=mmap.PROT_READ)
-    last_beat, silent_s, last_tick = None, 0.0, time.monotonic()
+    last_beat = None
+    silent_s = 0.0
+    last_tick = time.monotonic()
     while os.getppid() == trainer.pid:
         # A tick of over 1 s means that the process was suspended, say by a sleeping
         # machine. Such a tick counts as 1 s.
         now = time.monotonic()
-        silent_s, last_tick = silent_s + min(now - last_tick, 1.0), now
+        silent_s = silent_s + min(now - last_tick, 1.0)
+        last_tick = now
         # A half-written beat is a sign of life too.
         _, phase, step, allowed = beat = LAYOUT.unpack_from(page)
         if beat != last_beat:
-            last_beat, silent_s = beat, 0.0
+            last_beat = beat
+            silent_s = 0.0
         elif silent_s > allowed:
             return Stall(
                 process=trainer.process,

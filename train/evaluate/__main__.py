@@ -81,7 +81,8 @@ class EvaluateConfig:
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[Mistake]:
     """List mistakes: a missing run, or keys that cannot be combined."""
-    mistakes, defaults = must_name_run(config), EvaluateConfig()
+    mistakes = must_name_run(config)
+    defaults = EvaluateConfig()
     rule = "applies to tasks only; name some: tasks=[hellaswag]"
     if config.tasks:
         rule = "applies to validation sets only (for tasks, use limit); leave out this "
@@ -126,7 +127,9 @@ def _score_tasks(config: EvaluateConfig, cluster: "Cluster") -> Evaluation:
     from train.load_run import load_run
     from train.run.evaluations import format_scores
 
-    path, limit, num_fewshot = config.task_path, config.limit, config.num_fewshot
+    path = config.task_path
+    limit = config.limit
+    num_fewshot = config.num_fewshot
     request = TaskRequest(config.tasks, path, limit, num_fewshot)
     task_dict = dict[str, Any]()
     cluster.agree(lambda: task_dict.update(load_tasks(request)) or {})

@@ -20,7 +20,8 @@ class Evaluator:
         self, program: Program, sources: Sources, heartbeat: Callable[[], None]
     ):
         """Remember what to score, and call `heartbeat` after each batch."""
-        self._program, self._sources = program, sources
+        self._program = program
+        self._sources = sources
         self._heartbeat = heartbeat
         self._newest: dict[str, Score] = {}
         self._batch_ends: list[float] = []  # of the newest evaluation
@@ -37,7 +38,8 @@ class Evaluator:
         The first are those of the newest call of `score`, which must have been that of
         the last step. With `announce`, stderr says how long the others take.
         """
-        evaluations, settings = {PART: self._newest}, self._program.config.eval
+        evaluations = {PART: self._newest}
+        settings = self._program.config.eval
         num_batches = settings.num_final_batches
         if are_whole(self._newest):
             return evaluations | {WHOLE: self._newest}
@@ -50,11 +52,13 @@ class Evaluator:
 
     def _announcement(self, num_batches: int) -> str:
         """Say how long an evaluation takes, and how to cut it."""
-        config, sets = self._program.config, all_sets(self._program, self._sources)
+        config = self._program.config
+        sets = all_sets(self._program, self._sources)
         sizes = [num_validation_batches(s, config.data) for s in sets.values()]
         if num_batches >= 0:
             sizes = [min(size, num_batches) for size in sizes]
-        total, ends = sum(sizes), self._batch_ends
+        total = sum(sizes)
+        ends = self._batch_ends
         text = f"{total:,} batches of {config.data.batch_size} rows"
         if num_batches < 0:
             text = f"the whole validation set, {text}"

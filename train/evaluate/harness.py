@@ -56,7 +56,8 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.params: Any = None
         self.heartbeat: Callable[[], None] = lambda: None
-        self._program, self._encoding = program, encoding
+        self._program = program
+        self._encoding = encoding
         config = program.config
         self._beginning = beginning_of(config.data, encoding)
         self.max_length = config.data.sequence_length
@@ -108,7 +109,8 @@ class HarnessModel(TemplateLM):
 
         A continuation longer than a row is scored in several windows.
         """
-        nats, misses = np.zeros(len(requests)), np.zeros(len(requests))
+        nats = np.zeros(len(requests))
+        misses = np.zeros(len(requests))
         windows = [
             window
             for i, (_, context, tokens) in enumerate(requests)
@@ -131,7 +133,8 @@ class HarnessModel(TemplateLM):
         longest = max(window.length for window in windows)
         length = min(length for length in self._lengths if length >= longest)
         shape = self._num_rows, length
-        inputs, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        inputs = np.zeros(shape, np.int32)
+        segment_ids = np.zeros(shape, np.int32)
         targets = np.full(shape, -1, np.int32)
         for row, window in enumerate(windows):
             stop = window.length
@@ -211,7 +214,8 @@ class Generation(NamedTuple):
 def parse_generation(arguments: dict[str, Any]) -> Generation:
     """Read a task's `generation_kwargs`."""
     settings: dict[str, Any] = {**normalize_gen_kwargs(arguments)}
-    num_tokens, stop = settings.pop("max_gen_toks"), settings.pop("until", None) or []
+    num_tokens = settings.pop("max_gen_toks")
+    stop = settings.pop("until", None) or []
     default = 1.0 if settings.pop("do_sample") else 0.0
     sampling = Sampling(
         settings.pop("temperature", default),

@@ -57,7 +57,8 @@ def compute_results(
     `sample` begins as documents do. If the model was trained on a single document, it
     begins with the first tokens of the validation text, which are `sample_prompt`.
     """
-    model, encoding = program.config.model, sources.encoding
+    model = program.config.model
+    encoding = sources.encoding
     *_, scores = evaluations.values()
     score = scores[""]
     max_positions = _SAMPLE_TOKENS + 1
@@ -69,7 +70,8 @@ def compute_results(
         share = min(1.0, (score.num_targets + 1) / num_tokens)
         scored_bytes = max(1, round(share * num_bytes))
     text = sources.text("validation", min(scored_bytes, _COMPRESSED_BYTES))
-    row, prompt = [beginning_of(program.config.data, encoding).token], ""
+    row = [beginning_of(program.config.data, encoding).token]
+    prompt = ""
     if not sources.has_many_documents:
         # The model has hardly seen how a text begins.
         row = _first_tokens(sources, max_positions // 2)
@@ -119,7 +121,8 @@ def print_results(
             f"{run_dir}/results.json: does not hold {', '.join(missing)}. Delete it, "
             f"and the next start of the run scores its last checkpoint again"
         )
-    step, schedule = values["step"], config.schedule
+    step = values["step"]
+    schedule = config.schedule
     overrides = [f"train.num_steps={2 * step}"]
     # The learning rate of further steps must not be 0.
     if schedule.ends_at_zero:
@@ -152,7 +155,8 @@ def validation_line(
     step: int, scores: Mapping[str, Score], earlier: Validations
 ) -> str:
     """Return one line with an evaluation's scores and the best earlier loss."""
-    score, best = scores[""], earlier.best
+    score = scores[""]
+    best = earlier.best
     phrases = [f"{Validation(step, score.loss, score.bits_per_byte)}"]
     phrases += [f"{name} {score.loss:.4f}" for name, score in scores.items() if name]
     if best and earlier.targets == score.num_targets:
@@ -191,8 +195,10 @@ def _lines_of_prefix(metrics: Mapping[str, Any], prefix: str) -> Iterator[str]:
 def _compressor_line(values: dict[str, Any]) -> str:
     """Return a line with compressors' bits per byte on the scored text or its start."""
     compressors = ", ".join(f"{k} -9 {v:.3f}" for k, v in values["compressed"].items())
-    scored, total = values["scored_tokens"], values["validation_tokens"]
-    size, compressed_size = values["validation_bytes"], values["compressed_bytes"]
+    scored = values["scored_tokens"]
+    total = values["validation_tokens"]
+    size = values["validation_bytes"]
+    compressed_size = values["compressed_bytes"]
     text = f"the same {format_bytes(size)}"
     if scored < 0.99 * total:
         text = f"of {scored:,} of {total:,} tokens, evenly spread; the first "

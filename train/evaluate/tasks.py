@@ -168,7 +168,8 @@ class Tasks:
 
         for task in self._task_dict["tasks"].values():
             task.set_fewshot_seed(_SEED)  # Earlier calls advanced the generator.
-        self._model.params, self._model.heartbeat = params, heartbeat
+        self._model.params = params
+        self._model.heartbeat = heartbeat
         with contextlib.redirect_stdout(io.StringIO()):  # The harness prints progress.
             results = evaluate(
                 self._model,
@@ -212,7 +213,8 @@ def task_metrics(results: Mapping[str, Any]) -> dict[str, float]:
     `exact_match,strict-match` of gsm8k becomes `tasks/gsm8k/exact_match/strict-match`;
     the filter name `none` is left out.
     """
-    groups, subtasks = results.get("groups", {}), results["group_subtasks"]
+    groups = results.get("groups", {})
+    subtasks = results["group_subtasks"]
     grouped = {task for group in groups for task in subtasks.get(group, ())}
     metrics = {}
     for task, values in results["results"].items():

@@ -65,7 +65,8 @@ def _gather_sizes(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
     """Return the group sizes of a gather's steps over devices of a slice."""
-    size, fills_slice = len(members), len(members) == len(slice_)
+    size = len(members)
+    fills_slice = len(members) == len(slice_)
     is_torus = all(rings(extents(slice_), chip))
     if chip.devices == 1 or not fills_slice or is_torus or size <= _MAX_DEVICES:
         return (size,)
@@ -76,7 +77,8 @@ def _scatter_sizes(
     members: Sequence[Device], slice_: Sequence[Device], chip: Chip
 ) -> tuple[int, ...]:
     """Return the group sizes of a scatter's steps over devices of a slice."""
-    size, two_steps = len(members), _plane_and_line_sizes(members)
+    size = len(members)
+    two_steps = _plane_and_line_sizes(members)
     is_small = size <= _MAX_CHIPS[chip.links or 0]
     if chip.scatters_in_one_step or is_small or len(two_steps) == 1:
         return (size,)

@@ -65,9 +65,11 @@ def prepare() -> None:
 def missing_compiler(target: Target) -> str | None:
     """Return how to install a target's compiler, or None if it is installed."""
     if target.platform == "tpu":
-        modules, extra = ["libtpu"], "plan"
+        modules = ["libtpu"]
+        extra = "plan"
     else:
-        modules, extra = [f"jax_cuda{v}_plugin" for v in (12, 13)], "plan-gpu"
+        modules = [f"jax_cuda{v}_plugin" for v in (12, 13)]
+        extra = "plan-gpu"
     if any(importlib.util.find_spec(module) for module in modules):
         return None
     remedy = f"pip install -e '.[{extra}]' (it needs no accelerator)"
@@ -105,7 +107,8 @@ def fake_devices(target: Target) -> list[Device]:
 
 def _target_config(target: Target) -> str:
     """Return XLA's description of a GPU, as the text of a GpuTargetConfigProto."""
-    chip, (name, fields) = target.chip, _GPUS[target.family]
+    chip = target.chip
+    name, fields = _GPUS[target.family]
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048

@@ -116,7 +116,8 @@ def bandwidth(
     Raises:
         NotStated: if the chip's vendor does not state the bandwidth of the network.
     """
-    members, achievable = members_along(mesh, axes), chip.achievable
+    members = members_along(mesh, axes)
+    achievable = chip.achievable
     local_members = _in_slice_of(members[0], members)
     if network == "DCN":
         return achievable.network * stated(chip, "dcn_bandwidth") / chip.devices
@@ -178,7 +179,8 @@ def num_links(
     The collective uses `dims` dims of the grid at once. None: all dims along which the
     group extends.
     """
-    slice_sizes, sizes = extents(slice_), extents(members)
+    slice_sizes = extents(slice_)
+    sizes = extents(members)
     dims_of_group = zip(sizes, slice_sizes, rings(slice_sizes, chip), strict=True)
     links_by_dim = [
         2 if is_ring and size == slice_size else 1

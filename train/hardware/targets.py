@@ -89,7 +89,8 @@ def parse_target(name: str) -> Target:
     match = re.fullmatch(r"([a-z]+\d*[a-z]*)-(\d+)(?:x(\d+))?", name)
     if match is None or (family := match[1]) not in (*_TPUS, *_GPUS):
         raise _name_error(name, f"must be one like {FORMS}")
-    size, slices = int(match[2]), int(match[3] or 1)
+    size = int(match[2])
+    slices = int(match[3] or 1)
     if slices < 1:
         unit = "node" if family in _GPUS else "slice"
         raise _name_error(name, f"must have at least one {unit}")

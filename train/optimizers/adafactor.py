@@ -19,7 +19,8 @@ import optax
 
 from model.params import ParamInfo, is_info
 
-_MIN_SQUARE, _MIN_SCALE = 1e-30, 1e-3
+_MIN_SQUARE = 1e-30
+_MIN_SCALE = 1e-3
 _MAX_UPDATE_RMS = 1.0
 _DECAY_EXPONENT = 0.8  # the decay after t updates is 1 - t**-0.8
 
@@ -75,7 +76,8 @@ def scale_by_adafactor(infos: Any) -> optax.GradientTransformation:
 
 def _zero_squares(info: ParamInfo, param: jax.Array) -> Squares:
     output_start = info.output_start
-    leading, outputs = param.shape[:output_start], param.shape[output_start:]
+    leading = param.shape[:output_start]
+    outputs = param.shape[output_start:]
     rows = jnp.zeros((*leading, *(1 for _ in outputs)), jnp.float32)
     if not outputs:
         return Squares(rows, None)

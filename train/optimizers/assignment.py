@@ -28,8 +28,10 @@ class Matrices(NamedTuple):
 
         `num_shards` are the numbers of shards of the rows and of the columns.
         """
-        rows, columns = self.rows * num_shards[0], self.columns * num_shards[1]
-        short, long = min(rows, columns), max(rows, columns)
+        rows = self.rows * num_shards[0]
+        columns = self.columns * num_shards[1]
+        short = min(rows, columns)
+        long = max(rows, columns)
         return 2 * short**2 * long + short**3
 
 
@@ -68,13 +70,15 @@ def assign(
     Returns the work axes (the replica axes along which sharing the work saves time),
     and the rounds.
     """
-    work_axes, num_devices = (), math.prod(num_shards)
+    work_axes = ()
+    num_devices = math.prod(num_shards)
     rounds = _fill_rounds(parameters, num_shards, num_devices)
     for axis, size in replica_sizes.items():
         shared_rounds = _fill_rounds(parameters, num_shards, num_devices * size)
         max_work = _WORTHWHILE_FRACTION * _count_work(rounds, num_shards)
         if _count_work(shared_rounds, num_shards) < max_work:
-            work_axes, rounds = (*work_axes, axis), shared_rounds
+            work_axes = (*work_axes, axis)
+            rounds = shared_rounds
             num_devices *= size
     return work_axes, rounds
 
@@ -88,14 +92,16 @@ def _fill_rounds(
     rounds = []
     while remaining:
         largest = parameters[next(iter(remaining))]
-        rows, columns = largest.rows, largest.columns
+        rows = largest.rows
+        columns = largest.columns
         num_equal = sum(
             span.stop - span.start
             for i, span in remaining.items()
             if parameters[i][1:] == largest[1:]
         )
         num_rounds = max(1, num_equal // num_devices)
-        spans, free_slots = list[MatrixSpan](), num_rounds * num_devices
+        spans = list[MatrixSpan]()
+        free_slots = num_rounds * num_devices
         for i, span in list(remaining.items()):
             if parameters[i].rows > rows or parameters[i].columns > columns:
                 continue

@@ -41,7 +41,8 @@ def update_layer_by_layer(
             Otherwise the loop stacks new moments, and the host holds old and new ones.
     """
     space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
-    updated_parts, accepted = [], jnp.bool_(True)
+    updated_parts = []
+    accepted = jnp.bool_(True)
     segments = params[LAYERS].items()
     stacks = [(segment, slot) for segment, slots in segments for slot in slots]
     for stack in (None, *stacks):
@@ -107,7 +108,8 @@ def _select_stack(stack: tuple[str, str] | None, tree: Any) -> Any:
     """
 
     def select(path: tuple[Any, ...], leaf: Any) -> Any:
-        names, leaf_stack = [getattr(key, "key", None) for key in path], None
+        names = [getattr(key, "key", None) for key in path]
+        leaf_stack = None
         if LAYERS in names:
             start = names.index(LAYERS) + 1
             leaf_stack = tuple(names[start : start + 2])

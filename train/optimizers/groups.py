@@ -53,9 +53,11 @@ def parameter_rates(
     }
     rates = dict[str, ParamRates]()
     for name, info in named(infos, is_info):
-        rate, decay = config.learning_rate, config.weight_decay
+        rate = config.learning_rate
+        decay = config.weight_decay
         if config.name is OptimizerName.muon and info.kind is Kind.matrix:
-            rate, decay = config.muon_learning_rate, config.muon_weight_decay
+            rate = config.muon_learning_rate
+            decay = config.muon_weight_decay
         if info.kind is Kind.vector:
             decay = 0.0
         group = group_of.get(name, ParameterGroup())

@@ -64,7 +64,8 @@ def make_optimizer(
     Raises:
         ConfigError: a group of `optimizer.groups` has no parameter.
     """
-    config, factors = fit_to_length(config, num_steps), factors or {}
+    config = fit_to_length(config, num_steps)
+    factors = factors or {}
     rates = parameter_rates(config, infos, factors)
     transform = _make_transform(config, infos, rates)
     if config.name is OptimizerName.muon:  # Adam updates all but matrices

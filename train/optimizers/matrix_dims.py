@@ -46,5 +46,6 @@ def matrix_dims(info: ParamInfo, *, per_head: bool) -> MatrixDims:
     outputs = tuple(range(info.output_start, len(info.axes)))
     output_axes = info.axes[info.output_start :]
     if per_head and output_axes in (("heads", "head_dim"), ("kv_heads", "head_dim")):
-        stack, outputs = (*stack, outputs[0]), outputs[1:]
+        stack = (*stack, outputs[0])
+        outputs = outputs[1:]
     return MatrixDims(stack, inputs, outputs)

@@ -99,7 +99,9 @@ def orthogonalize(x_LIO: jax.Array, compute_dtype: DTypeLike) -> jax.Array:
     tall = x_LIO.shape[1] > x_LIO.shape[2]
     x = x_LIO.swapaxes(1, 2) if tall else x_LIO  # This keeps x x' small.
     x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + 1e-7)
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     for _ in range(5):
         xx = product("lio,ljo->lij", x, x, compute_dtype)
         mix = b * xx + c * product("lij,ljm->lim", xx, xx, compute_dtype)

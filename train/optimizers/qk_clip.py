@@ -54,7 +54,8 @@ def clip_scores(
 def _scale_attention(
     attention: dict[str, Any], gamma_LN: Array, config: ModelConfig
 ) -> None:
-    (L, N), H = gamma_LN.shape, config.head_size
+    L, N = gamma_LN.shape
+    H = config.head_size
     queries_per_key = N // config.kv_heads
     root_LK = jnp.sqrt(jnp.min(gamma_LN.reshape(L, -1, queries_per_key), axis=2))
     query_LN = gamma_LN / jnp.repeat(root_LK, queries_per_key, axis=1)
@@ -67,8 +68,10 @@ def _scale_attention(
 def _scale_latent_attention(
     attention: dict[str, Any], gamma_LN: Array, config: ModelConfig
 ) -> None:
-    root_LN, ones_LN = jnp.sqrt(gamma_LN), jnp.ones(gamma_LN.shape)
-    nope_dim, rope_dim = config.nope_head_dim, config.rope_head_dim
+    root_LN = jnp.sqrt(gamma_LN)
+    ones_LN = jnp.ones(gamma_LN.shape)
+    nope_dim = config.nope_head_dim
+    rope_dim = config.rope_head_dim
     query = attention["query_up" if config.query_rank else "query"]
     _scale_heads(query, (root_LN, nope_dim), (gamma_LN, rope_dim))
     key_value = attention["key_value_up"]

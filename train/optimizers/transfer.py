@@ -41,7 +41,8 @@ _MODULE_BLOCK = re.compile(r"predict_ahead\.\d+\.block\.")
 
 def transfer_ratios(config: OptimizerConfig, model: ModelConfig) -> tuple[float, float]:
     """Return the model's width and depth, divided by those of the base."""
-    width, depth = config.base_width, config.base_depth
+    width = config.base_width
+    depth = config.base_depth
     assert width is not None, "train/cli/optimizer_rules.py requires it"
     assert depth is not None, "train/cli/optimizer_rules.py requires it"
     return model.embed_dim / width, model.num_layers / depth
@@ -62,7 +63,9 @@ def transfer_factors(
     factors = dict[str, Factors]()
     for name, info in named(infos, is_info):
         in_layer = info.stacked or _MODULE_BLOCK.match(name) is not None
-        initial, rate, epsilon = 1.0, 1.0, 1 / width
+        initial = 1.0
+        rate = 1.0
+        epsilon = 1 / width
         if info.kind is Kind.matrix:
             initial = width**-0.5 if model.init is Init.gpt2 else 1.0
             rate = width**-exponent
@@ -70,7 +73,8 @@ def transfer_factors(
             # The std of `scaled` already has m^-1/2.
             has_width = info.kind is Kind.table and model.init is not Init.gpt2
             initial = width**-0.5 if has_width else 1 / width
-            rate, epsilon = 1 / width, 1.0
+            rate = 1 / width
+            epsilon = 1.0
         elif in_layer and _ends_branch(name, info, model):
             # The std of a matrix already has l^-1/2.
             initial *= depth**-0.5 if info.kind is Kind.matrix else 1 / depth

@@ -107,7 +107,8 @@ def _make_layout(
         entries = [tuple(spec)[dim] for dim in some_dims if dim < len(spec)]
         return tuple(a for entry in entries for a in mesh_axes(entry) if a in sizes)
 
-    inputs, outputs = axes_of(dims.inputs), axes_of(dims.outputs)
+    inputs = axes_of(dims.inputs)
+    outputs = axes_of(dims.outputs)
     fan_in, fan_out = dims.fans(shape)
     transposed = (outputs, fan_out) > (inputs, fan_in)
     rows, columns = (outputs, inputs) if transposed else (inputs, outputs)
@@ -141,7 +142,8 @@ class _Exchange(NamedTuple):
             y = self._apply_in_rounds(x, rounds, work_axes)
             for span in rounds.spans:
                 count = span.stop - span.start
-                result, y = y[:count], y[count:]
+                result = y[:count]
+                y = y[count:]
                 rows, columns = parts[span.parameter].shape[1:]
                 results[span.parameter].append(result[:, :rows, :columns])
         return [jnp.concatenate(result) for result in results]

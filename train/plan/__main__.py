@@ -48,7 +48,8 @@ def main(config: PlanConfig) -> int:
     from train.plan.search.search import choose
 
     target = problem = None
-    runtime, has_target = config.runtime, config.target is not None
+    runtime = config.runtime
+    has_target = config.target is not None
     set_up(replace(runtime, platform=Platform.cpu) if has_target else runtime)
     if config.target not in (None, CPU):
         target = parse_target(config.target)
@@ -61,7 +62,8 @@ def main(config: PlanConfig) -> int:
     devices = fake_devices(target) if target else jax.devices()
     budget = budget_of(devices, config.margin)
     encoding = encoding_of(config.data)
-    vocab_size, num_tokens = padded_vocab_size(encoding), encoding.n_vocab
+    vocab_size = padded_vocab_size(encoding)
+    num_tokens = encoding.n_vocab
     check_vocab = partial(settle, config, vocab_size, num_tokens)
     settled: Any = settle(config, vocab_size)
     config = settled
@@ -70,7 +72,8 @@ def main(config: PlanConfig) -> int:
     if config.search:
         return _search(config, devices, budget, compiles)
     if config.mesh.planned:
-        margin, minutes = config.margin, config.search_minutes
+        margin = config.margin
+        minutes = config.search_minutes
         layout = choose(
             config, devices, margin=margin, compiles=compiles, minutes=minutes
         )

@@ -158,8 +158,10 @@ def plan_sentences(
     if prediction is None:
         return remedy
 
-    middle, step_s = prediction.middle, prediction.step_s
-    low, high = format_seconds(step_s.low), format_seconds(step_s.high)
+    middle = prediction.middle
+    step_s = prediction.step_s
+    low = format_seconds(step_s.low)
+    high = format_seconds(step_s.high)
     step = f"{format_seconds(middle.step_s)} for a step ({low} to {high}), estimated; "
     step += _judgement(prediction)
     per_chip = f"{format_count(middle.tokens_per_second_per_chip)} a chip"

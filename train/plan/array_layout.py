@@ -55,7 +55,8 @@ def array_slices(program: Program, name: str) -> dict[str, Any]:
     devices, and the start and stop in each dim. Raises ConfigError, with the names of
     all parameters, if there is none of this name.
     """
-    arrays, mesh = dict(named(program.state.params)), program.mesh
+    arrays = dict(named(program.state.params))
+    mesh = program.mesh
     if name not in arrays:
         rule = "must be the name of a parameter, one of: " + ", ".join(arrays)
         raise ConfigError([Mistake("plan.array", name, rule)])

@@ -62,14 +62,16 @@ def memory_budget(
         note = f"JAX takes {fraction:.0%} of a GPU; to change that, here and in "
         note += f"training, set {_FRACTION_VARIABLES[0]}=0.92, say, in the environment"
     if limit is not None and abs(limit / program_bytes - 1) > _LIMIT_TOLERANCE:
-        total_bytes, program_bytes = total_bytes * limit // program_bytes, limit
+        total_bytes = total_bytes * limit // program_bytes
+        program_bytes = limit
     available = min(program_bytes, int((1 - margin) * total_bytes))
     return MemoryBudget(total_bytes, program_bytes, available, note)
 
 
 def budget_of(devices: Sequence[Device], margin: float = MARGIN) -> MemoryBudget:
     """Return the memory budget of each of the devices, which may not be present."""
-    chip, limit = chip_of(devices[0].device_kind), None
+    chip = chip_of(devices[0].device_kind)
+    limit = None
     with suppress(AttributeError, jax.errors.JaxRuntimeError):  # not of this process
         limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     return memory_budget(chip, margin, num_devices=len(devices), limit=limit)

@@ -18,7 +18,8 @@ from typing import Any
 from train.console import print_table
 from train.units import format_bytes, format_flops
 
-COMPILED, ESTIMATED = "compiled", "estimated"
+COMPILED = "compiled"
+ESTIMATED = "estimated"
 # Layers wait for the activations that are sent along these mesh axes.
 ACTIVATION_AXES = {"pipeline", "tensor", "context", "expert"}
 

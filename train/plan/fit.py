@@ -30,7 +30,8 @@ def make_fit(
 
     `searchable`: whether the chips' rates are known, which a search needs.
     """
-    needed, available = memory.needed.bytes, budget.available
+    needed = memory.needed.bytes
+    available = budget.available
     bottleneck = (
         f"memory: a device needs {format_bytes(needed)}, "
         f"{format_bytes(needed - available)} more than is available. State and batch "
@@ -58,16 +59,20 @@ def make_fit(
 
 def _proposals(program: Program) -> list[list[Proposal]]:
     """Return the alternatives of each setting, in the order in which they are tried."""
-    config, shape = program.config, program.mesh.shape
-    train, data = config.train, config.mesh.dcn.data
+    config = program.config
+    shape = program.mesh.shape
+    train = config.train
+    data = config.mesh.dcn.data
     # The devices within a slice or node move from the data axis to fsdp.
-    fsdp, more = shape["fsdp"] * shape["data"] // data, "shard the state further"
+    fsdp = shape["fsdp"] * shape["data"] // data
+    more = "shard the state further"
     shard = [Change("mesh", "data", data, more), Change("mesh", "fsdp", fsdp, more)]
     recompute = [
         [Change("train", "remat", policy, "recompute more of each layer")]
         for policy in policies_keeping_less(config)
     ]
-    split, steps = [], 2 * train.accumulation_steps
+    split = []
+    steps = 2 * train.accumulation_steps
     while steps <= config.data.batch_size:
         description = "split the batch into smaller microbatches"
         split.append([Change("train", "accumulation_steps", steps, description)])
@@ -90,7 +95,8 @@ def _outcomes(
             changed = make_program(config, devices, num_tokens=program.num_tokens)
             needed = gap + estimate_memory(changed).needed.bytes
             override = " ".join(change.override for change in changes)
-            fits, description = needed <= available, changes[0].description
+            fits = needed <= available
+            description = changes[0].description
             yield SuggestedChange(override, description, needed, fits), changed
             if fits:
                 return

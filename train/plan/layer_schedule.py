@@ -34,7 +34,10 @@ from train.plan.rates import Rates
 from train.plan.sections import scope_in_name, section_of
 
 COMPUTE = "compute"  # the lane besides those of networks
-PRODUCT, ATTENTION, MEMORY, WAIT = "product", "attention", "memory", "wait"
+PRODUCT = "product"
+ATTENTION = "attention"
+MEMORY = "memory"
+WAIT = "wait"
 # Instructions that move data while others run, or that wait for such a move.
 _TRANSFERS = (*KINDS, "send", "recv")
 
@@ -127,7 +130,9 @@ class _Device:
     """A simulated device, which records the spans of its lanes."""
 
     def __init__(self, mesh: Mesh, rates: Rates, kernel_seconds: dict[str, float]):
-        self._mesh, self._rates, self._kernel_seconds = mesh, rates, kernel_seconds
+        self._mesh = mesh
+        self._rates = rates
+        self._kernel_seconds = kernel_seconds
         self.lanes = defaultdict[str, list[Span]](list, {COMPUTE: []})
 
     def run(self, layer: list[Executed]) -> None:
@@ -135,7 +140,8 @@ class _Device:
         # The spans of collectives, by the name of the instruction that waits for them.
         pending = defaultdict[str, list[Span]](list)
         for executed in layer:
-            name, times = executed.instruction.name, executed.count / layer[0].count
+            name = executed.instruction.name
+            times = executed.count / layer[0].count
             self._wait_for(pending.pop(name, []))
             for collective in started_collectives(executed, self._mesh):
                 # The device waits at once for a synchronous collective.
@@ -162,23 +168,29 @@ class _Device:
             self._add(COMPUTE, WAIT, f"waits for {span.label}", seconds)
 
     def _send(self, collective: Collective, times: float) -> Span:
-        group, uses = collective.group, dict.fromkeys(use for use, _ in collective.uses)
+        group = collective.group
+        uses = dict.fromkeys(use for use, _ in collective.uses)
         lane = f"{group.network}: {' and '.join(group.axes) or 'no axis'}"
         label = f"{collective.kind} {', '.join(uses)}"
         seconds = times * collective.sent / self._rates.send(group)
         return self._add(lane, collective.kind, label, seconds)
 
     def _compute(self, instruction: Instruction, times: float) -> None:
-        opcode, name, rates = instruction.opcode, instruction.op_name, self._rates
+        opcode = instruction.opcode
+        name = instruction.op_name
+        rates = self._rates
         if opcode in _TRANSFERS or opcode.endswith(("-start", "-done")):
             return
-        kind, seconds = MEMORY, 0.0
+        kind = MEMORY
+        seconds = 0.0
         for inner in instruction.with_nested:
             if kernel := _kernel_kind(inner):
-                kind, seconds = kernel, seconds + self._kernel_seconds[kernel]
+                kind = kernel
+                seconds = seconds + self._kernel_seconds[kernel]
             elif flops := product_flops(inner):
                 rate = rates.eight_bits if has_eight_bits(inner) else rates.flops
-                kind, seconds = PRODUCT, seconds + flops / rate
+                kind = PRODUCT
+                seconds = seconds + flops / rate
         seconds = max(seconds, memory_traffic(instruction) / rates.memory)
         label = part_in_name(name) or name.rpartition("/")[2] or opcode
         label += ", again" if "rematted_computation" in name else ""

@@ -21,7 +21,8 @@ from train.plan.budget import MemoryBudget
 from train.plan.cost import COMPILED
 from train.units import format_bytes, format_seconds
 
-COMPUTED, LOWER_BOUND = "computed", "lower bound"
+COMPUTED = "computed"
+LOWER_BOUND = "lower bound"
 HELD = ("parameters", "optimizer state", "batch")  # on the device during the whole run
 
 
@@ -105,7 +106,8 @@ def device_memory(
     `compiled` is the compiled step or the compiler's error. If it is None, only the
     state and the batch are counted.
     """
-    state, devices = program.state, list(program.mesh.devices.flat)
+    state = program.state
+    devices = list(program.mesh.devices.flat)
     other_state = _per_device(state._replace(params=None))
     in_host_memory = _per_device(program.host_state)
     parts = {

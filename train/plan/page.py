@@ -27,7 +27,8 @@ def page_data(plan: Plan, command: Sequence[str]) -> dict[str, Any]:
 
     `command` are the command-line arguments that reproduce this plan.
     """
-    config, advice = plan.program.config, plan.advice
+    config = plan.program.config
+    advice = plan.advice
     prediction = plan.prediction if plan.fits else None
     return {
         "rows": config.data.batch_size,
@@ -45,7 +46,8 @@ def layers_data(plan: Plan) -> dict[str, Any]:
 
     If there are none, `missing` is the reason why.
     """
-    mesh, model = plan.program.mesh, plan.program.config.model
+    mesh = plan.program.mesh
+    model = plan.program.config.model
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if plan.text is None:
         return {"missing": "There is no compiled step whose schedule could be shown."}

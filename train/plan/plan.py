@@ -61,7 +61,8 @@ class Plan:
     @cached_property
     def prediction(self) -> Prediction | None:
         """The predicted speed; None if the chip's rates are unknown (always on CPU)."""
-        program, chip = self.program, self._chip
+        program = self.program
+        chip = self._chip
         with suppress(NotStated):
             if chip:
                 return predict(self.cost, program.config, program.mesh, chip)
@@ -80,7 +81,8 @@ class Plan:
     @cached_property
     def advice(self) -> Advice | None:
         """The bottleneck and its remedy; None if a fitting step has no prediction."""
-        prediction, program = self.prediction, self.program
+        prediction = self.prediction
+        program = self.program
         if not self.fits:
             searchable = prediction is not None
             return make_fit(program, self.memory, self.budget, searchable=searchable)
@@ -93,7 +95,8 @@ class Plan:
 
     def _choose_policy(self, advice: Advice) -> Advice:
         """Return advice with the fastest policy that recomputes less, by estimates."""
-        train, step_times = self.program.config.train, dict[str, float]()
+        train = self.program.config.train
+        step_times = dict[str, float]()
         for policy in (train.remat, *policies_keeping_more(self.program.config)):
             changed = self.program.with_train_config(replace(train, remat=policy))
             plan = estimate(changed, self.budget)
@@ -108,7 +111,8 @@ class Plan:
     @cached_property
     def scaling(self) -> list[ScalingPoint]:
         """Predictions by number of slices; [] for one, or if the step does not fit."""
-        program, chip = self.program, self._chip
+        program = self.program
+        chip = self._chip
         if chip is None or self.prediction is None or not self.fits:
             return []
         return weak_scaling(self.cost, program.config, program.mesh, chip)
@@ -118,7 +122,8 @@ class Plan:
 
         The prediction is None if the step does not fit.
         """
-        program, advice = self.program, self.advice
+        program = self.program
+        advice = self.advice
         prediction = self.prediction if self.fits else None
         devices = program.mesh.devices
         return {
@@ -154,7 +159,8 @@ def estimate(program: Program, budget: MemoryBudget | None = None) -> Plan:
     """
     budget = budget or budget_of(list(program.mesh.devices.flat))
     step = local_step(program)
-    memory, cost = estimate_memory(program, step), estimate_step(program, step)
+    memory = estimate_memory(program, step)
+    cost = estimate_step(program, step)
     return Plan(program, budget, memory, cost)
 
 
@@ -166,7 +172,8 @@ def compile_and_read(program: Program, budget: MemoryBudget | None = None) -> Pl
     """
     guess = estimate(program, budget)
     result, compilation = measure_compile(program)
-    memory, text = device_memory(program, result), None
+    memory = device_memory(program, result)
+    text = None
     if not isinstance(result, OutOfMemory):
         # XLA of jax 0.10 cannot print some programs for v5p and v6e.
         with suppress(jax.errors.JaxRuntimeError):
@@ -189,7 +196,8 @@ def compile_small(program: Program, budget: MemoryBudget | None = None) -> Plan:
     copy = make_copy(program)
     if copy is None:
         return compile_and_read(program, budget)
-    whole, small = estimate(program, budget), compile_and_read(copy, budget)
+    whole = estimate(program, budget)
+    small = compile_and_read(copy, budget)
     temporaries = temporaries_by_depth(program) - temporaries_by_depth(copy)
     memory = extrapolate_memory(small.memory, whole.memory, temporaries)
     return replace(whole, memory=memory, compilation=small.compilation)

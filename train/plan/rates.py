@@ -111,7 +111,8 @@ def busy_times_of(
     Raises NotStated if the vendor does not state a figure.
     """
     rates = rates_of(mesh, chip, config.model.compute_dtype)
-    flops, hbm_bytes = cost.flops, cost.hbm_bytes
+    flops = cost.flops
+    hbm_bytes = cost.hbm_bytes
     saved_s = flops.eight_bits * (1 / rates.flops - 1 / rates.eight_bits)
     padded = flops.padded or flops.total
     fill = flops.total / padded if padded else 1.0
@@ -149,10 +150,14 @@ def _time_link(
     totals: Sequence[CollectiveTotal], mesh: Mesh, chip: Chip, growth: float
 ) -> Link:
     """Time the collectives of one network and set of axes."""
-    axes, network, achievable = totals[0].axes, totals[0].network, chip.achievable
+    axes = totals[0].axes
+    network = totals[0].network
+    achievable = chip.achievable
     num_domains = num_slices_along(mesh, axes) * growth if network in FAR else 1
     round_s = achievable.start_s + achievable.hop_s * max(0.0, num_domains - 1)
-    has_dcn, seconds, hidden = network == "DCN", 0.0, 0.0
+    has_dcn = network == "DCN"
+    seconds = 0.0
+    hidden = 0.0
     for total in totals:
         rate = bandwidth(mesh, axes, network, chip, total.links)
         distance = hops(mesh, axes, network) if total.kind.endswith("all-to-all") else 1

@@ -33,7 +33,8 @@ from train.hardware.interconnect import num_slices_along
 from train.plan.cost import StepCost
 from train.plan.rates import BusyTimes, busy_times_of, host_link
 
-PRODUCTS, MEMORY = "matrix products", "main memory"
+PRODUCTS = "matrix products"
+MEMORY = "main memory"
 GPU_SPREAD = 0.2  # from the predicted time to either bound (docs/results.md)
 
 
@@ -120,7 +121,8 @@ class Prediction(BusyTimes):
 
     def range(self, field: str) -> Range:
         """Return the predicted range of a field of `Speed`."""
-        slow, fast = self.speed_at(self.step_s.high), self.speed_at(self.step_s.low)
+        slow = self.speed_at(self.step_s.high)
+        fast = self.speed_at(self.step_s.low)
         return Range(getattr(slow, field), getattr(fast, field))
 
     def as_json(self) -> dict[str, Any]:
@@ -156,7 +158,8 @@ def predict(
         busy = dataclasses.replace(busy, links=(*busy.links, link))
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     if not on_tpu:
-        low, high = (1 - GPU_SPREAD) * high, (1 + GPU_SPREAD) * high
+        low = (1 - GPU_SPREAD) * high
+        high = (1 + GPU_SPREAD) * high
     slowdown = slowest_ratio(num_domains, chip.achievable.spread)
     return Prediction(
         **vars(busy),

@@ -62,7 +62,8 @@ def weak_scaling(
         scaled = replace(cost, sections=tuple(sections))
         return predict(scaled, config, mesh, chip, slices)
 
-    single_s, points = predict_for(1).bounds, []
+    single_s = predict_for(1).bounds
+    points = []
     for slices in slice_counts:
         prediction = predict_for(slices)
         step_s = prediction.bounds
@@ -100,7 +101,8 @@ def _scale_total(total: CollectiveTotal, mesh: Mesh, slices: int) -> CollectiveT
         local_size = num_shards(mesh.shape, total.axes) // spanned_slices
     if slices == local_size == 1:
         return replace(total, count=0, sent=0.0)
-    old_size, new_size = local_size * num_slices(mesh.devices.flat), local_size * slices
+    old_size = local_size * num_slices(mesh.devices.flat)
+    new_size = local_size * slices
     growth = sent_bytes(total.kind, 1, new_size) / sent_bytes(total.kind, 1, old_size)
     network = "NVLink" if slices == 1 else total.network
     return replace(total, network=network, sent=total.sent * growth)

@@ -29,7 +29,8 @@ def write_texts(program: Program, text: str, folder: epath.Path) -> list[str]:
 
 def sentences(inspection: Inspection) -> list[tuple[str, str]]:
     """Return the summary of a compiled step as pairs of a title and a sentence."""
-    updated, others = inspection.in_place.updated, inspection.in_place.others
+    updated = inspection.in_place.updated
+    others = inspection.in_place.others
     in_place = f"{len(updated)} of {len(updated + others)} arrays of the state are "
     in_place += "updated in place"
     if others:

@@ -104,7 +104,8 @@ def _resolve_attention(
 
 def _layer_types(values: Mapping[str, Any], model_type: str) -> list[str]:
     """Return the kind of each layer."""
-    num_layers, stated = values["num_hidden_layers"], values["layer_types"]
+    num_layers = values["num_hidden_layers"]
+    stated = values["layer_types"]
     if num_layers > _MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {num_layers}, above {_MAX_LAYERS}")
     if stated is not None:
@@ -188,7 +189,8 @@ def _layer_rope(
     layers: str, stated: Mapping[str, Any], default: dict[str, Any], model_type: str
 ) -> dict[str, Any]:
     """Return the rotary settings of one kind of layer."""
-    parameters, scaling = stated.get("rope_parameters"), stated.get("rope_scaling")
+    parameters = stated.get("rope_parameters")
+    scaling = stated.get("rope_scaling")
     if parameters is None:
         parameters = {kind: {"rope_type": "default"} for kind in _LAYERS}
     if any(not isinstance(x, dict | None) for x in parameters.values()):
@@ -244,7 +246,8 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     """Return the factor by which yarn multiplies cosines and sines."""
     if rope.get("attention_factor") is not None:
         return rope["attention_factor"]
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale = rope.get("mscale")
+    mscale_all_dim = rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
         return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
     return _magnitude(factor, 1.0)

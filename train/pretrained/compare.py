@@ -36,7 +36,8 @@ from train.pretrained.fused import Part, parts_of_experts
 from train.pretrained.tensors import FamilyTensors
 
 _KEY = "init_from"
-_INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
 _COMPARED_ROWS = 4096  # The number of rows that are compared at once.
 _REMEDY = "Fetch or export the folder again"
 # The ends of names of masks and rotary frequencies, which older files also contain.
@@ -70,14 +71,16 @@ class Folder:
             rule = 'needs the package safetensors; pip install -e ".[export]"'
             raise ConfigError([Mistake(_KEY, path, rule)]) from None
         folder = Path(path)
-        self._path, self._family = path, family
+        self._path = path
+        self._family = family
         if (folder / "adapter_config.json").exists():
             rule = "holds an adapter (adapter_config.json), which cannot be read; "
             rule += "merge it into its model (peft: merge_and_unload), and save that"
             raise ConfigError([Mistake(_KEY, path, rule)])
         self.settings = settings_in(path)
         file_of, files = _read_index(folder)
-        self.shapes, self._files = dict[str, tuple[int, ...]](), dict[str, Any]()
+        self.shapes = dict[str, tuple[int, ...]]()
+        self._files = dict[str, Any]()
         self.not_read = Counter(_other_weights(folder, files))
         stored_names = set[str]()
         is_rotary = family.needs["position"] is Position.rotary
@@ -116,7 +119,8 @@ class Folder:
                     self._files[part_name] = opened, name, file, part
         if missing_names := {*file_of} - stored_names:
             missing = min(missing_names)
-            file, rule = folder / file_of[missing], f"which {_INDEX} says it holds"
+            file = folder / file_of[missing]
+            rule = f"which {_INDEX} says it holds"
             raise DataError(f"{file}: lacks {missing}, {rule}. {_REMEDY}")
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
@@ -238,7 +242,8 @@ def _table_differences(folder: Folder, family: Family) -> Iterator[str]:
     if family.needs["position"] is Position.learned:
         sizes["transformer.wpe.weight"] = family.length_key
     for name, key in sizes.items():
-        rows, announced = folder.shapes.get(name, (0,))[0], folder.resolved[key]
+        rows = folder.shapes.get(name, (0,))[0]
+        announced = folder.resolved[key]
         if rows not in (0, announced):
             by_default = " by default" * (key not in class_of(folder.settings)[1])
             rule = f"has {rows} rows in {name}, but {key} in config.json is {announced}"
@@ -258,7 +263,8 @@ def _tensor_differences(
         return
     ours = tensors.shapes(dict(named(program.state.params)))
     ignored = modules_not_read(folder, tensors.family, model)
-    copies, embedding = tensors.copies, tensors.family.embedding_tensor
+    copies = tensors.copies
+    embedding = tensors.family.embedding_tensor
     theirs = {k: v for k, v in folder.shapes.items() if k not in ignored}
     yield from _table_differences(folder, tensors.family)
     if _HEAD in theirs and embedding in theirs:

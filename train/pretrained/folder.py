@@ -72,10 +72,13 @@ def write_folder(
         ConfigError: if no family fits the model.
         DataError: if the exported tokenizer would encode text to other ids.
     """
-    config, encoding = program.config, sources.encoding
+    config = program.config
+    encoding = sources.encoding
     beginning = beginning_of(config.data, encoding)
-    model, length = config.model, config.data.sequence_length
-    family, is_writer = family_of(model, family_name), jax.process_index() == 0
+    model = config.model
+    length = config.data.sequence_length
+    family = family_of(model, family_name)
+    is_writer = jax.process_index() == 0
     if with_tokenizer and is_writer:
         files = tokenizer_files(encoding, length, encoding.decode([beginning.token]))
         text = sources.text("validation", _CHECKED_BYTES).decode(errors="replace")

@@ -154,7 +154,8 @@ def _refusal(
             return f"states {name} in config.json, which Longhaul cannot read"
     if stated.get("text_config"):
         return f"states text_config, which a model of type {kind} does not have"
-    tied, text_tied = settings.get(_HEAD), stated.get(_HEAD)
+    tied = settings.get(_HEAD)
+    text_tied = stated.get(_HEAD)
     if None not in (tied, text_tied) and tied != text_tied:
         return f"states {_HEAD}={tied} in config.json and {text_tied} in text_config"
     if kind in {*class_defaults(), *_COMPOSITE}:
@@ -210,7 +211,8 @@ def _differing_settings(
                 continue
         yield key, _Difference(*pair, is_stated=name in stated)
     for layers, our_values in rope_of(our_stated, ours, class_name).items():
-        their_values, rope_keys = their_rope[layers], ROPE_KEYS[layers]
+        their_values = their_rope[layers]
+        rope_keys = ROPE_KEYS[layers]
         for name in our_values | their_values:
             pair = our_values.get(name), their_values.get(name)
             if not _equal(*pair):

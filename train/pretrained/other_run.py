@@ -55,7 +55,8 @@ def read_run_weights(path: str, program: Program) -> TrainState:
     Raises:
         DataError: if the checkpoint differs from its recorded hashes.
     """
-    other_config, state = read_run(path), program.init()
+    other_config = read_run(path)
+    state = program.init()
     other_program = _program_of(other_config, program)
     folder = run_folder(path)
     saved = SavedSteps(folder / "checkpoints", run_id=recorded_run_id(folder))
@@ -116,7 +117,8 @@ def _model_differences(other_config: Config, own_config: Config) -> Iterator[str
         Config(model=other_config.model), Config(model=own_config.model)
     ):
         if not is_covered(change.key, _FREE_KEYS):
-            old, new = as_typed(change.old), as_typed(change.new)
+            old = as_typed(change.old)
+            new = as_typed(change.new)
             yield f"has {change.key}={old}, this run {new}"
     theirs, ours = (c.model.vocab_size or 0 for c in (other_config, own_config))
     if theirs > ours:

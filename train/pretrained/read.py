@@ -82,7 +82,9 @@ class _Reader:
         tensors: FamilyTensors,
         abstract: dict[str, jax.ShapeDtypeStruct],
     ):
-        self._folder, self._tensors, self._abstract = folder, tensors, abstract
+        self._folder = folder
+        self._tensors = tensors
+        self._abstract = abstract
         copies = tensors.copies
         self._tensor_of = {
             (param, tensor.stack_index): (name, tensor)
@@ -96,7 +98,8 @@ class _Reader:
 
         Rows that the folder lacks keep their values in `initial`.
         """
-        like, shards = self._abstract[name], dict[tuple[_Span, ...], jax.Array]()
+        like = self._abstract[name]
+        shards = dict[tuple[_Span, ...], jax.Array]()
         initial_shards = initial.addressable_shards if initial is not None else ()
         initial_of = {_spans(x.index, like.shape): x.data for x in initial_shards}
         assert like.sharding is not None
@@ -148,7 +151,8 @@ class _Reader:
         self, name: str, index: tuple[int, ...], spans: Sequence[_Span]
     ) -> np.ndarray:
         """Return the given spans, with the outputs of each head as they are stored."""
-        num_stacked, holds_all = len(index), (name, index) not in self._tensor_of
+        num_stacked = len(index)
+        holds_all = (name, index) not in self._tensor_of
         experts = [slice(e, e + 1) for e in index[1:]] if holds_all else []
         tensor_index = index[: num_stacked - len(experts)]
         stored, (_, siblings, groups) = self._tensor_of[name, tensor_index]
@@ -156,16 +160,21 @@ class _Reader:
         num_inputs = self._tensors.num_input_dims(name)
         rows, in_shape, in_slices = _flatten(spans[:num_inputs], dims[:num_inputs])
         columns, out_shape, out_slices = _flatten(spans[num_inputs:], dims[num_inputs:])
-        shape, slices = in_shape + out_shape, (*in_slices, *out_slices)
+        shape = in_shape + out_shape
+        slices = (*in_slices, *out_slices)
         inputs = [rows] if num_inputs else []
         read = partial(self._read_columns, name, stored, inputs=inputs, experts=experts)
-        number, first_output = siblings.index(name), num_stacked + num_inputs
+        number = siblings.index(name)
+        first_output = num_stacked + num_inputs
         shapes = [self._abstract[sibling].shape[first_output:] for sibling in siblings]
         sizes = [*map(math.prod, shapes)]
         groups = sizes[number] if holds_all else groups
-        width, offset = sizes[number] // groups, sum(sizes[:number]) // groups
+        width = sizes[number] // groups
+        offset = sum(sizes[:number]) // groups
         group_size = sum(sizes) // groups
-        first, stop = columns.start // width, -(-columns.stop // width)  # groups
+        # Groups from first to stop have these columns.
+        first = columns.start // width
+        stop = -(-columns.stop // width)
         inner = slice(columns.start - first * width, columns.stop - first * width)
         if stop - first == 1:  # no other parameter lies between these columns
             first_column = first * group_size + offset

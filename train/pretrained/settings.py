@@ -9,7 +9,8 @@ from train.pretrained.folder_settings import LAYER_KINDS
 
 def _rope_settings(model: ModelConfig) -> dict[str, Any]:
     """Return the rotary settings, for versions 5 and 4 of transformers."""
-    scaling, scaling_settings = model.rope_scaling, dict[str, Any]()
+    scaling = model.rope_scaling
+    scaling_settings = dict[str, Any]()
     if scaling.kind is not Scaling.none:
         scaling_settings = {"rope_type": str(scaling.kind), "factor": scaling.factor}
     if scaling.kind in (Scaling.llama3, Scaling.yarn):

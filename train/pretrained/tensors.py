@@ -46,9 +46,11 @@ class FamilyTensors:
             infos: the tree of `ParamInfo`.
             vocab_size: the number of tokens; padded vocabulary rows are left out.
         """
-        self.family, self.vocab_size = family, vocab_size
+        self.family = family
+        self.vocab_size = vocab_size
         self._rope_dim = model.rope_head_dim
-        self._mixers, self._key_heads = model.mixers, model.delta_sizes.key_heads
+        self._mixers = model.mixers
+        self._key_heads = model.delta_sizes.key_heads
         self._conv_width = model.delta_conv_width
         self.infos: dict[str, ParamInfo] = dict(named(infos, is_info))
         self._locations = {
@@ -67,7 +69,8 @@ class FamilyTensors:
 
     def _family_tensors(self, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors of the family, also those that the model may lack."""
-        layers, experts = range(model.num_layers), range(model.num_experts)
+        layers = range(model.num_layers)
+        experts = range(model.num_experts)
         for name, params in self.family.tensors().items():
             for index in itertools.product(*(layers, experts)[: name.count("{}")]):
                 if tensor := self._locate(name, params, index):
@@ -213,7 +216,8 @@ class FamilyTensors:
         if name not in params:
             like = self._flatten(params, self._sibling(name), index)
             return jnp.zeros(like.shape[-1:])
-        x, info = params[name][index], self.infos[name]
+        x = params[name][index]
+        info = self.infos[name]
         axes = info.axes[len(index) :]
         if "vocab" in axes:
             x = jax.lax.slice_in_dim(x, 0, self.vocab_size, axis=axes.index("vocab"))

@@ -69,7 +69,8 @@ def _file_content(
     """
     dtype_names = {"float32": "F32", "bfloat16": "BF16"}
     dtypes = {name: tensors.dtype_of(name, dtype) for name in shapes}
-    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    header = dict[str, Any](__metadata__={"format": "pt"})
+    end = 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtypes[name].itemsize
         dtype_name = dtype_names[dtypes[name].name]
@@ -84,11 +85,13 @@ def _file_content(
 
 def _group_by_file(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield the tensor names of each file: at most FILE_BYTES, or one larger tensor."""
-    names, total = list[str](), 0
+    names = list[str]()
+    total = 0
     for name, size in sizes.items():
         if names and total + size > FILE_BYTES:
             yield names
-            names, total = [], 0
+            names = []
+            total = 0
         names.append(name)
         total += size
     yield names

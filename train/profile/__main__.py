@@ -69,7 +69,8 @@ def _request(folder: epath.Path, config: ProfileConfig) -> epath.Path:
         rule = "must name a run that is training now, and no process trains this one. "
         rule += "Start it, or set profile.steps=[first,last] for its next start"
         raise ConfigError([Mistake("run.dir", str(folder), rule)])
-    token, start = request_profile(folder, config.num_steps), time.monotonic()
+    token = request_profile(folder, config.num_steps)
+    start = time.monotonic()
     try:
         while (profile := find_profile(folder, token)) is None:
             time.sleep(_POLL_S)

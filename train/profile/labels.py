@@ -21,7 +21,9 @@ from train.plan.compiled.hlo import Executed
 from train.plan.compiled.trip_counts import read_module
 from train.plan.sections import scope_in_name
 
-WAITING, UNNAMED, OTHER = "waiting", "unnamed", "other programs"
+WAITING = "waiting"
+UNNAMED = "unnamed"
+OTHER = "other programs"
 _SCOPE = re.compile(r"(?:transpose\(|jvp\()*(\w+)\)*")
 _NOT_SCOPES = {"shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
 _COPIES = {

@@ -43,7 +43,8 @@ def read_trace(file: Path) -> Trace:
     Raises:
         ValueError: if the event that marks the traced steps is missing.
     """
-    devices, ends = defaultdict[str, list[Event]](list), defaultdict[str, list](list)
+    devices = defaultdict[str, list[Event]](list)
+    ends = defaultdict[str, list](list)
     mark: tuple[float, float] | None = None
     data = ProfileData.from_file(str(file))  # It must outlive its planes and events.
     for plane in data.planes:
@@ -53,7 +54,8 @@ def read_trace(file: Path) -> Trace:
             lines = [line for line in lines if line.name == _OPS]
         for line in lines:
             for event in line.events:
-                begin, end = event.start_ns, event.start_ns + event.duration_ns
+                begin = event.start_ns
+                end = event.start_ns + event.duration_ns
                 if event.name == MARK:
                     mark = begin, end
                 elif event.name.startswith(_END_PREFIX):
@@ -78,7 +80,8 @@ def read_trace(file: Path) -> Trace:
 def extend_events(events: list[Event], ends: dict[str, list[float]]) -> list[Event]:
     """Sort events by begin, and extend each to its end event in `ends`, if any."""
     sorted_ends = {name: sorted(times) for name, times in ends.items()}
-    next_index, result = Counter[str](), list[Event]()
+    next_index = Counter[str]()
+    result = list[Event]()
     for event in sorted(events):
         event_ends = sorted_ends.get(event.instruction, ())
         index = next_index[event.instruction]
@@ -102,7 +105,8 @@ def attribute_time(
     Returns:
         Nanoseconds by event. None stands for time without an event.
     """
-    spent, time = defaultdict[Event | None, float](float), begin
+    spent = defaultdict[Event | None, float](float)
+    time = begin
     active: list[tuple[int, float, float, Event]] = []
 
     def advance(until: float, time: float) -> float:

@@ -23,7 +23,9 @@ def read_times(folder: epath.Path, hlo: str) -> tuple[dict[Label, float], int]:
     Raises:
         ValueError: if a trace or the HLO cannot be read.
     """
-    labels, totals_s, num_devices = Labels(hlo), defaultdict[Label, float](float), 0
+    labels = Labels(hlo)
+    totals_s = defaultdict[Label, float](float)
+    num_devices = 0
     for path in sorted(folder.glob("plugins/profile/*/*.xplane.pb")):
         with tempfile.NamedTemporaryFile(suffix=".xplane.pb") as local:
             local.write(path.read_bytes())  # The profile may be in an object store.

@@ -17,7 +17,8 @@ def forward_order(config: ModelConfig) -> list[str]:
     names = list[str]()
 
     def build() -> None:
-        model, rngs = GPT(config, nnx.Rngs(0), MODEL_PARTS), nnx.Rngs(0)
+        model = GPT(config, nnx.Rngs(0), MODEL_PARTS)
+        rngs = nnx.Rngs(0)
         for number, segment in enumerate(segments_of(config)):
             for slot, kind in enumerate(segment.pattern):
                 # `nnx.vmap` has sorted the parameters of stacked blocks by name.

@@ -31,8 +31,10 @@ def random_batches(config: Config, count: int, seed: int) -> list[Batch]:
 
     The last row ends with padding. Small ids are more frequent than large ones.
     """
-    data, rng = config.data, np.random.default_rng(seed)
-    num_rows, length = data.batch_size, data.sequence_length
+    data = config.data
+    rng = np.random.default_rng(seed)
+    num_rows = data.batch_size
+    length = data.sequence_length
     num_tokens = (config.model.vocab_size or 0) - PADDING_IDS
     num_remaining = np.full(num_rows, length + 1)
     num_remaining[-1] = 2 * length // 3

@@ -22,7 +22,10 @@ from train.prove.parity import ArrayDifference, Key, relative_error
 
 _TOLERANCE = 2e-2  # Operands and results have eight bits of precision in bfloat16.
 _MAX_LENGTH = 8192  # Scores of longer rows do not fit into memory.
-_ROWS, _MAX_QUERY_HEADS, _EXPERT_ROWS, _MAX_EXPERTS = 1, 2, 1024, 4
+_ROWS = 1
+_MAX_QUERY_HEADS = 2
+_EXPERT_ROWS = 1024
+_MAX_EXPERTS = 4
 
 
 def check_kernels(config: Config, execution: Execution) -> Mapping[str, str]:
@@ -42,7 +45,8 @@ def compare_kernels(config: Config, execution: Execution) -> list[ArrayDifferenc
     formulas are the same rounded numbers, and their products are in float32. The
     kernels run on JAX's default device.
     """
-    rng, differences = np.random.default_rng(0), list[ArrayDifference]()
+    rng = np.random.default_rng(0)
+    differences = list[ArrayDifference]()
     for window in dict.fromkeys(config.model.windows):
         differences += _compare_attention(config, execution, window, rng)
     if config.model.expert_layers:
@@ -55,9 +59,12 @@ def _compare_attention(
     config: Config, execution: Execution, window: int | None, rng: np.random.Generator
 ) -> Iterator[ArrayDifference]:
     """Yield the differences of attention over documents of several lengths."""
-    model, dtype = config.model, execution.numerics.compute_dtype
-    T, H = min(config.data.sequence_length, _MAX_LENGTH), model.head_size
-    V, N = model.value_size, min(_MAX_QUERY_HEADS, model.num_heads // model.kv_heads)
+    model = config.model
+    dtype = execution.numerics.compute_dtype
+    T = min(config.data.sequence_length, _MAX_LENGTH)
+    H = model.head_size
+    V = model.value_size
+    N = min(_MAX_QUERY_HEADS, model.num_heads // model.kv_heads)
     ids_BT = None
     if config.data.document_mask:
         is_start_BT = rng.random((_ROWS, T)) < 8 / T
@@ -85,8 +92,11 @@ def _compare_experts(
     config: Config, execution: Execution, swapped: bool, rng: np.random.Generator
 ) -> Iterator[ArrayDifference]:
     """Yield the differences of products of rows, grouped by expert."""
-    model, dtype = config.model, execution.numerics.compute_dtype
-    D, F, E = model.embed_dim, model.expert_size, min(model.num_experts, _MAX_EXPERTS)
+    model = config.model
+    dtype = execution.numerics.compute_dtype
+    D = model.embed_dim
+    F = model.expert_size
+    E = min(model.num_experts, _MAX_EXPERTS)
     if swapped:  # the product of `down`
         D, F = F, D
     x, dy = (_normal(rng, (_EXPERT_ROWS, n), dtype) for n in (D, F))

@@ -30,10 +30,13 @@ from train.prove.inputs import PADDING_IDS, perturbed_state, random_batches
 from train.prove.shrink import mesh_of, parts_of, without
 
 log = logging.getLogger(__name__)
-_NUM_ROUNDINGS, _MAX_TRIES = 8, 10  # to find batches in which experts are clear
+# Limits of the search for batches whose tokens are far from a tie of experts.
+_NUM_ROUNDINGS = 8
+_MAX_TRIES = 10
 # A gradient is weak if its elements are this small relative to those of all parameters.
 # Its rounding errors are those of larger numbers, which cancel each other.
-_WEAK, _ROUNDING_ERROR = 1e-2, 1e-5
+_WEAK = 1e-2
+_ROUNDING_ERROR = 1e-5
 # The largest relative difference that rounding explains: in float32, and if gradients
 # travel, or moments are stored, in fewer bits.
 TOLERANCES = {
@@ -103,7 +106,8 @@ class Steps:
         num_tokens = (config.model.vocab_size or 0) - PADDING_IDS
         devices = devices[: math.prod(mesh_of(config).values())]
         self.program = make_program(config, devices, num_tokens=num_tokens)
-        model, execution = self.program.model, self.program.execution
+        model = self.program.model
+        execution = self.program.execution
         self._gradients = jax.jit(
             make_gradients(
                 model, execution, recipe_of(config.train), num_tokens=num_tokens
@@ -126,8 +130,10 @@ class Steps:
 
     def measure_updates(self, state: TrainState, batches: Sequence[Batch]) -> Values:
         """Return the first batch's metrics, updates and moments, and all losses."""
-        program, initial = self.program, state.params
-        values, losses = Values(), Values()
+        program = self.program
+        initial = state.params
+        values = Values()
+        losses = Values()
         state = jax.device_put(state, program.shardings)
         for step, batch in enumerate(batches):
             state, metrics = program.train_step(state, place(batch, program.batch))

@@ -74,7 +74,8 @@ def shrink(config: Config, device: Device) -> Shrunk:
     small = with_values(small, _base_sizes(config, small))
     if mistakes := _mistakes(small, device):
         raise ConfigError(mistakes)
-    old, new = flatten(config), flatten(small)
+    old = flatten(config)
+    new = flatten(small)
     changes = {key: (old.get(key), new[key]) for key in new if old.get(key) != new[key]}
     return Shrunk(small, changes, _left_out(config, small))
 
@@ -141,8 +142,11 @@ def _choices(config: Config) -> Changes:
 
 def _rows(config: Config, small: Config) -> Changes:
     """Return rows of 64 positions, two of a microbatch on each device."""
-    data, model, train = config.data, config.model, config.train
-    length, microbatches = min(64, data.sequence_length), train.pipeline_microbatches
+    data = config.data
+    model = config.model
+    train = config.train
+    length = min(64, data.sequence_length)
+    microbatches = train.pipeline_microbatches
     shards = batch_shards(axis_rules(small.mesh), least_sizes(small.mesh, 1)).rows
     rounds = 2 if microbatches and microbatches > abs(config.mesh.pipeline) else 1
     chunk = train.loss_chunk_tokens
@@ -166,7 +170,8 @@ def _rows(config: Config, small: Config) -> Changes:
 
 def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
     """Yield alternative changes of depth, heads, other sizes, experts, vocabulary."""
-    model, mesh = config.model, small.mesh
+    model = config.model
+    mesh = small.mesh
     # Two repeats of the patterns of layers, which are the same on each stage.
     patterns = model.layer_pattern or "1", model.mixer_pattern or "1"
     period = math.lcm(*map(len, patterns), model.experts_every)
@@ -212,8 +217,10 @@ def _candidates(config: Config, small: Config) -> Iterable[list[Changes]]:
 
 def _base_sizes(config: Config, small: Config) -> Changes:
     """Return the base of `optimizer.transfer`, whose ratios to the model stay."""
-    full, model = config.model, small.model
-    width, depth = config.optimizer.base_width, config.optimizer.base_depth
+    full = config.model
+    model = small.model
+    width = config.optimizer.base_width
+    depth = config.optimizer.base_depth
     width = width and max(1, width * model.embed_dim // full.embed_dim)
     depth = depth and max(1, depth * model.num_layers // full.num_layers)
     return {"optimizer.base_width": width, "optimizer.base_depth": depth}

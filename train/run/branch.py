@@ -127,7 +127,8 @@ def begin_branch(
     """
     checkpoints, run = step.parents[:2]
     trunk = f"{run}@{step.name}"
-    has_begun, origin = _has_begun(path), read_origin(path)
+    has_begun = _has_begun(path)
+    origin = read_origin(path)
     if (origin or has_begun) and not _is_origin_of(step, origin):
         rule = f"is the directory of a run that is not a branch of {trunk}; choose "
         raise ConfigError([Mistake("run.dir", str(path), f"{rule}another run.name")])
@@ -197,7 +198,8 @@ def _trunk(step: epath.Path) -> tuple[Config, dict[str, Any]]:
     Raises:
         FileNotFoundError: there is no such checkpoint, or it cannot be used.
     """
-    run, saved = step.parents[1], read_description(step) or {}
+    run = step.parents[1]
+    saved = read_description(step) or {}
     is_misplaced = misplacement(step, recorded_run_id(run)) is not None
     is_whole = {"config", "mesh", "schedule_steps"} <= saved.keys()
     if not is_sealed(step) or not is_whole or is_misplaced:
@@ -222,12 +224,14 @@ def _metadata(
     if config.train.num_steps <= int(step.name):
         rule = f"must be above {step.name}, the step at which the branch begins"
         raise ConfigError([Mistake("train.num_steps", config.train.num_steps, rule)])
-    run, number = step.parents[1], int(step.name)
+    run = step.parents[1]
+    number = int(step.name)
     is_same = _batches_before(number, old) == _batches_before(number, config)
     allowed = _ALLOWED | _BATCH_KEYS if is_same else _ALLOWED - _BATCH_KEYS
     changes = config_differences(old, config, allowed)
     check_changes(run, old, config, sources=sources, last_start=saved, changes=changes)
-    mesh, num_steps = saved["mesh"], config.train.num_steps
+    mesh = saved["mesh"]
+    num_steps = config.train.num_steps
     metadata = checkpoint_metadata(config, sources, mesh, num_steps)
     return metadata | {"run_id": uuid.uuid4().hex}
 

@@ -63,14 +63,18 @@ class Checkpoints:
         fails. Another thread of it calls `on_sealed` with each step that is complete.
         Saved steps record `run_id`; steps of another run are not restored.
         """
-        self._run_id, self._on_sealed = run_id, on_sealed
-        self._before_save, self._cluster = before_save, cluster
-        self._config, self._directory = config, directory
+        self._run_id = run_id
+        self._on_sealed = on_sealed
+        self._before_save = before_save
+        self._cluster = cluster
+        self._config = config
+        self._directory = directory
         if is_remote(directory) and self._cluster.is_leader:
             remove_uncommitted(directory)
         self._orbax = open_orbax(directory, config)
         self.saved = SavedSteps(directory, self._orbax, self._cluster, run_id)
-        self._saved_at, self._overdue_reported = time.monotonic(), False
+        self._saved_at = time.monotonic()
+        self._overdue_reported = False
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._saving: tuple[int, Future[None]] | None = None
         self._pending_mark: tuple[int, Future[str | None]] | None = None
@@ -127,7 +131,8 @@ class Checkpoints:
         Raises:
             Exit: too many saves in a row failed, or the last save cannot begin.
         """
-        self._saved_at, self._overdue_reported = time.monotonic(), False
+        self._saved_at = time.monotonic()
+        self._overdue_reported = False
         if self._saving:
             wait([self._saving[1]], None if last else _GRACE_S)
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -145,7 +150,8 @@ class Checkpoints:
 
     def _decide(self, step: int, nbytes: int, last: bool) -> dict[str, Any]:
         """Return, on process 0, whether to save and how the previous save ended."""
-        failure, previous_ended = None, self._saving is None or self._saving[1].done()
+        failure = None
+        previous_ended = self._saving is None or self._saving[1].done()
         if self._saving and previous_ended:
             previous_step, save_future = self._saving
             error = save_future.exception()
@@ -166,7 +172,8 @@ class Checkpoints:
             obstacle = self._mark_begun(step, nbytes, last)
         if obstacle:
             self.failures += 1
-            should_save, failure = False, f"step {step} was not saved: {obstacle}"
+            should_save = False
+            failure = f"step {step} was not saved: {obstacle}"
         fatal = None
         if self.failures > self._config.max_failed_saves:
             limit = f"checkpoint.max_failed_saves={self._config.max_failed_saves}"
@@ -255,7 +262,8 @@ class Checkpoints:
 
     def _seal(self, step: int, save_number: int, response: Any) -> None:
         """Hash a share of a step's files on each process; process 0 seals the step."""
-        cluster, folder = self._cluster, self._directory / str(step)
+        cluster = self._cluster
+        folder = self._directory / str(step)
         key = f"seal/{save_number}"
         response.result()
         if cluster.processes > 1 and cluster.is_leader:

@@ -80,8 +80,10 @@ def _check(saved: Mapping[str, Any], wanted: Any, required: set[str]) -> None:
 
 def _misfit(name: str, problem: str) -> ConfigError:
     """Return the error for an array; the error names the key that sets its shape."""
-    key, remedy = "model", "start another run.name"
+    key = "model"
+    remedy = "start another run.name"
     if name.startswith("optimizer.transform."):
-        key, remedy = "optimizer.name", f"{remedy} with init_from=<this run>"
+        key = "optimizer.name"
+        remedy = f"{remedy} with init_from=<this run>"
     rule = f"differs from the checkpoint: {name} {problem}. Take it back, or "
     return ConfigError([Mistake(key, "", rule + remedy)])

@@ -68,8 +68,10 @@ def compare_with_run(
         ConfigError: changed keys would make this a different run; all are named.
         DataError: the data is not that of the run.
     """
-    num_steps, skip_batches = config.train.num_steps, config.data.skip_batches
-    original, last_start = first_config(path), newest_start(path)
+    num_steps = config.train.num_steps
+    skip_batches = config.data.skip_batches
+    original = first_config(path)
+    last_start = newest_start(path)
     saved_config, description = newest_described_config(path, last_start.get("run_id"))
     run_id = last_start.get("run_id") or description.get("run_id") or uuid.uuid4().hex
     interval = config.checkpoint.save_interval_steps
@@ -82,7 +84,8 @@ def compare_with_run(
         return Continuation(
             num_steps, run_id, skip_batches, earlier_skips=[], evidence=evidence
         )
-    rewind_to, changes = config.run.rewind_to, config_differences(original, config)
+    rewind_to = config.run.rewind_to
+    changes = config_differences(original, config)
     if saved_config is not None and not is_recorded(path):
         keys = {change.key for change in changes}
         saved_changes = config_differences(saved_config, config)
@@ -171,7 +174,8 @@ def _refusals(
 
     `run.allow_change` is advised only if the saved parameters fit the new model.
     """
-    mistakes, model_keys = [], {c.key for c in changes if c.key.startswith("model.")}
+    mistakes = []
+    model_keys = {c.key for c in changes if c.key.startswith("model.")}
     fits = not model_keys or _parameters_fit(original.model, config.model)
     for change in changes:
         rule = f"differs from the run in {path}, which has {change.old}; take it back"

@@ -268,7 +268,8 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
 
 def _digest(path: epath.Path) -> list[object]:
     """Return a file's size and SHA-256."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)

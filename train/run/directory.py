@@ -85,7 +85,8 @@ class RunDir:
         too, because this start computes it again.
         """
         if self.write:
-            number, continuation = self.events.start, self.continuation
+            number = self.events.start
+            continuation = self.continuation
             at_end = step == self.config.train.num_steps
             try:
                 record_start(

@@ -73,7 +73,8 @@ def read_scores(
             metrics = {k: v for k, v in row.items() if k.startswith(prefix)}
             scores += format_scores(metrics, row["step"], options)
     for evaluation in _read_evaluations(run_dir / "evaluations"):
-        step, requested = evaluation.pop("step"), evaluation.pop("asked")
+        step = evaluation.pop("step")
+        requested = evaluation.pop("asked")
         options = " ".join(
             f"{key}={value:g}"
             for key, value in requested.items()
@@ -115,7 +116,9 @@ def format_scores(
         filters = []
         # A task's metric may end in a filter: tasks/gsm8k/exact_match/strict-match.
         if kind == "tasks" and len(subject) > 1:
-            subject, metric, filters = subject[:1], subject[1], [metric]
+            filters = [metric]
+            metric = subject[1]
+            subject = subject[:1]
         if metric.endswith(_STDERR):
             continue
         error = metrics.get("/".join([kind, *subject, metric + _STDERR, *filters]))

@@ -118,7 +118,8 @@ def goodput_of(events: Iterable[dict[str, Any]]) -> Goodput:
         times = finite_float(event.get("time")), finite_float(event.get("seconds"))
         if isinstance(number := event.get("start"), int) and None not in times:
             events_by_start.setdefault(number, []).append(event)
-    starts, repeated_after = list[StartAccount](), math.inf
+    starts = list[StartAccount]()
+    repeated_after = math.inf
     for number in sorted(events_by_start, reverse=True):
         start = _account_for_start(number, events_by_start[number], repeated_after)
         if start.first_step is not None:
@@ -135,7 +136,8 @@ def _account_for_start(
     first_step = step = code = None
     num_wasted = 0.0
     for event in events:
-        name, seconds = event.get("event"), event["seconds"]
+        name = event.get("event")
+        seconds = event["seconds"]
         if bucket := _EVENT_BUCKETS.get(str(name)):
             buckets[bucket] += seconds
         if name == "restore" and isinstance(event.get("step"), int):

@@ -39,7 +39,8 @@ def heat_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _heat_map(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    prefix, columns = f"numerics/{name}/", dict[float, dict[int, float | None]]()
+    prefix = f"numerics/{name}/"
+    columns = dict[float, dict[int, float | None]]()
     for row in rows:
         values_by_layer = {
             int(key.removeprefix(prefix)): finite_float(value)

@@ -28,10 +28,12 @@ def evidence_of_checkpoint(path: epath.Path, save_interval_steps: int) -> str:
         return f"its results.json has the score of step {step}"
     if step := newest_start(path).get("step"):
         return f"its last start began at step {step}"
-    saved_step, has_failed = 0, False
+    saved_step = 0
+    has_failed = False
     for event in read_events(path):
         if event["event"] == "restore":
-            saved_step, has_failed = event.get("step") or 0, False
+            saved_step = event.get("step") or 0
+            has_failed = False
         elif event["event"] == "saved":
             saved_step = event.get("step") or 0
         has_failed |= event["event"] == "save_failed"

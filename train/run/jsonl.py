@@ -49,10 +49,13 @@ class Appender(abc.ABC):
     """An open log, which accepts rows from any thread."""
 
     def __init__(self, name: str):
-        self._name, self._lock, self._warned = name, threading.Lock(), False
+        self._name = name
+        self._lock = threading.Lock()
+        self._warned = False
         # The newest lines. The first `_num_written` of them have been written.
         self._lines: list[bytes] = []
-        self._num_written, self._closed = 0, False
+        self._num_written = 0
+        self._closed = False
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row now or as soon as possible; non-finite values become null."""
@@ -152,7 +155,8 @@ def _filter_file(path: epath.Path, keep: Callable[[Row], bool], is_row: IsRow) -
         offset += len(line)
         num_damaged += row is None
         if row is not None and keep(row):
-            kept_bytes, kept_end = kept_bytes + len(line), offset
+            kept_bytes = kept_bytes + len(line)
+            kept_end = offset
     copies = (path.parent / f"{path.name}.damaged-{n}" for n in itertools.count(1))
     damaged_copy = next(file for file in copies if not is_taken(file))
     try:
@@ -205,7 +209,8 @@ class _FileAppender(Appender):
         except OSError:  # the failed sync has removed the lines: write them again
             self._num_written = 0
             raise
-        self._lines, self._num_written = [], 0
+        self._lines = []
+        self._num_written = 0
 
     def _close(self) -> None:
         self._file.close()
@@ -216,8 +221,11 @@ class _ObjectAppender(Appender):
 
     def __init__(self, run_dir: epath.Path, name: str, number: int, lines: list[bytes]):
         super().__init__(f"{run_dir}/{name}")
-        self._run_dir, self._log_name = run_dir, name
-        self._number, self._lines, self._num_written = number, lines, len(lines)
+        self._run_dir = run_dir
+        self._log_name = name
+        self._number = number
+        self._lines = lines
+        self._num_written = len(lines)
         self._begin_part_if_full()
         self._upload_began_s = time.monotonic()
         self._uploader = ThreadPoolExecutor(1, "upload")
@@ -259,7 +267,8 @@ class _ObjectAppender(Appender):
     def _begin_part_if_full(self) -> None:
         if sum(map(len, self._lines[: self._num_written])) >= _PART_BYTES:
             del self._lines[: self._num_written]
-            self._number, self._num_written = self._number + 1, 0
+            self._number = self._number + 1
+            self._num_written = 0
 
     def _close(self) -> None:
         self._uploader.shutdown()

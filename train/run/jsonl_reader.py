@@ -36,7 +36,8 @@ def log_part(run_dir: epath.Path, name: str, number: int) -> epath.Path:
 def part_paths(run_dir: epath.Path | Path, name: str) -> dict[int, epath.Path]:
     """Return the paths of a log's existing parts by number, ascending."""
     run_dir = epath.Path(run_dir)
-    first_part, folder = log_part(run_dir, name, 0), run_dir / name
+    first_part = log_part(run_dir, name, 0)
+    folder = run_dir / name
     numbers = [0] if first_part.exists() else []
     if folder.exists():
         parts = (path for path in folder.iterdir() if is_remote(path) or path.is_file())
@@ -109,7 +110,8 @@ def _lines_from_end(path: epath.Path) -> Iterator[bytes]:
         yield from reversed(_read(path).split(b"\n"))
         return
     with suppress(FileNotFoundError), path.open("rb") as file:
-        end, partial_line = file.seek(0, 2), b""  # a line whose beginning is unread
+        end = file.seek(0, 2)
+        partial_line = b""  # a line whose beginning is unread
         while end:
             start = max(0, end - _BLOCK)
             file.seek(start)

@@ -56,10 +56,14 @@ class Lease:
         on_lost: Callable[[str], None],
     ):
         """Start to renew a lease that this process has taken."""
-        self._storage, self._owner, self._version = storage, owner, version
-        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._storage = storage
+        self._owner = owner
+        self._version = version
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
         self._on_lost = on_lost
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._renewed_at = time.monotonic()
         self._failing = False
         self._lost_reason: str | None = None
@@ -112,7 +116,9 @@ class Lease:
             else:
                 if self._failing:
                     log.info("%s/%s is written again", self._storage, _KEY)
-                self._owner, self._renewed_at, self._failing = owner, began_at, False
+                self._owner = owner
+                self._renewed_at = began_at
+                self._failing = False
         if self._lost_reason:
             self._on_lost(self._lost_reason)
 
@@ -159,7 +165,8 @@ def take_lease(
             not answer.
         ConfigError: the folder cannot be accessed, and a retry would not help.
     """
-    storage, claimant = KeyValueStore(folder, _CONTEXT), Owner.current()
+    storage = KeyValueStore(folder, _CONTEXT)
+    claimant = Owner.current()
     try:
         version = _take(storage, claimant, interval_s, timeout_s)
     except StorageError as error:
@@ -180,7 +187,8 @@ def _take(
     storage: KeyValueStore, claimant: Owner, interval_s: float, timeout_s: float
 ) -> bytes:
     """Write the lease once no live process holds it; return its version."""
-    watched_version, watched_since_s = None, 0.0
+    watched_version = None
+    watched_since_s = 0.0
     while True:
         owner, version = _read(storage)
         reason = "is dead"
@@ -190,7 +198,8 @@ def _take(
             alive = owner.alive()
             if alive is None:
                 if watched_version is None:
-                    watched_version, watched_since_s = version, time.monotonic()
+                    watched_version = version
+                    watched_since_s = time.monotonic()
                     message = "%s: waiting up to %g s for a sign of life of %s"
                     log.info(message, storage, timeout_s, owner)
                 reason = f"gave no sign of life for {timeout_s:g} s"

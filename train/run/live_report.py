@@ -16,7 +16,8 @@ class LiveReport:
 
     def __init__(self, run_dir: epath.Path):
         """Schedule the first report."""
-        self._run_dir, self._warned = run_dir, False
+        self._run_dir = run_dir
+        self._warned = False
         self._due_s = time.monotonic() + _INTERVAL_S
         self._thread: threading.Thread | None = None
 

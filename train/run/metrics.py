@@ -124,11 +124,13 @@ class EventLog:
         write: bool = True,
         last_start: int = 0,
     ):
-        self._lines, self.start = None, 1
+        self._lines = None
+        self.start = 1
         self._began = find_process_start() if began is None else began
         self._last_lap_end = self._began
         self._previous_end: float | None = None  # Unix time of the last earlier lap
-        self._has_lines, self._exit_code = False, None
+        self._has_lines = False
+        self._exit_code = None
         if write:
             self._lines = open_lines(run_dir, "events", is_row=is_event_row)
             for row in newest_rows(run_dir, "events", is_event_row):
@@ -164,7 +166,8 @@ class EventLog:
         recorded_until = time.time() - (now - ended) - seconds
         for name, reported_s in (parts or {}).items():
             part_s = round(min(max(reported_s, 0.0), seconds), 6)
-            seconds, recorded_until = seconds - part_s, recorded_until + part_s
+            seconds = seconds - part_s
+            recorded_until = recorded_until + part_s
             self._append(recorded_until, name, part_s)
         self._append(recorded_until + seconds, event, seconds, **fields)
 

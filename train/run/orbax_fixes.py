@@ -29,7 +29,8 @@ from train.run.folder import check_checkpoints
 
 # The metrics that are saved with an evaluated step. Only losses of the same rows, which
 # have the same number of targets, are comparable.
-SCORE, TARGETS = "eval/loss", "eval/targets"
+SCORE = "eval/loss"
+TARGETS = "eval/targets"
 
 
 def open_orbax(directory: epath.Path, retention: CheckpointConfig | None = None) -> Any:

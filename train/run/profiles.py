@@ -91,8 +91,11 @@ class Profiler:
         `text` returns the HLO text of the compiled step that runs as a step number.
         `pause` excludes the time of its body from the step time (log_window.py).
         """
-        self._run, self._cluster, self._preemption = run, cluster, preemption
-        self._text, self._pause = text, pause
+        self._run = run
+        self._cluster = cluster
+        self._preemption = preemption
+        self._text = text
+        self._pause = pause
         self._first_step, self._last_step = run.config.profile.steps or (0, 0)
         self._newest_metrics: Any = None
         self._request_id: str | None = None
@@ -106,7 +109,8 @@ class Profiler:
         """Start to trace if this is the first step to profile."""
         num_steps = self._preemption.steps_to_trace(step - 1)
         if num_steps and self._trace_dir is None:
-            self._first_step, self._last_step = step, step + num_steps - 1
+            self._first_step = step
+            self._last_step = step + num_steps - 1
         if step == self._first_step and self._trace_dir is None:
             self._last_step = min(self._last_step, self._run.config.train.num_steps)
             with self._pause("profile"):
@@ -164,7 +168,8 @@ class Profiler:
         self._annotation.__exit__(None, None, None)
         jax.profiler.stop_trace()
         assert self._trace_dir is not None
-        first, last = self._first_step, self._last_step
+        first = self._first_step
+        last = self._last_step
         folder = self._run.path / "profiles" / str(first)
         try:
             try:
@@ -181,7 +186,8 @@ class Profiler:
         except Exception as error:  # each store raises its own errors
             log.warning("%s was not written: %s", folder, error)
         shutil.rmtree(self._trace_dir, ignore_errors=True)
-        self._trace_dir, self._request_id = None, None
+        self._trace_dir = None
+        self._request_id = None
 
     def _keep(self, trace_dir: Path, folder: epath.Path) -> None:
         """Copy the traces to the run, under names that are unique to this process."""

@@ -77,8 +77,10 @@ def report_data(run_dir: epath.Path | Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     config = path.read_bytes().decode(errors="replace") if path.exists() else ""
     name, num_steps = _read_name_and_steps(config)
-    metrics, events = thinned_metrics(run_dir), read_events(run_dir)
-    goodput, series = goodput_of(events), series_of(metrics.rows)
+    metrics = thinned_metrics(run_dir)
+    events = read_events(run_dir)
+    goodput = goodput_of(events)
+    series = series_of(metrics.rows)
     charts = [
         chart(series, title, lines, from_zero)
         for title, lines, from_zero in _chart_definitions(series)
@@ -187,7 +189,8 @@ def _figures(
     if validations.whole:
         figures.append(("Loss of whole set", *_value_and_note(validations.whole)))
     if goodput.wall_s:
-        starts, num_repeated = len(goodput.starts), goodput.num_wasted
+        starts = len(goodput.starts)
+        num_repeated = goodput.num_wasted
         note = f"{starts} starts" if starts > 1 else ""
         figures.append(("Wall time", format_seconds(goodput.wall_s), note))
         note = f"{num_repeated:,} steps done again" if num_repeated else ""
@@ -221,12 +224,14 @@ def chart(
     if not points:
         return None
     values = sorted(y for _, y in points)
-    low, high = (0.0 if from_zero else values[0]), values[-1]
+    low = 0.0 if from_zero else values[0]
+    high = values[-1]
     limit = 3 * values[int(0.98 * (len(values) - 1))]
     is_cut = len(values) >= 50 and 0 < limit < high
     high = limit if is_cut else high
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    first_x, last_x = min(x for x, _ in points), max(x for x, _ in points)
+    first_x = min(x for x, _ in points)
+    last_x = max(x for x, _ in points)
     first_x = 0 if first_x < 0.1 * last_x or first_x == last_x else first_x
     return {
         "title": title,

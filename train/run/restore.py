@@ -58,8 +58,11 @@ class SavedSteps:
 
         Steps of a run other than `run_id` are not used; None accepts all steps.
         """
-        self._directory, self._cluster, self._run_id = directory, cluster, run_id
-        self._read_only, self._orbax = orbax is None, orbax or open_orbax(directory)
+        self._directory = directory
+        self._cluster = cluster
+        self._run_id = run_id
+        self._read_only = orbax is None
+        self._orbax = orbax or open_orbax(directory)
         self._moved = False  # whether steps were moved since Orbax listed them
 
     def steps(self) -> list[int]:
@@ -142,7 +145,8 @@ class SavedSteps:
                 listed = ", ".join(map(str, steps)) or "none yet"
                 rule = f"must be a saved step; saved are: {listed}"
                 raise ConfigError([Mistake("step", step, rule)])
-            steps, unsealed = [step], []
+            steps = [step]
+            unsealed = []
         if at_most is not None:
             steps, unsealed = self._rewind(steps, unsealed, at_most)
         for candidate in [s for s in reversed(steps) if s not in unsealed]:
@@ -209,7 +213,8 @@ class SavedSteps:
 
     def _objection(self, step: int) -> str | None:
         """Return why a step cannot be used; each process checks some files."""
-        cluster, folder = self._cluster, self._directory / str(step)
+        cluster = self._cluster
+        folder = self._directory / str(step)
         return cluster.first_error(
             refusal(folder, cluster.process, cluster.processes, self._run_id)
         )
@@ -248,7 +253,8 @@ class SavedSteps:
         if int(loaded["step"]) != step:
             return None
         transform, average = map(loaded["optimizer"].get, OptimizerState._fields)
-        params, recent = loaded["params"], loaded.get("recent")
+        params = loaded["params"]
+        recent = loaded.get("recent")
         target = like.optimizer
         if repack is not None and (
             jax.tree.structure(transform) != jax.tree.structure(target.transform)

@@ -93,7 +93,8 @@ class _Stretches(Generic[Item]):
         reduce: Callable[[list[Item]], list[Item]],
         max_stretches: int | None = None,
     ):
-        self._reduce, self._length = reduce, 1
+        self._reduce = reduce
+        self._length = 1
         self._max_stretches = max_stretches or _MAX_STRETCHES
         self._reduced: list[list[Item]] = []
         self._unreduced: list[Item] = []

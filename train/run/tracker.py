@@ -84,10 +84,12 @@ class _WriterThread:
     """
 
     def __init__(self, run: TrackedRun, writer: Writer):
-        self._run, self._writer = run, writer
+        self._run = run
+        self._writer = writer
         self._queue: Queue[Line] = Queue(_MAX_WAITING)
         self._ended = threading.Event()
-        self._working, self._warned = True, False
+        self._working = True
+        self._warned = False
         self._busy_since: float | None = None  # None while the thread waits for lines
         name = writer.name
         self._thread = threading.Thread(target=self._work, daemon=True, name=name)
@@ -131,12 +133,14 @@ class _WriterThread:
             _logger.warning("%s is off from here on: %s", self._writer.name, reason)
 
     def _work(self) -> None:
-        run_dir, name = self._run.run_dir, self._writer.name
+        run_dir = self._run.run_dir
+        name = self._writer.name
         is_remote_run = is_remote(run_dir)
         try:
             self._busy_since = time.monotonic()
             root = Path(tempfile.mkdtemp() if is_remote_run else run_dir).absolute()
-            folder, mark_file = root / name, run_dir / name / "last_step"
+            folder = root / name
+            mark_file = run_dir / name / "last_step"
             folder.mkdir(parents=True, exist_ok=True)
             marked_step = int(mark_file.read_text()) if mark_file.exists() else -1
             last_step = self._writer.open(folder, marked_step)

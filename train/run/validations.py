@@ -23,7 +23,9 @@ from train.run.goodput import finite_float
 from train.run.jsonl_reader import iterate_rows
 from train.run.metrics import is_metrics_row
 
-PART, FINAL, WHOLE = "eval", "eval_final", "eval_whole"
+PART = "eval"
+FINAL = "eval_final"
+WHOLE = "eval_whole"
 # What people read for each prefix, the most telling score first.
 TITLES = {WHOLE: "whole set", FINAL: "final", PART: "validation"}
 
@@ -73,7 +75,8 @@ def updated_validations(
     new = validation_in(step, values, PART)
     if new is None:
         return earlier
-    targets, best = values.get(f"{PART}/targets"), earlier.best
+    targets = values.get(f"{PART}/targets")
+    best = earlier.best
     if best is None or targets != earlier.targets or new.loss < best.loss:
         best = new
     return earlier._replace(last=new, best=best, targets=targets)

@@ -155,7 +155,8 @@ def main(config: SampleConfig) -> int:
     monitoring.register_event_duration_secs_listener(add_duration)
     start = time.monotonic()
     texts = continue_all(continue_prompts, prompts, config.batch_size, config.seed)
-    seconds, compiling_s = time.monotonic() - start, sum(compile_times_s)
+    seconds = time.monotonic() - start
+    compiling_s = sum(compile_times_s)
     pairs = zip(prompts, texts, strict=True)
     if output:
         lines = (json.dumps({"prompt": p, "text": text}) for p, text in pairs)
@@ -242,7 +243,8 @@ def chat(continue_prompts: Continue, text: str, seed: int) -> Iterator[str]:
             return
         text += f"{line}\n" if line else ""
         (continuation,) = continue_prompts([text], seed + turn)
-        text, turn = text + continuation, turn + 1
+        text = text + continuation
+        turn = turn + 1
         yield continuation
 
 

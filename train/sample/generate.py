@@ -139,7 +139,8 @@ def prefill(
 ) -> Cache:
     """Return a cache of all columns but the last, with room for `num_new` tokens."""
     B, P = prompt_BP.shape
-    first_B, model = P - lengths_B, bind(decoder.model, params)
+    first_B = P - lengths_B
+    model = bind(decoder.model, params)
     execution = decoder.execution._replace(placement=ONE_DEVICE)
     cache = model.empty_cache(B, P + num_new, execution, first_B)
     cache = decoder.constrain(cache)

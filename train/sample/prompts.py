@@ -63,7 +63,8 @@ def continue_rows(
     Raises:
         ConfigError: if the model has too few learned positions for the result.
     """
-    model, data = program.config.model, program.config.data
+    model = program.config.model
+    data = program.config.data
     stop = [*stop, END_OF_TEXT] if data.has_beginning_tokens else stop
     lengths = np.array([len(row) for row in rows], np.int32)
     max_positions = model.max_sequence_length
@@ -77,7 +78,8 @@ def continue_rows(
     for row, ids in zip(prompt_BP, rows, strict=True):
         row[-len(ids) :] = ids
     decoder = make_decoder(program, encoding.n_vocab, sampling, len(rows))
-    drawn_BT, texts = np.zeros((len(rows), 0), np.int32), list[str]()
+    drawn_BT = np.zeros((len(rows), 0), np.int32)
+    texts = list[str]()
     for drawn_BC in generate(
         decoder, params, prompt_BP, lengths, jax.random.key(seed), num_tokens=num_tokens
     ):
@@ -104,9 +106,11 @@ def make_decoder(
     program: Program, vocab_size: int, sampling: Sampling, num_rows: int
 ) -> Decoder:
     """Return a decoder whose cache is sharded over rows and heads where divisible."""
-    config, mesh = program.config, program.mesh
+    config = program.config
+    mesh = program.mesh
     rules = program.execution.placement.rules
-    rows_spec, heads_spec = rules.spec("batch"), rules.spec("kv_heads")
+    rows_spec = rules.spec("batch")
+    heads_spec = rules.spec("kv_heads")
     is_divisible = num_rows % program.batch_shards.rows == 0
     # XLA cannot partition the kernels of experts.
     if not is_divisible or config.model.mlp is not Mlp.dense:

@@ -173,7 +173,8 @@ def _exchange_and_attend(
         return jax.lax.all_to_all(x, axes, split_dim, joined_dim, tiled=True)
 
     q, k, v = (exchange(x, 2, 1) for x in inputs[:3])
-    ids, sinks_N = inputs.segment_ids_BS, inputs.sinks_N
+    ids = inputs.segment_ids_BS
+    sinks_N = inputs.sinks_N
     if ids is not None:
         ids = _gather_positions(ids, axes)
     num_heads = q.shape[2]
@@ -192,7 +193,8 @@ def _gather_and_attend(
 ) -> Attended:
     q_BTNH, k_BTKH, v_BTKV, segment_ids_BT, _ = inputs
     T = q_BTNH.shape[1]
-    k_BSKH, v_BSKV = k_BTKH, v_BTKV
+    k_BSKH = k_BTKH
+    v_BSKV = v_BTKV
     if k_BTKH.shape[1] == T:  # Otherwise they are already gathered.
         k_BSKH, v_BSKV = (_gather_positions(x, axes) for x in (k_BTKH, v_BTKV))
     positions_T = T * jax.lax.axis_index(axes) + jnp.arange(T)

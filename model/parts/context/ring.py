@@ -116,12 +116,14 @@ def _forward(
     if sinks is not None:  # A sink is one more key that all queries see.
         lse = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         o = _weigh(result, lse)
-    o, lse = saveable(o.astype(q.dtype), "attention"), saveable(lse, "attention")
+    o = saveable(o.astype(q.dtype), "attention")
+    lse = saveable(lse, "attention")
     return Result(o, lse), (q, local, sinks, weight, Result(o, lse))
 
 
 def _backward(kernel: Kernel, axes: tuple[str, ...], residuals, cotangents: Result):
-    (q, local, sinks, weight, result), (do, _) = residuals, cotangents
+    q, local, sinks, weight, result = residuals
+    do, _ = cotangents
     c = jax.lax.psum(1, axes)
 
     def differentiate_step(
@@ -189,7 +191,8 @@ def _pairs(
 
     `received` is what the device has received for this step.
     """
-    half, documents = q.shape[2] // 2, None
+    half = q.shape[2] // 2
+    documents = None
     is_from_earlier_device = jax.lax.axis_index(axes) >= n
     common_start = jnp.where(is_from_earlier_device, 0, half)
     starts = (half, 0), (common_start, common_start)
@@ -219,7 +222,8 @@ def in_ring_order(
     x_BT has chunks 2i and 2i+1. All layers except attention treat each position
     independently, so that the positions of a row may be in any order.
     """
-    c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    c = jax.lax.psum(1, axes)
+    i = jax.lax.axis_index(axes)
     rows = jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
     size = x_BT.shape[1] // 2
     chunks = [

@@ -81,7 +81,8 @@ def _fetch_from_neighbours(
     first chunk of device i-1. Chunk 2c-2-i, before the second of these, is the second
     chunk of device i+1, or the device's own first chunk if it is the last device.
     """
-    c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    c = jax.lax.psum(1, axes)
+    i = jax.lax.axis_index(axes)
     ends = chunks[:, :, chunks.shape[2] - size :]
     to_next = [(j, (j + 1) % c) for j in range(c)]
     to_previous = [(k, j) for j, k in to_next]
@@ -97,7 +98,8 @@ def _fetch_from_all(
 ) -> Shaped[Array, "B 2 F *rest"]:
     """Gather whole rows and return the positions before each local chunk."""
     B, _, C = chunks.shape[:3]
-    c, i = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    c = jax.lax.psum(1, axes)
+    i = jax.lax.axis_index(axes)
     gathered = jax.lax.all_gather(chunks[None], axes, tiled=True)  # [c, B, 2, C, ...]
     ordered = jnp.concatenate([gathered[:, :, 0], gathered[::-1, :, 1]])
     rows = jnp.moveaxis(ordered, 0, 1).reshape(B, 2 * c * C, *chunks.shape[3:])

@@ -21,7 +21,8 @@ def convolve(
     The last tap multiplies a position's own input. Inputs of documents with another id
     count as zero.
     """
-    num_taps, y = taps.shape[-1], jnp.float32(0)
+    num_taps = taps.shape[-1]
+    y = jnp.float32(0)
     T = x_BSD.shape[1] - num_taps + 1
     for tap in range(num_taps):
         x_BTD, ids_BT = (array[:, tap : tap + T] for array in (x_BSD, ids_BS))

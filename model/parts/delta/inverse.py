@@ -24,7 +24,8 @@ def unit_lower_inverse(
     overflow there, because the powers are much larger than the inverse.
     """
     C = strict_lower.shape[-1]
-    inverse, size = jnp.broadcast_to(jnp.eye(C), strict_lower.shape), 1
+    inverse = jnp.broadcast_to(jnp.eye(C), strict_lower.shape)
+    size = 1
     while size < C:
         block = np.arange(C) // size
         # M has its rows and columns in the same block of size 2 s.
@@ -33,7 +34,8 @@ def unit_lower_inverse(
         below = jnp.where(jnp.broadcast_to(is_below, inverse.shape), strict_lower, 0)
         if size > 1:
             below = _multiply(_multiply(inverse, below), inverse)
-        inverse, size = inverse - below, 2 * size
+        inverse = inverse - below
+        size = 2 * size
     return inverse
 
 

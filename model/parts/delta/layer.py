@@ -42,7 +42,9 @@ class GatedDeltaNet(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Make the projections, the convolutions, the decays and the output's norm."""
-        self.sizes, D, W = config.delta_sizes, config.embed_dim, config.delta_conv_width
+        self.sizes = config.delta_sizes
+        D = config.embed_dim
+        W = config.delta_conv_width
         K, N, H, V = self.sizes
         std, _ = stds(config, D)
         _, residual_std = stds(config, N * V)
@@ -67,18 +69,23 @@ class GatedDeltaNet(nnx.Module):
             taps = uniform(-(W**-0.5), W**-0.5, (heads, dim, W)).astype(dtype)
             return vector(taps, "heads", "head_dim", None)
 
-        self.query, self.key = project("query", K, H), project("key", K, H)
-        self.value, self.gate = project("value", N, V), project("gate", N, V)
-        self.query_taps, self.key_taps = make_taps(K, H), make_taps(K, H)
+        self.query = project("query", K, H)
+        self.key = project("key", K, H)
+        self.value = project("value", N, V)
+        self.gate = project("gate", N, V)
+        self.query_taps = make_taps(K, H)
+        self.key_taps = make_taps(K, H)
         self.value_taps = make_taps(N, V)
-        self.beta, self.dt = project_to_rates("beta"), project_to_rates("dt")
+        self.beta = project_to_rates("beta")
+        self.dt = project_to_rates("dt")
         # These two stay in float32: rounding them would change all decays.
         self.A_log = vector(jnp.log(uniform(*_DECAYS, shape=(N,))), "heads")
         dt = jnp.exp(uniform(*map(math.log, _STEPS), shape=(N,)))
         self.dt_bias = vector(jnp.log(jnp.expm1(dt)), "heads")
         plain = replace(config, norm_unit_offset=False)
         self.output_norm = Normalize(plain, Norm.rmsnorm, head_dim=V)
-        spec, axes = "btnh,nhd->btd", ("heads", "head_dim", "embed")
+        spec = "btnh,nhd->btd"
+        axes = ("heads", "head_dim", "embed")
         self.output = linear("output", spec, (N, V, D), axes, std=residual_std)
 
     def __call__(
@@ -97,15 +104,19 @@ class GatedDeltaNet(nnx.Module):
             return execution.placement.constrain(y, "batch", "seq", "heads", "head_dim")
 
         # Both rates are in float32: a rounded decay would change all later positions.
-        x_exact, exact = x_BTD.astype(jnp.float32), call._replace(high_precision=True)
+        x_exact = x_BTD.astype(jnp.float32)
+        exact = call._replace(high_precision=True)
         dt_BTN = self.dt(x_exact, execution, exact) + self.dt_bias[...][None, None]
         g_BTN = -jnp.exp(self.A_log[...])[None, None] * jax.nn.softplus(dt_BTN)
         beta_BTN = jax.nn.sigmoid(self.beta(x_exact, execution, exact))
-        q, k = project(self.query, "query"), project(self.key, "key")
-        v, z_BTNV = project(self.value, "value"), self.gate(x_BTD, execution, call)
+        q = project(self.query, "query")
+        k = project(self.key, "key")
+        v = project(self.value, "value")
+        z_BTNV = self.gate(x_BTD, execution, call)
 
         def mix(projections: tuple[jax.Array, ...], z_BTNV: jax.Array, cache):
-            pieces, compute = row_pieces(execution), execution.numerics.compute_dtype
+            pieces = row_pieces(execution)
+            compute = execution.numerics.compute_dtype
             o_BTNV, cache = self._apply_rule(
                 projections, call.segment_ids_BT, cache, pieces=pieces, compute=compute
             )
@@ -130,7 +141,8 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, DeltaState | None]:
         """Return the float32 output of the rule [B, T, N, V], and the updated cache."""
         *qkv, g_BTN, beta_BTN = map(pieces.split, projections)
-        (B, T, N), V = g_BTN.shape, self.sizes.value_dim
+        B, T, N = g_BTN.shape
+        V = self.sizes.value_dim
         E = self.query_taps.shape[-1] - 1
         if cache is None:
             qkv = [pieces.prepend(x, E) for x in qkv]
@@ -189,7 +201,8 @@ class GatedDeltaNet(nnx.Module):
         self, batch: int, length: int, dtype: DTypeLike, first_B: Array | None
     ) -> DeltaState:
         """Return a cache of no positions. Its size does not depend on `length`."""
-        (K, N, H, V), E = self.sizes, self.query_taps.shape[-1] - 1
+        K, N, H, V = self.sizes
+        E = self.query_taps.shape[-1] - 1
         k, v = (jnp.zeros((batch, E, *dims), dtype) for dims in ((K, H), (N, V)))
         return DeltaState(self._empty_state(batch), (k, k, v), jnp.int32(0), first_B)
 

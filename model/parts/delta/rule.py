@@ -95,7 +95,8 @@ def delta_rule(
     `state_before` is the float32 state before the first position. If other devices have
     earlier positions of the rows, it is a function of the map of the T positions.
     """
-    chunks, (B, T, K, R, V) = _prepare(inputs, compute), inputs.values.shape
+    chunks = _prepare(inputs, compute)
+    B, T, K, R, V = inputs.values.shape
     if callable(state_before):
         state_before = state_before(_map_of(chunks, compute))
 
@@ -122,7 +123,8 @@ def _write(
 
 def _map_of(chunks: _Chunks, compute: DTypeLike) -> AffineMap:
     """Return the map of all chunks, by running them on the state [I | 0]."""
-    (*_, H), (_, B, K, R, _, V) = chunks.w.shape, chunks.u.shape
+    *_, H = chunks.w.shape
+    _, B, K, R, _, V = chunks.u.shape
     state = jnp.broadcast_to(jnp.eye(H, H + V), (B, K, R, H, H + V))
     widened = chunks._replace(u=jnp.pad(chunks.u, [(0, 0)] * 5 + [(H, 0)]))
     state, _ = jax.lax.scan(
@@ -136,7 +138,8 @@ def _prepare(inputs: DeltaInputs, compute: DTypeLike) -> _Chunks:
     q_MBKCH, k_MBKCH, v_MBKRCV = (_split(x, 1) for x in inputs[:3])
     g_MBKRC, b_MBKRC, starts_MBC = (_split(x, 0) for x in inputs[3:])
     decays = _decays(g_MBKRC, starts_MBC)
-    decay_before, D = decays[..., 1:, 0], decays[..., 1:, 1:]
+    decay_before = decays[..., 1:, 0]
+    D = decays[..., 1:, 1:]
 
     similarity = product("mbkih,mbkjh->mbkij", k_MBKCH, k_MBKCH, compute)
     L = b_MBKRC[..., None] * similarity[:, :, :, None] * D

@@ -24,7 +24,8 @@ from model.gather import WeightPlacement
 from model.parts.eight_bits.quantization import contract, max_abs
 from model.products import ProductOptions, Quantized, gradient_specs
 
-FORWARD, COTANGENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+FORWARD = jnp.float8_e4m3fn
+COTANGENT = jnp.float8_e5m2
 
 
 def float8_scale(
@@ -69,8 +70,10 @@ def _gather_float8(
 
 def _float8_forward(options: ProductOptions, a: jax.Array, b: jax.Array):
     spec, compute, placement, emulated = options
-    like_a, like_b = jnp.zeros((), a.dtype), jnp.zeros((), b.dtype)
-    out, a = a.dtype, a.astype(compute)
+    like_a = jnp.zeros((), a.dtype)
+    like_b = jnp.zeros((), b.dtype)
+    out = a.dtype
+    a = a.astype(compute)
     scale_a = float8_scale(a, FORWARD)
     scale_b = float8_scale(b, FORWARD, placement.sharded_axes)
     b_8 = _gather_float8(b, scale_b, placement)

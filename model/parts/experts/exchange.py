@@ -58,7 +58,9 @@ def run_on_device(tokens: Tokens, experts: LocalExperts) -> Output:
 
 def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
     """Gather the tokens of all devices, in chunks, and reduce-scatter the results."""
-    (n, k), E, axes = tokens.experts.shape, experts.num_local, experts.expert_axes
+    n, k = tokens.experts.shape
+    E = experts.num_local
+    axes = experts.expert_axes
     worst_k = jax.lax.psum(1, axes) * min(k, E)  # the most rows per local token
     num_chunks = next(c for c in range(-(-worst_k // k), n + 1) if n % c == 0)
 
@@ -87,10 +89,14 @@ def _run_by_gathering(tokens: Tokens, experts: LocalExperts) -> Output:
 
 def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     """Send tokens to experts and back; gather if a device lacks the capacity."""
-    (n, k), E, axes = tokens.experts.shape, experts.num_local, experts.expert_axes
-    execution, S = experts.execution, jax.lax.psum(1, axes)
+    n, k = tokens.experts.shape
+    E = experts.num_local
+    axes = experts.expert_axes
+    execution = experts.execution
+    S = jax.lax.psum(1, axes)
     m = min(k, E, _EXPERTS_PER_COPY)
-    max_copies, max_rows = S * n * -(-min(k, E) // m), S * n * min(k, E)
+    max_copies = S * n * -(-min(k, E) // m)
+    max_rows = S * n * min(k, E)
     share = n * _expected_copies(experts.config, S, m)
     C = min(round(CAPACITY_FACTOR * share), max_copies)
     R = min(round(CAPACITY_FACTOR * n * k), max_rows)
@@ -102,7 +108,8 @@ def _run_by_sending(tokens: Tokens, experts: LocalExperts) -> Output:
     copies_SS = jax.lax.all_gather(copies_S[None], axes, tiled=True)
 
     def send(tokens: Tokens) -> Output:
-        route, capacities = Route.to_devices(copies_SS, axes), (order.size, C)
+        route = Route.to_devices(copies_SS, axes)
+        capacities = (order.size, C)
         # Zero stands for no expert. float32 holds the numbers exactly.
         labels = [
             jnp.sum(jnp.where(served_kkn, x_nk.T[None], 0), axis=1)
@@ -149,7 +156,8 @@ def _make_copies(
         The device of each copy [n, k], or `num_devices` for no copy; and for each of m
         places whether copy c of a token serves choice i in this place, [c, i, n].
     """
-    k, device_kn = device_nk.shape[1], device_nk.T
+    k = device_nk.shape[1]
+    device_kn = device_nk.T
     is_same_kkn = device_kn[:, None] == device_kn[None]
     # A token has the copy c if m divides the number of earlier choices of its device.
     is_earlier_kk1 = jnp.tri(k, k, -1, dtype=bool)[..., None]
@@ -164,7 +172,8 @@ def _expected_copies(config: ModelConfig, devices: int, m: int) -> float:
 
     A token only reaches the devices of the groups that its router keeps.
     """
-    k, groups = config.experts_per_token, config.router_groups
+    k = config.experts_per_token
+    groups = config.router_groups
     if groups > 1:
         devices_per_group = -(-devices // groups)
         devices = min(devices, config.router_groups_kept * devices_per_group)

@@ -31,7 +31,9 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Create router, experts and the shared MLP; biases start at zero."""
-        D, E, F = config.embed_dim, config.num_experts, config.expert_size
+        D = config.embed_dim
+        E = config.num_experts
+        F = config.expert_size
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
         _, residual_std = stds(config, F)
@@ -44,10 +46,13 @@ class Experts(nnx.Module):
 
         def bias(*dims: tuple[str, int]) -> nnx.Param | None:
             axes, shape = zip(*dims, strict=True)
-            zeros, info = jnp.zeros(shape, dtype), ParamInfo(axes, Kind.vector)
+            zeros = jnp.zeros(shape, dtype)
+            info = ParamInfo(axes, Kind.vector)
             return nnx.Param(zeros, info=info) if config.bias else None
 
-        embed, experts, hidden = ("embed", D), ("experts", E), ("mlp", F)
+        embed = ("embed", D)
+        experts = ("experts", E)
+        hidden = ("mlp", F)
         self.router = Router(config, rngs)
         self.up = weight(std, experts, embed, hidden)
         self.gate = weight(std, experts, embed, hidden) if config.gated else None
@@ -112,7 +117,8 @@ class Experts(nnx.Module):
         placements = [execution.weight_placement(_axes(p)) for p in matrix_params]
         expert_axes = dict(placements[0].sharded_dims).get(0, ())
         placements = [p.without_dims([0]) for p in placements]
-        numerics, placement = execution.numerics, execution.placement
+        numerics = execution.numerics
+        placement = execution.placement
         float8 = None if call.high_precision else numerics.expert_quantization
         automatic = placement.automatic_axes
         hidden_entry = placement.param_spec(("mlp",))[0] if automatic else None

@@ -85,7 +85,8 @@ def _forward(options: _Options, x, w, sizes):
     # Save the rounded x, as in `product`, but w itself, which is in memory anyway.
     rounded = x.astype(options.compute)
     (a, scale_a), (b, scale_b) = options.round(rounded, w)
-    kernel, swapped = options.kernel, options.swapped
+    kernel = options.kernel
+    swapped = options.swapped
     multiply = partial(grouped_rows, dtype=x.dtype, kernel=kernel, swapped=swapped)
     y = _zero_unused(multiply(a, b, sizes, transposed=False), sizes, kernel)
     return _scale(y, scale_a, scale_b), (rounded, w, sizes, jnp.zeros((), x.dtype))
@@ -94,7 +95,8 @@ def _forward(options: _Options, x, w, sizes):
 def _backward(options: _Options, residuals, dy: jax.Array):
     x, w, sizes, like_x = residuals
     (dy, scale_dy), (a, scale_a), (b, scale_b) = options.round(dy, x, w)
-    kernel, swapped = options.kernel, options.swapped
+    kernel = options.kernel
+    swapped = options.swapped
     multiply = partial(grouped_rows, dtype=like_x.dtype, kernel=kernel, swapped=swapped)
     dx = multiply(dy, b, sizes, transposed=True)
     if kernel is Grouped.megablox:
@@ -177,7 +179,8 @@ def grouped_matrices(
             return grouped_triton.triton_by_experts(x, dy, sizes, dtype)
         case Grouped.megablox:
             tiling = _tiling(x.shape[0])
-            x, dy = _pad_rows(x, tiling[0]), _pad_rows(dy, tiling[0])
+            x = _pad_rows(x, tiling[0])
+            dy = _pad_rows(dy, tiling[0])
             a, b = (dy, x) if swapped else (x, dy)
             dw = tgmm(a.swapaxes(0, 1), b, sizes, dtype, tiling)
             return dw.swapaxes(1, 2) if swapped else dw

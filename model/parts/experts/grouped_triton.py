@@ -18,7 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-_ROWS, _COLUMNS, _DEPTH = 128, 128, 32  # tile sizes, not tuned on a GPU
+# Tile sizes, which are not tuned on a GPU.
+_ROWS = 128
+_COLUMNS = 128
+_DEPTH = 32
 _WHOLE_ARRAY = pl.BlockSpec(memory_space=pl.ANY)
 _COMPILER_PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
 
@@ -33,11 +36,13 @@ def triton_by_rows(
 ) -> jax.Array:
     """Multiply each row by its expert's matrix [K, N], or by [N, K] transposed."""
     M, K = x_MK.shape
-    E, N = w.shape[0], w.shape[1 if transposed else 2]
+    E = w.shape[0]
+    N = w.shape[1 if transposed else 2]
     unused = M - jnp.sum(sizes_E)[None]
     sizes = jnp.concatenate([sizes_E, unused.astype(sizes_E.dtype)])
     blocks = -(-sizes // _ROWS)
-    block_ends, ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
+    block_ends = jnp.cumsum(blocks)
+    ends = jnp.cumsum(sizes)
     block = jnp.arange(M // _ROWS + E + 1)
     expert = jnp.sum(block[:, None] >= block_ends[None], axis=1)
     group = jnp.minimum(expert, E)  # Group E is the unused rows.
@@ -64,9 +69,12 @@ def _rows_kernel(
     expert_ref, start_ref, end_ref, x_ref, w_ref, y_ref, *, E, K, N, transposed
 ):
     block = pl.program_id(0)
-    expert, start, end = expert_ref[block], start_ref[block], end_ref[block]
+    expert = expert_ref[block]
+    start = start_ref[block]
+    end = end_ref[block]
     column = pl.program_id(1) * _COLUMNS
-    rows, columns = pl.ds(start, _ROWS), pl.ds(column, _COLUMNS)
+    rows = pl.ds(start, _ROWS)
+    columns = pl.ds(column, _COLUMNS)
     in_rows = start + jnp.arange(_ROWS)[:, None] < end
     in_columns = column + jnp.arange(_COLUMNS) < N
 
@@ -98,7 +106,9 @@ def triton_by_experts(
     interpret: bool = False,
 ) -> jax.Array:
     """Return x^T y [E, D, F] over the rows of each expert in x [M, D], y [M, F]."""
-    E, D, F = sizes_E.size, x_MD.shape[1], y_MF.shape[1]
+    E = sizes_E.size
+    D = x_MD.shape[1]
+    F = y_MF.shape[1]
     ends = jnp.cumsum(sizes_E)
     starts_E, ends_E = (x.astype(jnp.int32) for x in (ends - sizes_E, ends))
     call = pl.pallas_call(
@@ -116,15 +126,19 @@ def triton_by_experts(
 
 def _experts_kernel(start_ref, end_ref, x_ref, y_ref, w_ref, *, D, F):
     expert, input_tile, output_tile = (pl.program_id(i) for i in range(3))
-    start, end = start_ref[expert], end_ref[expert]
-    input_start, output_start = input_tile * _ROWS, output_tile * _COLUMNS
-    inputs, outputs = pl.ds(input_start, _ROWS), pl.ds(output_start, _COLUMNS)
+    start = start_ref[expert]
+    end = end_ref[expert]
+    input_start = input_tile * _ROWS
+    output_start = output_tile * _COLUMNS
+    inputs = pl.ds(input_start, _ROWS)
+    outputs = pl.ds(output_start, _COLUMNS)
     in_inputs = input_start + jnp.arange(_ROWS) < D
     in_outputs = output_start + jnp.arange(_COLUMNS) < F
 
     def add_step(step, total):
         row = start + step * _DEPTH
-        rows, in_rows = pl.ds(row, _DEPTH), row + jnp.arange(_DEPTH)[:, None] < end
+        rows = pl.ds(row, _DEPTH)
+        in_rows = row + jnp.arange(_DEPTH)[:, None] < end
         x = _load(x_ref.at[rows, inputs], in_rows & in_inputs[None])
         y = _load(y_ref.at[rows, outputs], in_rows & in_outputs[None])
         return total + _dot(x, y, 0, 0)

@@ -69,7 +69,8 @@ class LocalExperts(NamedTuple):
         """Biases of the local experts."""
         if not self.expert_axes:
             return self.biases
-        E, device = self.num_local, jax.lax.axis_index(self.expert_axes)
+        E = self.num_local
+        device = jax.lax.axis_index(self.expert_axes)
         return [jax.lax.dynamic_slice_in_dim(b, device * E, E) for b in self.biases]
 
     def reduce(self, output: Output) -> Output:
@@ -104,7 +105,8 @@ def run_local_experts(
     Local experts are numbered 0 to E - 1. The caller adds the biases of `down` after it
     has summed over `hidden_axes`, and knows that tokens have at most `capacity` rows.
     """
-    (n, k), E = tokens.experts.shape, experts.num_local
+    n, k = tokens.experts.shape
+    E = experts.num_local
     is_local = (tokens.experts >= 0) & (tokens.experts < E)
     row_nk, order, sizes_E = sort_rows(jnp.where(is_local, tokens.experts, E), E)
     R = n * min(k, E) if capacity is None else capacity
@@ -129,8 +131,10 @@ def run_mlps(
         sizes_E: the number of rows of each expert.
         experts: the local experts.
     """
-    (up, *gate, down), biases = experts.matrices, experts.local_biases[:-1]
-    numerics, call = experts.execution.numerics, experts.call
+    up, *gate, down = experts.matrices
+    biases = experts.local_biases[:-1]
+    numerics = experts.execution.numerics
+    call = experts.call
     float8 = None if call.high_precision else numerics.expert_quantization
     is_monitored = call.taps and call.taps.watched and float8 is not None
     counts = list[jax.Array]()
@@ -155,8 +159,10 @@ def run_mlps(
 
     inner = [multiply("up", x_RD, up), *(multiply("gate", x_RD, w) for w in gate)]
     if biases:
-        ends_E, row_R1 = jnp.cumsum(sizes_E), jnp.arange(x_RD.shape[0])[:, None]
-        ends_1E, sizes_1E = ends_E[None], sizes_E[None]
+        ends_E = jnp.cumsum(sizes_E)
+        row_R1 = jnp.arange(x_RD.shape[0])[:, None]
+        ends_1E = ends_E[None]
+        sizes_1E = sizes_E[None]
         is_in_expert_RE = (row_R1 >= ends_1E - sizes_1E) & (row_R1 < ends_1E)
         shares_RE = is_in_expert_RE.astype(x_RD.dtype)
         sums = (_sum_biases(shares_RE, bias, experts.execution) for bias in biases)

@@ -35,10 +35,12 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Draw the matrix; any biases start at zero."""
-        D, E = config.embed_dim, config.num_experts
+        D = config.embed_dim
+        E = config.num_experts
         dtype = jnp.dtype(config.param_dtype)
         std, _ = stds(config, D)
-        self.config, self.axes = config, ("embed", "experts")
+        self.config = config
+        self.axes = ("embed", "experts")
         weight = std * jax.random.normal(rngs.params(), (D, E), dtype)
         self.weight = nnx.Param(weight, info=ParamInfo(self.axes, Kind.matrix, 1))
         info = ParamInfo(("experts",), Kind.vector)
@@ -65,7 +67,8 @@ class Router(nnx.Module):
         DeepSeek-V3, arXiv:2412.19437, section 2.1.2, for sigmoid scores, `balance` and
         the loss of each row; DeepSeek-V2, arXiv:2405.04434, section 2.2.2, for groups.
         """
-        config, E = self.config, self.config.num_experts
+        config = self.config
+        E = self.config.num_experts
         x_BTD = x_BTD.astype(jnp.float32)
         with jax.default_matmul_precision("float32"):
             weight = self.weight[...]
@@ -114,7 +117,8 @@ class Router(nnx.Module):
         0 would beat the scores of kept experts that have a negative bias.
         """
         config = self.config
-        G, num_kept = config.router_groups, config.router_groups_kept
+        G = config.router_groups
+        num_kept = config.router_groups_kept
         grouped_BTGE = ranked_BTE.reshape(*ranked_BTE.shape[:2], G, -1)
         best, _ = jax.lax.top_k(grouped_BTGE, config.router_group_best)
         _, groups_BTk = jax.lax.top_k(jnp.sum(best, axis=-1), num_kept)
@@ -141,7 +145,8 @@ class Router(nnx.Module):
         execution: Execution,
     ) -> Routing:
         """Return each expert's number of tokens, and the sum of the balance losses."""
-        config, E = self.config, self.config.num_experts
+        config = self.config
+        E = self.config.num_experts
 
         def zero_padding(x: jax.Array) -> jax.Array:
             if segment_ids_BT is None:

@@ -92,8 +92,10 @@ class Route(NamedTuple):
         device = jax.lax.axis_index(axes)
         starts_SS = jnp.cumsum(rows_SS, axis=1) - rows_SS
         receiver_starts_SS = jnp.cumsum(rows_SS, axis=0) - rows_SS
-        sent, received = rows_SS[device], rows_SS[:, device]
-        starts, return_starts = starts_SS[device], starts_SS[:, device]
+        sent = rows_SS[device]
+        received = rows_SS[:, device]
+        starts = starts_SS[device]
+        return_starts = starts_SS[:, device]
         remote_starts = receiver_starts_SS[device]
         local_starts = receiver_starts_SS[:, device]
         return cls(
@@ -121,7 +123,8 @@ def travel(
         axes: mesh axes along which devices exchange rows.
         emulated: gather all rows and select, because XLA:CPU has no ragged all-to-all.
     """
-    out, capacity = route.out, capacities[1]
+    out = route.out
+    capacity = capacities[1]
     if not emulated:
         return jax.lax.ragged_all_to_all(
             x,
@@ -135,7 +138,8 @@ def travel(
     swap = partial(
         jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True
     )
-    sender_starts, starts = swap(out.starts), swap(out.receiver_starts)
+    sender_starts = swap(out.starts)
+    starts = swap(out.receiver_starts)
     rows = jnp.arange(capacity)[:, None]
     in_piece = (rows >= starts) & (rows < starts + out.received_sizes)
     sender = jnp.argmax(in_piece, axis=1)

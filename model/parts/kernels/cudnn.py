@@ -10,7 +10,8 @@ from model.attention.inputs import Attended, Inputs, score_bound
 
 LENGTH_MULTIPLE = 2  # The number of positions must be even.
 SCALES_QUERIES = True
-forward, backward = compat.cudnn_step_forward, compat.cudnn_step_backward
+forward = compat.cudnn_step_forward
+backward = compat.cudnn_step_backward
 
 
 def attend(

@@ -42,7 +42,8 @@ def attend(
         ValueError: if the local queries have more elements than an int32 offset can
             count.
     """
-    q_BTNH, ids_BT = inputs.q_BTNH, inputs.segment_ids_BS
+    q_BTNH = inputs.q_BTNH
+    ids_BT = inputs.segment_ids_BS
     if ids_BT is None:
         return cudnn.attend(inputs, window=window, soft_cap=soft_cap)
     assert (inputs.sinks_N, soft_cap) == (None, None), "choose_kernel refuses these"
@@ -85,13 +86,15 @@ class Documents(NamedTuple):
 
     def mask(self, T: int) -> Bool[Array, "B T"]:
         """Return the mask of the positions that belong to these documents."""
-        start_B1, end_B1 = self.starts_BC[:, :1], self._ends_BC[:, -1:]
+        start_B1 = self.starts_BC[:, :1]
+        end_B1 = self._ends_BC[:, -1:]
         position_1T = jnp.arange(T)[None]
         return (position_1T >= start_B1) & (position_1T < end_B1)
 
     def to_rows(self, x_DNT: Float[Array, "D N T"]) -> Float[Array, "B N T"]:
         """Move values from positions in documents to positions in rows."""
-        (B, C), (_, N, T) = self.starts_BC.shape, x_DNT.shape
+        B, C = self.starts_BC.shape
+        _, N, T = x_DNT.shape
         position_1T = jnp.arange(T)[None]
         index_BT = jnp.sum(position_1T[None] >= self._ends_BC[..., None], axis=1)
         index_BT = jnp.minimum(index_BT, C - 1)
@@ -136,7 +139,8 @@ def _attend(inputs: Inputs, window: int | None) -> tuple[Array, Array]:
 
 
 def _forward(inputs: Inputs, window: int | None):
-    (B, T, N, _), indices_BT = inputs.q_BTNH.shape, inputs.segment_ids_BS
+    B, T, N, _ = inputs.q_BTNH.shape
+    indices_BT = inputs.segment_ids_BS
     assert indices_BT is not None
 
     def call_kernel(call, outputs):
@@ -150,12 +154,14 @@ def _forward(inputs: Inputs, window: int | None):
 
     zeros = jnp.zeros_like(inputs.q_BTNH), jnp.zeros((B, N, T), jnp.float32)
     o, lse_BNT = jax.lax.fori_loop(0, _num_calls(indices_BT), call_kernel, zeros)
-    o, lse_BNT = saveable(o, "attention"), saveable(lse_BNT, "attention")
+    o = saveable(o, "attention")
+    lse_BNT = saveable(lse_BNT, "attention")
     return (o, lse_BNT), (inputs, o, lse_BNT)
 
 
 def _backward(window: int | None, residuals, cotangents):
-    (inputs, o_BTNH, lse_BNT), (do_BTNH, _) = residuals, cotangents
+    inputs, o_BTNH, lse_BNT = residuals
+    do_BTNH, _ = cotangents
     q, k, v, indices_BT, _ = inputs
 
     def call_kernel(call, grads):
@@ -183,5 +189,6 @@ def _num_calls(indices_BT: Int[Array, "B T"]) -> Int[Array, ""]:
 
 def _make_call(inputs: Inputs, packed: Documents, window: int | None) -> PackedCall:
     """Return a call whose results are arbitrary except in the documents `packed`."""
-    (_, T, N, H), K = inputs.q_BTNH.shape, inputs.k_BSKH.shape[2]
+    _, T, N, H = inputs.q_BTNH.shape
+    K = inputs.k_BSKH.shape[2]
     return PackedCall(inputs, packed.operands(T, (N * H, K * H)), window)

@@ -37,7 +37,8 @@ def attend(
     kernel without a TPU, in tests.
     """
     _, masks = compat.splash_library()
-    (T, N), S = inputs.q_BTNH.shape[1:3], inputs.k_BSKH.shape[1]
+    T, N = inputs.q_BTNH.shape[1:3]
+    S = inputs.k_BSKH.shape[1]
     mask = masks.CausalMask((T, S), S - T)
     if window is not None:
         mask = masks.LocalMask((T, S), (window - 1, 0), S - T)
@@ -173,11 +174,13 @@ def _seen_blocks(n: int, axes: tuple[str, ...]) -> Int[Array, "Q S"]:
     0 stands for no key of a block, 1 for those up to the diagonal, 2 for all keys. The
     gathered keys are in the order of the devices. A chunk has n blocks.
     """
-    c, device = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    c = jax.lax.psum(1, axes)
+    device = jax.lax.axis_index(axes)
     devices_c = jnp.arange(c)
     chunks_c2 = jnp.stack([devices_c, 2 * c - 1 - devices_c], axis=1)
     positions = chunks_c2[..., None] * n + jnp.arange(n)[None, None]
-    queries_Q, keys_S = positions[device].reshape(-1), positions.reshape(-1)
+    queries_Q = positions[device].reshape(-1)
+    keys_S = positions.reshape(-1)
     distance_QS = queries_Q[:, None] - keys_S[None]
     return jnp.sign(distance_QS) + 1
 

@@ -56,10 +56,14 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         """Make the projections and the norms of compressed vectors."""
-        D, N = config.embed_dim, config.num_heads
-        H, V = config.head_size, config.value_size
-        query_rank, kv_rank = config.query_rank, config.kv_rank
-        self.nope_dim, self.kv_rank = config.nope_head_dim, kv_rank
+        D = config.embed_dim
+        N = config.num_heads
+        H = config.head_size
+        V = config.value_size
+        query_rank = config.query_rank
+        kv_rank = config.kv_rank
+        self.nope_dim = config.nope_head_dim
+        self.kv_rank = kv_rank
         self.query_scale = config.rope_scaling.score_factor
         self.dropout = config.dropout.attention
 
@@ -68,11 +72,13 @@ class LatentAttention(nnx.Module):
         norm = partial(Normalize, replace(config, norm_epsilon=_EPSILON), Norm.rmsnorm)
 
         def compress(name: str, rank: int) -> Linear:
-            axes, (std, _) = ("embed", "head_dim"), stds(config, D)
+            axes = ("embed", "head_dim")
+            std, _ = stds(config, D)
             return linear(name, "btd,dc->btc", (D, rank), axes, std=std)
 
         def expand(name: str, num_inputs: int, head_dim: int) -> Linear:
-            shape, (std, _) = (num_inputs, N, head_dim), stds(config, num_inputs)
+            shape = (num_inputs, N, head_dim)
+            std, _ = stds(config, num_inputs)
             axes = ("embed", "heads", "head_dim")
             return linear(name, "btc,cnh->btnh", shape, axes, std=std)
 
@@ -99,7 +105,8 @@ class LatentAttention(nnx.Module):
 
         `local_flag` is ignored, because latent attention has no window.
         """
-        placement, rotations = execution.placement, call.rotations
+        placement = execution.placement
+        rotations = call.rotations
         assert rotations is not None, "model/config_rules.py requires rotary positions"
         q_BTNH = self._queries(x_BTD, execution, call)
         latent_BTC = self.key_value_down(x_BTD, execution, call)
@@ -174,7 +181,8 @@ class LatentAttention(nnx.Module):
         c_BSC, k_rope = jnp.split(latent_BSC, [self.kv_rank], axis=-1)
         kv = self.key_value_up(c_BSC, execution, call)
         k_nope, v_BSNV = jnp.split(kv, [self.nope_dim], axis=-1)
-        k_nope, v_BSNV = saveable(k_nope, "key"), saveable(v_BSNV, "value")
+        k_nope = saveable(k_nope, "key")
+        v_BSNV = saveable(v_BSNV, "value")
         shape = *k_nope.shape[:3], k_rope.shape[-1]
         k_rope = jnp.broadcast_to(k_rope[:, :, None], shape)
         drop_weights = partial(drop, rate=self.dropout, site="weights", call=call)

@@ -41,7 +41,8 @@ def attend_in_latent_ring(
     It expands the first R dims of a latent to the keys and values of each head. The
     other dims of the latent end the keys of all heads.
     """
-    placement, compute = execution.placement, execution.numerics.compute_dtype
+    placement = execution.placement
+    compute = execution.numerics.compute_dtype
     kernel = KERNELS[execution.attention.kernel]
     V = weight_RNE.shape[-1] - nope_dim
     # The kernel of cuDNN takes a single dim.
@@ -51,18 +52,21 @@ def attend_in_latent_ring(
 
     def attend(q: Array, latent: Array, weight: Array, ids: Array | None) -> Attended:
         scaled_q = q * q.shape[-1] ** -0.5 if kernel.SCALES_QUERIES else q
-        local, q_BNTH = Travelling((latent[:, None],), ids), scaled_q.swapaxes(1, 2)
+        local = Travelling((latent[:, None],), ids)
+        q_BNTH = scaled_q.swapaxes(1, 2)
         axes = placement.sequence_axes
         result: Any = ring(ring_kernel, axes, q_BNTH, local, weight=weight)
         return Attended(result.o_BNTV.swapaxes(1, 2), score_bound(result.lse_BNT))
 
     if placement.automatic_axes:
         spec = placement.spec
-        q_spec, weight_spec = spec("batch", None, "heads", None), spec(None, "heads")
+        q_spec = spec("batch", None, "heads", None)
+        weight_spec = spec(None, "heads")
         in_specs = (q_spec, spec("batch"), weight_spec, spec("batch"))
         out_specs = Attended(q_spec, spec("heads"))  # pyright: ignore[reportArgumentType]
         attend = placement.map_shards(attend, in_specs=in_specs, out_specs=out_specs)
-    q, latent = q_BTNH.astype(compute), latent_BTC.astype(compute)
+    q = q_BTNH.astype(compute)
+    latent = latent_BTC.astype(compute)
     o_BTNV, bound_N = attend(q, latent, weight_RNE, segment_ids_BT)
     return Attended(o_BTNV[..., :V].astype(q_BTNH.dtype), bound_N)
 

@@ -46,7 +46,8 @@ def test_python_is_the_standard_library_without_tests_and_packages():
 
 def test_no_validation_document_is_in_training(config, folder):
     corpus = find_corpus(config)
-    train, validation = documents(corpus, "train"), documents(corpus, "validation")
+    train = documents(corpus, "train")
+    validation = documents(corpus, "validation")
     assert not set(train) & set(validation)
     assert set(train) | set(validation) == {path.name for path in folder.iterdir()}
     assert list(train) == sorted(train)

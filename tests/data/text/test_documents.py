@@ -99,7 +99,8 @@ ODD = [
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_each_bad_line_is_reported_and_hides_no_other(tmp_path, name, end):
-    content, expected = bytearray(b"\xef\xbb\xbf"), []
+    content = bytearray(b"\xef\xbb\xbf")
+    expected = []
     file = named_file(tmp_path / name, 0)
     for (bad, reason), (fine, key, text) in zip(FAULTS, ODD * 3, strict=True):
         expected.append((key, text.encode()))

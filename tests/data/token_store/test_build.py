@@ -26,7 +26,8 @@ from tests.data.token_store.preparations import (
 )
 from tests.fleet import REPOSITORY
 
-records, config = preparations.records, preparations.config
+records = preparations.records
+config = preparations.config
 small_tasks = preparations.small_tasks
 
 
@@ -39,7 +40,8 @@ def test_a_store_holds_each_record_once(config, records):
     assert store.manifest["empty_documents"] == 6
     at = 0
     for line in (records / "a.jsonl").read_bytes().splitlines(keepends=True):
-        name, text = f"a.jsonl:byte {at}", json.loads(line)["text"].encode()
+        name = f"a.jsonl:byte {at}"
+        text = json.loads(line)["text"].encode()
         split = split_of(name, 0.1)
         assert found.get((split, name), b"") == text
         at += len(line)
@@ -103,7 +105,8 @@ def test_parts_are_not_made_twice(config, records, tmp_path, small_tasks, monkey
     assert len(parts) > 20
     parts.remove(lost := min(parts))
     lost.unlink()
-    write, written = data.token_store.encode.created_atomically, []
+    write = data.token_store.encode.created_atomically
+    written = []
 
     def recorded(path: Path) -> contextlib.AbstractContextManager[Path]:
         written.append(path)

@@ -32,7 +32,8 @@ from tests.data.token_store.preparations import (
 )
 from tests.fleet import REPOSITORY
 
-records, config = preparations.records, preparations.config
+records = preparations.records
+config = preparations.config
 small_tasks = preparations.small_tasks
 
 
@@ -104,7 +105,8 @@ def end(process: subprocess.Popen) -> None:
 
 def drill(arguments: list[str], output: Path, kills: int, seconds: float) -> None:
     """Kill a command at random moments, go on with it, and let it end at last."""
-    source, killed = random.Random(kills), 0
+    source = random.Random(kills)
+    killed = 0
     while killed < kills:
         process = begin(arguments, output)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -16,7 +16,8 @@ from data.token_store.store import open_store
 from tests.data.token_store import preparations
 from tests.data.token_store.preparations import content_of, documents_of, refuse
 
-records, config = preparations.records, preparations.config
+records = preparations.records
+config = preparations.config
 
 
 def test_from_s3_to_s3(bucket, config, records, tmp_path):
@@ -57,7 +58,8 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
         if not asked or not path.is_file():
             return super().send_head()
         content = path.read_bytes()
-        low, high = int(asked[1] or -int(asked[2])), len(content)
+        low = int(asked[1] or -int(asked[2]))
+        high = len(content)
         if asked[1] and asked[2]:
             high = int(asked[2]) + 1
         low = max(0, low if low >= 0 else high + low)

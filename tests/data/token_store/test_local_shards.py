@@ -56,7 +56,8 @@ def test_what_is_missing_is_named_by_its_file(store, damage):
     else:
         file.unlink()
     if damage == "without a chunk":
-        chunks, index = content[: -16 * 4 - 4], bytearray(content[-16 * 4 - 4 : -4])
+        chunks = content[: -16 * 4 - 4]
+        index = bytearray(content[-16 * 4 - 4 : -4])
         index[16:32] = b"\xff" * 16
         checksum = google_crc32c.value(bytes(index)).to_bytes(4, "little")
         file.write_bytes(chunks + index + checksum)

@@ -51,7 +51,8 @@ def segments_of(ends: np.ndarray, cuts: list[int]) -> Iterator[StoreSegment]:
 )
 def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
     ends = np.cumsum(lengths)
-    offsets, total = np.concatenate([[0], ends]), int(ends[-1])
+    offsets = np.concatenate([[0], ends])
+    total = int(ends[-1])
     small = {"CHUNK_LENGTH": chunk, "SHARD_LENGTH": 4 * chunk}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -105,7 +106,8 @@ def test_memory_and_disk_agree_with_the_documents(lengths, cuts, chunk, source):
 
 
 def test_an_empty_split_is_one_and_an_array_of_another_length_is_damage(tmp_path):
-    storage, segments = KeyValueStore(tmp_path), segments_of(np.array([5]), [])
+    storage = KeyValueStore(tmp_path)
+    segments = segments_of(np.array([5]), [])
     write_store(storage, segments, np.dtype(np.uint16), {})
     array = TokenArray(storage, "validation", 0, 0)
     assert len(array) == 0

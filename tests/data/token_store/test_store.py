@@ -179,13 +179,15 @@ def test_any_damage_to_any_file_is_found_and_named(
 ):
     ranks = write_ranks(tmp_path / "ranks")
     store = cached_store(dataclasses.replace(config, **ranks))
-    intact, source = everything(store.path), random.Random(kept)
+    intact = everything(store.path)
+    source = random.Random(kept)
     files = sorted(path for path in Path(store.path).rglob("*") if path.is_file())
     # The manifest's size must not decide how often the others are met.
     for trial in range(200):
         file = files[trial % len(files)]
         content = file.read_bytes()
-        damage, at = bytearray(content), source.randrange(len(content) or 1)
+        damage = bytearray(content)
+        at = source.randrange(len(content) or 1)
         kind = source.choice(["flip", "flip", "flip", "cut", "add", "remove"])
         if kind == "flip" and content:
             damage[at] ^= 1 << source.randrange(8)

@@ -53,7 +53,8 @@ def test_the_sample_of_kueue_is_accepted():
 def test_slices_are_asked_for_by_name(target, topology, chips, pods, jobs):
     document = manifest(replace(TPU, target=target))
     (replicated,) = document["spec"]["replicatedJobs"]
-    job, pod = replicated["template"]["spec"], pod_of(document)
+    job = replicated["template"]["spec"]
+    pod = pod_of(document)
     labels = pod["nodeSelector"]
     assert labels["cloud.google.com/gke-tpu-topology"] == topology
     assert pod["containers"][0]["resources"] == {"limits": {"google.com/tpu": chips}}

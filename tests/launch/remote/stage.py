@@ -52,7 +52,8 @@ class Stage:
     variable: str  # by which the fake finds its folder
 
     def __init__(self, folder: Path, *starts: object):
-        self.fake, self.stub = folder / "fake", folder / "stub"
+        self.fake = folder / "fake"
+        self.stub = folder / "stub"
         self.path = self.install()
         program(self.fake / "bin/trainer", TRAINER)
         self.stub.mkdir()
@@ -123,7 +124,10 @@ class Stage:
 
 
 class SshStage(Stage):
-    kind, backend, cluster, variable = "ssh", ssh, SSH, "FAKE_SSH"
+    kind = "ssh"
+    backend = ssh
+    cluster = SSH
+    variable = "FAKE_SSH"
 
     def install(self) -> Path:
         return fake_ssh.install(self.fake)
@@ -139,7 +143,9 @@ class SshStage(Stage):
 
 
 class TpuStage(Stage):
-    kind, backend, variable = "tpu_vm", tpu_vm, "FAKE_GCLOUD"
+    kind = "tpu_vm"
+    backend = tpu_vm
+    variable = "FAKE_GCLOUD"
     cluster = replace(TPU, target="v4-16")  # two VMs
 
     def __init__(self, folder: Path, *starts: object, plan: Any = (("ACTIVE",),)):

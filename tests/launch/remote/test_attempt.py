@@ -59,7 +59,9 @@ class Scripted:
     """Hosts that answer by a list, its last entry for good."""
 
     def __init__(self, processes: int, *answers: Mapping[str, State]):
-        self.processes, self.poll_s, self._answers = processes, 0.02, list(answers)
+        self.processes = processes
+        self.poll_s = 0.02
+        self._answers = list(answers)
         self.told = []
 
     def ask(self, verb: str, *words: str | int) -> Mapping[str, State]:
@@ -84,7 +86,9 @@ def watched(hosts: Any, folder: Path) -> Sequence[int | None]:
     return RemoteAttempt(hosts, folder / "log", lambda wait: True).wait()
 
 
-RUNS, DONE, ABORTED = State("running"), State("ended", 0), State("ended", 134)
+RUNS = State("running")
+DONE = State("ended", 0)
+ABORTED = State("ended", 134)
 
 
 @pytest.mark.parametrize(

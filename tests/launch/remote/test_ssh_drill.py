@@ -47,7 +47,8 @@ class Servers:
     """An sshd for each host, with a home of its own."""
 
     def __init__(self, folder: Path):
-        self.folder, self._running = folder, dict[str, subprocess.Popen[bytes]]()
+        self.folder = folder
+        self._running = dict[str, subprocess.Popen[bytes]]()
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{folder}/key"]
         subprocess.run(key, check=True)
         for host in HOSTS:

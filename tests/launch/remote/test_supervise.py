@@ -22,7 +22,8 @@ def test_a_broken_connection_harms_nothing(stage):
     at = stage("run")
 
     def break_for_a_while() -> None:
-        off, before = at.cut_off(), len(at.calls())
+        off = at.cut_off()
+        before = len(at.calls())
         until(lambda: len(at.calls()) > before + 4)
         (at.stub / "finish").touch()
         off.unlink()

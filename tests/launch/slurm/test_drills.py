@@ -122,7 +122,8 @@ exec sleep 3600
 
 def test_a_save_longer_than_a_time_limit_leaves_is_not_the_end(tmp_path):
     """Slurm kills all of it, the script too; the job is in the queue by then."""
-    training, python = SlurmRun(tmp_path), tmp_path / "python"
+    training = SlurmRun(tmp_path)
+    python = tmp_path / "python"
     python.write_text(TOO_LONG)
     python.chmod(0o755)
     training.submit("cluster.time=1", f"cluster.python={python}")

@@ -67,7 +67,8 @@ def supervised(attempts, max_restarts: int, folder: Path) -> tuple[int, int]:
 def a_story(number: int):
     """Crashes at a few steps, and ends that do not count among them."""
     dice = random.Random(number)
-    crash, free = ([1], [137], [139]), ([42], [134], [75])
+    crash = ([1], [137], [139])
+    free = ([42], [134], [75])
     ends = [dice.choice(crash if dice.random() < 0.75 else free) for _ in range(8)]
     return [(codes, dice.choice([None, 5, 5, 5, 9])) for codes in ends] + [([0], 9)]
 
@@ -147,7 +148,8 @@ def test_what_was_asked_to_stop_does_not_go_on(stubs, tmp_path):
 )
 def test_a_node_that_failed_is_avoided(stubs, tmp_path, codes, nodes, excluded):
     stubs.program("sinfo", f"printf '%s\\n' {nodes} n0")
-    text, more = rendered(tmp_path), {"SLURM_JOB_NUM_NODES": "2"}
+    text = rendered(tmp_path)
+    more = {"SLURM_JOB_NUM_NODES": "2"}
     stubs.attempt(text, codes, SLURM_JOB_PARTITION="p", **more)
     updates = [line for line in stubs.told() if "ExcNodeList" in line]
     assert updates == [f"update JobId=7 ExcNodeList={excluded}"] * bool(excluded)

@@ -23,7 +23,8 @@ WEIGHTS = jnp.stack([jnp.float32(1.5)] * 7 + [jnp.float32(-100)])
 
 
 def mesh_of(stages: int):
-    devices, auto = jax.devices()[:stages], (AxisType.Auto,)
+    devices = jax.devices()[:stages]
+    auto = (AxisType.Auto,)
     return jax.make_mesh((stages,), ("pipeline",), auto, devices=devices)
 
 

@@ -29,7 +29,8 @@ def test_a_quarter_of_the_channels_moves_inside_documents():
 
 def test_gradients_of_packed_documents_are_those_of_each_alone():
     tiny = MODELS["nano"]
-    tokens, weights = tiny.tokens(1, 8), np.linspace(1, 2, 8)[None, :, None]
+    tokens = tiny.tokens(1, 8)
+    weights = np.linspace(1, 2, 8)[None, :, None]
 
     def gradients(here, documents):
         def loss(params):
@@ -47,8 +48,10 @@ def test_gradients_of_packed_documents_are_those_of_each_alone():
 
 def test_prompts_of_all_lengths_are_cached_in_several_calls():
     """Rows begin at columns 0, 3 and 4, of which the last is in the second call."""
-    tiny, length = MODELS["nano"], 8
-    tokens, first_B = tiny.tokens(3, length), jnp.array([0, 3, 4])
+    tiny = MODELS["nano"]
+    length = 8
+    tokens = tiny.tokens(3, length)
+    first_B = jnp.array([0, 3, 4])
     positions = jnp.maximum(jnp.arange(length)[None] - first_B[:, None], 0)
 
     @jax.jit
@@ -66,6 +69,7 @@ def test_prompts_of_all_lengths_are_cached_in_several_calls():
         parts.append(logits)
     found = np.concatenate(parts, axis=1)
     for row, first in enumerate(first_B.tolist()):
-        alone, steps = tokens[row : row + 1, first:], np.arange(length - first)[None]
+        alone = tokens[row : row + 1, first:]
+        steps = np.arange(length - first)[None]
         expected = tiny.logits(tiny.params, alone, steps, None)[0]
         np.testing.assert_allclose(found[row, first:], expected, atol=5e-6)

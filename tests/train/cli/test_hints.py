@@ -75,7 +75,9 @@ def test_a_name_without_a_counterpart_gets_no_hint(name):
 
 def test_misspelt_keys_are_found():
     """Of 150 keys with a wrong letter, 147 are found, and one may be mistaken."""
-    drawn, found, mistaken = random.Random(0), 0, []
+    drawn = random.Random(0)
+    found = 0
+    mistaken = []
     long_keys = [key for key in KEYS if len(key.rpartition(".")[2]) > 4]
     for _ in range(150):
         key = drawn.choice(long_keys)

@@ -82,7 +82,8 @@ def tables(
         head = "| " + " | ".join(columns) + " |"
         parts.append("\n".join([head, "| --- " * len(columns) + "|", *rows]))
     for field in own:
-        kind, key = bare_type(hints[field.name]), f"{prefix}{field.name}"
+        kind = bare_type(hints[field.name])
+        key = f"{prefix}{field.name}"
         entry = (typing.get_args(kind) or (None,))[-1]
         if is_dataclass(kind):
             parts += tables(typing.cast(type, kind), f"{key}.", key, (), composed)
@@ -103,7 +104,8 @@ def rows_of(
         hint = hints[field.name]
         if not is_dataclass(bare_type(hint)):
             bounds = bounds_in_words(hint)
-            key, default = f"{prefix}{field.name}", default_of(field)
+            key = f"{prefix}{field.name}"
+            default = default_of(field)
             cells = [f"`{key}`", type_in_words(hint), in_words(default)]
             if composed is not None:
                 value = attrgetter(key)(composed)

@@ -27,7 +27,8 @@ def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
     config = configure(*KEYS, f"data.path={text}", f"data.cache_dir={tmp_path}")
 
     def compare(widths: list[int], depths: list[int]) -> int:
-        sizes, output = {"width": widths, "depth": depths}, f"{tmp_path}/page.html"
+        sizes = {"width": widths, "depth": depths}
+        output = f"{tmp_path}/page.html"
         return compare_sizes(config, sizes, steps=4, output=output)
 
     return compare
@@ -37,7 +38,8 @@ def compare(configure: Configure, text: Path, tmp_path: Path) -> Callable:
 def test_activations_are_flat_with_transfer(
     compare: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    code, text = compare([16, 32, 64], [2, 4, 8]), capsys.readouterr().out
+    code = compare([16, 32, 64], [2, 4, 8])
+    text = capsys.readouterr().out
     assert code == 0, text
     assert "flat  " in text
     assert "Root mean squares by depth" in (tmp_path / "page.html").read_text()
@@ -67,7 +69,8 @@ def test_a_broken_rule_is_named(
 
     def broken(config, model, infos):
         factors = transfer_factors(config, model, infos)
-        wider, deeper = model.embed_dim / 16, model.num_layers / 2
+        wider = model.embed_dim / 16
+        deeper = model.num_layers / 2
         for name, own in factors.items():
             if name.endswith(parameter):
                 scale = (wider if width else 1 / wider) if depth is None else deeper

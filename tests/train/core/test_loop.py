@@ -24,7 +24,9 @@ from train.run.metrics import read_events
 from train.run.restore import SavedSteps
 from train.run.starts import read_run
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,8 @@ def test_a_run_stopped_in_every_way_goes_on_as_if_nothing_had_happened(
 
     The events of all starts add up to the wall time, as a clock outside sees it.
     """
-    run, before = folder / "stopped", time.time()
+    run = folder / "stopped"
+    before = time.time()
     preempted = door(run, at_step=7, number=signal.SIGTERM)
     assert preempted.returncode == 42, preempted.stderr
     assert "asked to stop: saved step" in preempted.stderr

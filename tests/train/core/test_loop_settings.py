@@ -14,7 +14,9 @@ from tests.train import doors
 from tests.train.doors import lines, state_of, steps
 from train.run.metrics import read_events
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 
 @pytest.mark.slow
@@ -33,7 +35,8 @@ def test_rounded_at_random_a_run_goes_on_to_the_bit(folder, door, overrides):
     run = folder / overrides[0]
     result = door(run, *overrides)
     assert result.returncode == 0, result.stderr
-    losses, state = steps(run), state_of(run, 20)
+    losses = steps(run)
+    state = state_of(run, 20)
     assert losses[-1]["loss"] < losses[0]["loss"] - 0.02
     result = door(run, *overrides, "run.rewind_to=15")
     assert result.returncode == 0, result.stderr

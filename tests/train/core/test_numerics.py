@@ -12,7 +12,9 @@ from tests.train.doors import lines
 from train.core.feed import place
 from train.core.numerics import find_culprit
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 INTERVAL = "log.numerics_interval_steps=5"
 PARTS = ("train.accumulation_steps=2", INTERVAL)
 

@@ -15,7 +15,9 @@ from train.core.program import Program, make_program
 from train.errors import ConfigError
 from train.run.metrics import read_events
 
-folder, door = doors.folder, doors.door  # fixtures
+# Fixtures.
+folder = doors.folder
+door = doors.door
 
 GROWING = (
     "data.batch_schedule=[{from_step: 6, rows: 12}, {from_tokens: 3000, rows: 16}]",
@@ -28,7 +30,8 @@ def test_a_growing_batch_goes_on_on_another_mesh_after_a_preemption(
     folder: Path, door: Door
 ):
     """4 x 128, 2 x 256 and 6 x 384 tokens, then 512 a step from batch 12 on."""
-    straight, stopped = folder / "straight", folder / "stopped"
+    straight = folder / "straight"
+    stopped = folder / "stopped"
     result = door(straight, *GROWING)
     assert result.returncode == 0, result.stderr
     assert "16 rows x 32 = 512 tokens from batch 12 on" in result.stdout

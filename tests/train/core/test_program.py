@@ -51,7 +51,8 @@ def test_nor_do_they_with_what_is_rounded_at_random(programs, store, optimizer):
     kept = f"optimizer={optimizer}", "model.param_dtype=bfloat16"
     if optimizer != "adafactor":
         kept += ("optimizer.moment_dtype=int8",)
-    alone, cube = programs(*kept, devices=1), programs(*kept, *CUBE, devices=8)
+    alone = programs(*kept, devices=1)
+    cube = programs(*kept, *CUBE, devices=8)
     state = jax.device_get(alone.init())
     expected = losses_of(alone, store, state, 10)
     assert expected[-1] < expected[0]

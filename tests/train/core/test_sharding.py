@@ -76,7 +76,8 @@ def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
     program = programs(
         *(f"optimizer={optimizer}", "optimizer.ema_decay=0.9", *CUBE), devices=8
     )
-    params, state = by_path(program.state.params), program.state
+    params = by_path(program.state.params)
+    state = program.state
     infos = by_path(program.infos)
     is_matrix = {path for path in params if infos[f"{path}.kind"] is Kind.matrix}
     with_nu = set(params) - (is_matrix if optimizer == "muon" else set())
@@ -96,7 +97,8 @@ def test_every_moment_lies_where_its_parameter_lies(programs, optimizer):
 def test_maxima_and_means_lie_along_what_is_left_of_the_parameter(programs, optimizer):
     state = programs(optimizer, *CUBE, devices=8).state
     up = state.params["layers"]["0"]["0"]["mlp"]["up"]["weight"]
-    (layers, inputs, outputs), spec = up.shape, up.sharding.spec
+    layers, inputs, outputs = up.shape
+    spec = up.sharding.spec
     parts = set()
     for path, leaf in by_path(state.optimizer).items():
         if "['up']['weight']" in path:

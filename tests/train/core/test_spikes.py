@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from train.core.spikes import empty_recent, is_spike, remember_accepted
 
-WINDOW, SIGMA = 6, 2.0
+WINDOW = 6
+SIGMA = 2.0
 
 
 @jax.jit
@@ -25,10 +26,12 @@ whole = st.integers(0, 50)  # then no two roundings of a limit disagree on a ste
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(whole, whole), max_size=40))
 def test_a_step_is_judged_by_the_last_accepted_ones(steps):
-    accepted, recent = [], empty_recent(WINDOW)
+    accepted = []
+    recent = empty_recent(WINDOW)
     for step in steps:
         spike, with_it = judge(recent, jnp.array(step, jnp.float32))
-        last, above = accepted[-WINDOW:], []
+        last = accepted[-WINDOW:]
+        above = []
         for now, known in zip(step, zip(*last, strict=True), strict=False):
             limit = statistics.fmean(known) + SIGMA * statistics.pstdev(known)
             if abs(now - limit) < 1e-3:  # rounding decides

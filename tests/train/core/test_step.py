@@ -150,7 +150,8 @@ def as_users_compile(program):
 def test_a_guarded_run_without_spikes_is_the_same_run(program, guarded, store):
     """To the bit; the average of weights changes nothing either."""
     step, guarded_step = map(as_users_compile, (program, guarded))
-    state, other = program.init(), guarded.init()
+    state = program.init()
+    other = guarded.init()
     for number in range(6):
         batch = batch_of(program, store, number)
         state, metrics = step(state, batch)

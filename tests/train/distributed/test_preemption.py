@@ -62,7 +62,8 @@ def run(forks: Forks, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     """Send signals to the program, once it is ready; give its code and its words."""
 
     def run(phase: str, *signals: int) -> tuple[int, str]:
-        program, said = tmp_path / "program.py", tmp_path / OUT
+        program = tmp_path / "program.py"
+        said = tmp_path / OUT
         program.write_text(PROGRAM)
         process = forks.start([str(program), phase], tmp_path)
         while not (said.exists() and said.read_text().startswith("ready\n")):

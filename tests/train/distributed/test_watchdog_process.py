@@ -72,7 +72,8 @@ def test_the_process_behind_is_named_and_reports_of_earlier_starts_are_not(
         file.write_text(json.dumps(stale._replace(process=process)._asdict()))
         os.utime(file, (time.time() - 60,) * 2)
     # Both are in their phases from the same moment on, however late one starts.
-    folder, go = tmp_path, tmp_path / "go"
+    folder = tmp_path
+    go = tmp_path / "go"
     waits = f"""
 while not os.path.exists({str(go)!r}):
     time.sleep(0.01)

@@ -78,7 +78,8 @@ def by_hand(
     execution = program.execution._replace(placement=ONE_DEVICE)
     before, tokens = (encode(BYTES, part.encode()).tolist() for part in (context, text))
     before = [*first, *before]
-    whole, T = [*before, *tokens], program.config.data.sequence_length
+    whole = [*before, *tokens]
+    T = program.config.data.sequence_length
 
     @jax.jit
     def log_probabilities(row):
@@ -86,7 +87,8 @@ def by_hand(
         logits = model.logits(x, execution)[0, :, :num_tokens]
         return jax.nn.log_softmax(logits)
 
-    nats, greedy = 0.0, True
+    nats = 0.0
+    greedy = True
     for start in range(len(before), len(whole), T):
         stop = min(start + T, len(whole))
         seen = whole[max(0, stop - T - 1) : stop]
@@ -134,7 +136,8 @@ def test_texts_begin_as_documents_do_in_training(
     model.params = jax.device_put(params, program.shardings.params)
     first = (begin,) if before_prompts else ()
     if rule == "false":
-        begin, first = 256, ()
+        begin = 256
+        first = ()
     requests = [("", " b"), ("def f(x):", " return x"), ("a" * 70, " b")]
     found = model.loglikelihood(instances(requests, "loglikelihood"))
     texts = ["def f(x):", "x" * 100]
@@ -292,7 +295,8 @@ def test_the_number_of_examples_shown_is_the_tasks_or_what_is_asked(asked):
 
 
 def test_keys_that_do_not_go_together_are_refused():
-    run, sets = RunConfig(name="x"), {"web": EvalSet("web")}
+    run = RunConfig(name="x")
+    sets = {"web": EvalSet("web")}
     (alone,) = evaluate_mistakes(EvaluateConfig(run, limit=3))
     both = evaluate_mistakes(
         EvaluateConfig(run, tasks=["piqa"], sets=sets, num_batches=2)

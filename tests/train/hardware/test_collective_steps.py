@@ -64,7 +64,8 @@ def compile_on():
     """Compile a gather and a scatter of a weight for a machine, and list both."""
 
     def compile_on(mesh: Mesh, placement: WeightPlacement) -> list[Collective]:
-        whole, cut = P(), P("fsdp")
+        whole = P()
+        cut = P("fsdp")
         found = []
         for function, before, after in (
             (placement.gather, cut, whole),

@@ -19,7 +19,10 @@ from train.hardware.interconnect import (
     rings,
 )
 
-ICI, NVLINK, FAR = 0.74, 0.80, 0.80  # train/hardware/chips.py
+# As in train/hardware/chips.py.
+ICI = 0.74
+NVLINK = 0.80
+FAR = 0.80
 GB = 1e9
 
 

@@ -23,7 +23,8 @@ ADAFACTOR = replace(ADAMW, name=OptimizerName.adafactor, weight_decay=0.0)
 def test_of_single_arrays_it_is_optaxs():
     params = jax.tree.map(lambda x: 0.3 * x, draw(0))
     optimizer = optax.adafactor(ADAFACTOR.learning_rate, min_dim_size_to_factor=1)
-    state, theirs = optimizer.init(params), params
+    state = optimizer.init(params)
+    theirs = params
     ours = take_steps(ADAFACTOR, params, 5)
     for step in range(5):
         updates, state = optimizer.update(draw(step + 1), state, theirs)
@@ -83,7 +84,8 @@ def test_padding_of_the_vocabulary_changes_no_step():
         return {"table": table[:, :8], "head": head[:8]}
 
     shapes = {"table": (10, 8), "head": (8, 10)}
-    params, grads = draw(0, shapes), [draw(step, shapes) for step in (1, 2)]
+    params = draw(0, shapes)
+    grads = [draw(step, shapes) for step in (1, 2)]
     expected = take_steps(ADAFACTOR, params, 2, infos=infos, grads=grads)[-1][0]
     found = take_steps(
         ADAFACTOR,

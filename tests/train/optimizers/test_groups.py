@@ -22,7 +22,8 @@ def test_a_group_scales_the_rate_and_replaces_the_decay(config):
     ((grouped, _),) = take_steps(replace(config, groups=[HALF]), params, 1)
     for name in ("matrix", "table"):
         np.testing.assert_array_equal(grouped[name], plain[name])
-    before, decay = params["vector"], 0.01 * 0.5 * 0.2 * params["vector"]
+    before = params["vector"]
+    decay = 0.01 * 0.5 * 0.2 * params["vector"]
     half_step = 0.5 * (plain["vector"] - before) - decay
     np.testing.assert_allclose(grouped["vector"] - before, half_step, atol=1e-7)
 

@@ -58,12 +58,14 @@ def clipped_by_paper(params, bounds, config):
         gammas = [THRESHOLD / s if s > THRESHOLD else 1.0 for s in heads]
         for head, gamma in enumerate(gammas):
             if "key_value_up" in part:
-                P, root = config.nope_head_dim, math.sqrt(gamma)
+                P = config.nope_head_dim
+                root = math.sqrt(gamma)
                 part["query_up"]["weight"][:, head, :P] *= root
                 part["query_up"]["weight"][:, head, P:] *= gamma
                 part["key_value_up"]["weight"][:, head, :P] *= root
                 continue
-            H, size = config.head_size, len(gammas) // config.kv_heads
+            H = config.head_size
+            size = len(gammas) // config.kv_heads
             group = head // size
             least = min(gammas[group * size : (group + 1) * size])
             for array in part["query"].values():
@@ -76,7 +78,8 @@ def clipped_by_paper(params, bounds, config):
 
 def begin(program, store, factor: float):
     """Return a state whose queries and keys are large, and a batch."""
-    state, rng = jax.device_get(program.init()), np.random.default_rng(0)
+    state = jax.device_get(program.init())
+    rng = np.random.default_rng(0)
 
     def enlarge(path, x):
         if path[-2].key not in ("query", "key", "query_up", "key_value_up"):

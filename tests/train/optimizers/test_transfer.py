@@ -12,7 +12,9 @@ from train.cli.rules import config_mistakes
 from train.config import OptimizerConfig
 from train.optimizers.transfer import fit_to_length
 
-WIDTH, DEPTH = 4.0, 2.0  # of the model, divided by those of the base
+# The model's width and depth, divided by those of the base.
+WIDTH = 4.0
+DEPTH = 2.0
 MODEL = (
     *("model.embed_dim=64", "model.num_layers=4", "model.num_heads=4"),
     *("model.num_kv_heads=4", "model.init=scaled", "model.tied_head=false"),
@@ -44,12 +46,14 @@ def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
 ):
     """The paper's weight, times its multiplier, is our weight after two updates."""
     program = programs(*TRANSFER, *ADAMW, "model.bias=true", "schedule=constant")
-    optimizer, config = program.optimizer, program.config.optimizer
+    optimizer = program.optimizer
+    config = program.config.optimizer
     params = jax.tree.map(
         lambda x: jax.random.normal(jax.random.key(x.size), x.shape),
         program.state.params,
     )
-    state, found = optimizer.init(params), params
+    state = optimizer.init(params)
+    found = params
     grads = [jax.tree.map(lambda x, s=s: jnp.sin(s * x), params) for s in (3, 7)]
     for step, grad in enumerate(grads):
         norm = optax.tree.norm(grad)
@@ -57,7 +61,8 @@ def test_adamw_with_multipliers_on_branches_and_logits_computes_the_same(
     infos = dict(named(program.infos, lambda x: hasattr(x, "kind")))
     clips = [min(1.0, 1 / (float(optax.tree.norm(g)) + 1e-6)) for g in grads]
     gradients = [dict(named(grad)) for grad in grads]
-    wanted, found = dict(named(params)), dict(named(found))
+    wanted = dict(named(params))
+    found = dict(named(found))
     for name, value in wanted.items():
         multiplier, rate, decay, epsilon = paper(name)
         adamw = optax.adamw(
@@ -94,7 +99,8 @@ def test_initial_stds_are_those_of_the_base(programs: Programs, init: str):
 def test_a_branch_that_ends_with_a_norm_is_scaled_by_it(programs: Programs):
     keys = ("model.norm_placement=after", "model.norm_unit_offset=true", *ADAMW)
     program = programs(*TRANSFER, *keys)
-    params, factors = dict(named(program.init().params)), program.optimizer.factors
+    params = dict(named(program.init().params))
+    factors = program.optimizer.factors
     ends = [name for name in params if name.endswith("output_norm.scale")]
     assert len(ends) == 2
     for name in ends:

@@ -23,7 +23,8 @@ def step(products=1.0, memory=0.5, recomputed=1.0, **seconds):
         else total(axis, "ICI", SECOND["ici"] * time)
         for axis, time in seconds.items()
     ]
-    flops, num_bytes = SECOND["products"] * products, SECOND["memory"] * memory
+    flops = SECOND["products"] * products
+    num_bytes = SECOND["memory"] * memory
     return execution(flops, round(num_bytes), *sent, needed=flops / recomputed)
 
 
@@ -89,8 +90,10 @@ def test_idle_matrix_units_are_named(composed):
 def test_what_bounds_each_section_is_printed(composed, capsys):
     """Products bound the step as a whole, but memory bounds the loss."""
     at = machine(composed, "v5e-256", *FSDP.split())
-    layers, loss = step(products=3.0), step(products=0.5, memory=1.0)
-    (first,), (second,) = layers.sections, loss.sections
+    layers = step(products=3.0)
+    loss = step(products=0.5, memory=1.0)
+    (first,) = layers.sections
+    (second,) = loss.sections
     sections = (first, dataclasses.replace(second, name="loss"))
     prediction = at.predict(dataclasses.replace(layers, sections=sections))
     advice = advise(prediction, at.config)

@@ -62,7 +62,8 @@ def test_a_step_for_tpus_is_that_of_training(configure, planning, target, overri
 @pytest.mark.tpu
 @pytest.mark.skipif(bool(NO_LIBTPU), reason=f"{NO_LIBTPU}")
 def test_too_large_a_step_is_a_verdict_with_figures(configure, planning):
-    target, large = parse_target("v5e-1"), "model.mlp_dim=65536"
+    target = parse_target("v5e-1")
+    large = "model.mlp_dim=65536"
     config = configure(*LONG, "model.embed_dim=8192", large, "data.batch_size=1")
     program = make_program(config, fake_devices(target))
     with pytest.raises(OutOfMemory) as error:

@@ -42,7 +42,8 @@ def drawn_mesh(drawn: random.Random, target: str) -> list[str]:
     """Return overrides that put a target's devices on some mesh axes."""
     machine = parse_target(target)
     axes = drawn.sample(MESH_AXES, drawn.choice([1, 2, 2, 3]))
-    sizes, dcn = dict.fromkeys(MESH_AXES, 1), dict.fromkeys(MESH_AXES, 1)
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    dcn = dict.fromkeys(MESH_AXES, 1)
     for factor in factors(machine.num_devices // machine.slices):
         sizes[drawn.choice(axes)] *= factor
     for factor in factors(machine.slices):

@@ -17,7 +17,8 @@ GPT2 = (
     *("model=gpt2_124m", "model.vocab_size=50304", "optimizer=adamw"),
     "data.sequence_length=1024",
 )
-SHARD, REMAT = "mesh.data=1 mesh.fsdp=8", "train.remat=full"
+SHARD = "mesh.data=1 mesh.fsdp=8"
+REMAT = "train.remat=full"
 SPLIT = "train.accumulation_steps="
 DEEP = f"mesh=fsdp data.batch_size=8 model.num_layers=48 {REMAT}"
 SAVING = "optimizer.moment_dtype=int8 optimizer.offload=true train.offload=[residual]"

@@ -29,7 +29,8 @@ NAME = (
 )
 DOT = f"lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {NAME}"
 ALL = f"replica_groups={{{{0,1,2,3,4,5,6,7}}}}, {NAME}"
-MATRIX, SHARD = f"f32[{SIDE},{SIDE}]{{1,0}}", f"f32[8,{SIDE}]{{1,0}}"
+MATRIX = f"f32[{SIDE},{SIDE}]{{1,0}}"
+SHARD = f"f32[8,{SIDE}]{{1,0}}"
 LAYERS = 'metadata={op_name="jit(train_step)/jvp(layers)/while"}'
 STATE = f"(s32[], {MATRIX})"
 LOOP = 'backend_config={"known_trip_count":{"n":"3"}}'
@@ -93,7 +94,8 @@ def lane(timeline: Timeline, name: str) -> list[tuple]:
 
 @pytest.mark.parametrize(("send_s", "wait"), [(0.5, []), (1.5, [(WAIT, 1, 0.5)])])
 def test_what_a_product_does_not_hide_is_waited_for(send_s, wait):
-    layer, end = simulate(*GATHER, send_s=send_s), max(1, send_s)
+    layer = simulate(*GATHER, send_s=send_s)
+    end = max(1, send_s)
     assert (layer.name, layer.trips) == ("forward", 3)
     assert layer.seconds == pytest.approx(end + 1)
     assert lane(layer, "memory: fsdp") == [("all-gather", 0, send_s)]
@@ -126,8 +128,10 @@ def test_a_loop_in_a_layer_runs_all_its_trips():
 
 def test_lanes_of_a_tpu_step(stored_step):
     """No lane does two things at once, and kernels take what their FLOPs take."""
-    step, rates = stored_step("fsdp"), Rates(197e12, 1e15, lambda group: 5e10, 4e14)
-    cost, mesh = estimate_step(step.program), step.program.mesh
+    step = stored_step("fsdp")
+    rates = Rates(197e12, 1e15, lambda group: 5e10, 4e14)
+    cost = estimate_step(step.program)
+    mesh = step.program.mesh
     layers = layer_timelines(step.module, mesh, rates, cost.sections)
     flops = {section.name: section.flops.attention for section in cost.sections}
     assert [layer.name for layer in layers] == ["forward", "backward"]

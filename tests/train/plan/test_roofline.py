@@ -13,7 +13,9 @@ from train.hardware.interconnect import NotStated
 from train.plan.rates import BusyTimes, Link
 from train.plan.roofline import GPU_SPREAD, MEMORY, PRODUCTS, predict, time_section
 
-PRODUCT_RATE, MEMORY_RATE, ICI_RATE = 0.865 * 197e12, 0.85 * 819e9, 0.74 * 200e9
+PRODUCT_RATE = 0.865 * 197e12
+MEMORY_RATE = 0.85 * 819e9
+ICI_RATE = 0.74 * 200e9
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,8 @@ def test_eight_bit_products_run_at_their_own_rate(composed, target, dtype, rates
     at = machine(composed, target, "mesh=fsdp", "data.batch_size=256", key)
     cost = execution(3e14, 0)
     flops = replace(cost.flops, eight_bits=2e14)
-    plain, faster = at.predict(cost), at.predict(in_one_section(cost, flops))
+    plain = at.predict(cost)
+    faster = at.predict(in_one_section(cost, flops))
     saved = 2e14 / at.chip.achievable.products * (1 / rates[0] - 1 / rates[1])
     assert plain.products - faster.products == pytest.approx(saved)
     assert faster.peak == plain.peak, "MFU refers to the peak of bfloat16"
@@ -76,7 +79,8 @@ def test_products_grouped_by_expert_take_longer(composed):
         at = machine(composed, target, "mesh=fsdp", "data.batch_size=16")
         cost = execution(1e15, 0)
         flops = replace(cost.flops, grouped=4e14)
-        plain, slower = at.predict(cost), at.predict(in_one_section(cost, flops))
+        plain = at.predict(cost)
+        slower = at.predict(in_one_section(cost, flops))
         added_s = slower.products - plain.products
         slowdowns[target] = 1 + added_s / (0.4 * plain.products)
     assert slowdowns["v5p-32"] == pytest.approx(1 / TPU.grouped.rate)
@@ -122,7 +126,8 @@ def test_slices_exchange_gradients_at_the_speed_of_the_network(composed):
     at = machine(composed, "v5e-256x2", *overrides)
     sent = total("data", "DCN", 4e9, overlapped=0.25)
     prediction = at.predict(execution(PRODUCT_RATE, 0, sent))
-    sending_s, start_s = 4 / (0.33 * 3.125), TPU.hop_s
+    sending_s = 4 / (0.33 * 3.125)
+    start_s = TPU.hop_s
     hidden_s = 0.25 * (1 - TPU.unhidden) * sending_s
     (link,) = prediction.links
     assert link.seconds == pytest.approx(sending_s + start_s)
@@ -136,7 +141,8 @@ def test_kernels_of_a_gpu_run_one_after_another(composed):
     """One second each of products, memory and gathers."""
     overrides = ("mesh=fsdp", "model.attention=xla", "data.batch_size=16")
     at = machine(composed, "h100-8", *overrides)
-    flops, sent = HOPPER.products * 989.5e12, total("fsdp", "NVLink", 0.8 * 450e9)
+    flops = HOPPER.products * 989.5e12
+    sent = total("fsdp", "NVLink", 0.8 * 450e9)
     prediction = at.predict(execution(flops, round(HOPPER.memory * 3350e9), sent))
     assert [prediction.products, prediction.memory] == pytest.approx([1, 1])
     assert prediction.links[0].seconds == pytest.approx(1 + HOPPER.start_s)
@@ -172,7 +178,8 @@ def test_a_rate_that_the_vendor_does_not_state_is_named(composed):
         at.predict(execution(1e12, 0, total("data", "DCN", 1e6)))
 
 
-SECONDS, FRACTION = st.floats(0, 100), st.floats(0, 1)
+SECONDS = st.floats(0, 100)
+FRACTION = st.floats(0, 1)
 
 
 @given(SECONDS, SECONDS, FRACTION, st.lists(st.tuples(SECONDS, FRACTION, FRACTION)))

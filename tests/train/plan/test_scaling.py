@@ -11,7 +11,8 @@ ACROSS = ("mesh=fsdp", "mesh.data=2", "mesh.dcn.data=2", "data.batch_size=512")
 
 def test_traffic_grows_like_a_ring_and_speed_falls(composed, capsys):
     """Starts from 0.1 s of products and 0.1 GB a chip over DCN, which nothing hides."""
-    flops, sent = 0.1 * 0.865 * 197e12, total("data", "DCN", 1e8)
+    flops = 0.1 * 0.865 * 197e12
+    sent = total("data", "DCN", 1e8)
     step = execution(flops, 0, total("fsdp", "ICI", 1e9, 1.0), sent)
     two = machine(composed, "v5e-256x2", *ACROSS, "data.sequence_length=1024")
     points = weak_scaling(step, *two.place)

@@ -46,7 +46,8 @@ def folder(programs, tmp_path, monkeypatch):
 def test_a_flipped_bit_anywhere_is_found_and_named(folder, tmp_path):
     """Of a hundred, in any file: payload, header, index or settings."""
     path, _ = folder
-    run, draw = run_folder(str(tmp_path / "run")), random.Random(0)
+    run = run_folder(str(tmp_path / "run"))
+    draw = random.Random(0)
     record_or_check_files(str(path), run, ALONE)
     files = sorted(path.iterdir())
     assert {*json.loads((run / RECORD).read_text())} == {file.name for file in files}
@@ -86,7 +87,8 @@ def _damage(file, kind: str, draw: random.Random) -> None:
 def test_damage_is_found_and_named_at_the_first_start(folder, kind):
     """Twenty times each."""
     path, program = folder
-    draw, files = random.Random(kind), sorted(path.glob("*.safetensors"))
+    draw = random.Random(kind)
+    files = sorted(path.glob("*.safetensors"))
     for _ in range(20):
         file = draw.choice(files)
         whole = file.read_bytes()

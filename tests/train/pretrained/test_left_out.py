@@ -103,8 +103,10 @@ def test_what_is_left_out_is_the_default_or_refused(programs, tmp_path: Path, na
         with torch.no_grad():
             return model(tokens).logits.numpy()
 
-    expected, usual = logits(), described()
-    accepted, refused = set[str](), set[str]()
+    expected = logits()
+    usual = described()
+    accepted = set[str]()
+    refused = set[str]()
     for left_out, settings in variants(full):
         file.write_text(json.dumps(settings))
         try:

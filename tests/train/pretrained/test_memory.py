@@ -61,10 +61,12 @@ SMALL = ("model.num_layers=4", "model.vocab_size=16384")  # llama3_1b has 16, 12
 def test_eight_devices_take_less_than_half_more_than_the_weights(tmp_path):
     """Optimizers that keep moments take these besides."""
     model = compose([*WORDS, *SMALL]).model
-    abstract, family = abstract_gpt(model, MODEL_PARTS), family_of(model)
+    abstract = abstract_gpt(model, MODEL_PARTS)
+    family = family_of(model)
     parts = FamilyTensors(family, model, param_infos(abstract), model.vocab_size or 0)
     shapes = parts.shapes(dict(named(params_of(abstract))))
-    rng, listed = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    listed = {}
     for number, (name, shape) in enumerate(shapes.items()):
         listed[name] = f"{number}.safetensors"
         array = rng.standard_normal(shape, np.float32)

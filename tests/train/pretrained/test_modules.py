@@ -54,7 +54,8 @@ def deepseek(make, tmp_path):
 
 
 def test_the_module_of_deepseek_v3_has_its_published_names_and_size():
-    tensors, sizes = [], []
+    tensors = []
+    sizes = []
     for depth in (0, 1):
         model = compose(["model=deepseek_v3", f"model.predict_ahead={depth}"]).model
         abstract = abstract_gpt(model, MODEL_PARTS)
@@ -69,7 +70,8 @@ def test_the_module_of_deepseek_v3_has_its_published_names_and_size():
     module = {k: v for k, v in ours.items() if k not in without}
     layer = {k: v for k, v in without.items() if "layers.60." in k}
     assert len(layer) > 3 * 256
-    D, V = 7168, 129280
+    D = 7168
+    V = 129280
     assert module == {
         k.replace("layers.60.", "layers.61."): v for k, v in layer.items()
     } | {
@@ -87,7 +89,8 @@ def test_the_module_of_deepseek_v3_has_its_published_names_and_size():
     ("name", "depth"), [("deepseek v3", 2), ("glm 4.5, one group", 1)]
 )
 def test_modules_come_back_bit_for_bit(make, tmp_path, name, depth):
-    program, sharded = make(name, depth), make(name, depth, "mesh.fsdp=2", devices=2)
+    program = make(name, depth)
+    sharded = make(name, depth, "mesh.fsdp=2", devices=2)
     params = perturbed(program.config.model, scale=1)
     export(tmp_path / "once", program, params)
     settings = json.loads((tmp_path / "once/config.json").read_text())
@@ -120,7 +123,8 @@ def test_another_number_of_modules_is_refused(make, deepseek):
 
 def test_a_copy_may_be_missing_but_not_differ(make, deepseek):
     folder, _ = deepseek
-    program, tensors = make("deepseek v3", 1), load_file(folder / WEIGHTS)
+    program = make("deepseek v3", 1)
+    tensors = load_file(folder / WEIGHTS)
     copy = "model.layers.2.embed_tokens.weight"
     tensors[copy][-1, -1] += 1
     save_file(tensors, folder / WEIGHTS)
@@ -188,8 +192,10 @@ def test_transformers_computes_the_same_logits(make, tmp_path, monkeypatch, name
     float32 = jnp.dtype("float32")
     numerics = program.execution.numerics._replace(compute_dtype=float32)
     execution = program.execution._replace(placement=ONE_DEVICE, numerics=numerics)
-    model, tokens = bind(program.model, params), jnp.asarray(tokens, jnp.int32)
-    inputs, positions = tokens[:, :-1], jnp.arange(LENGTH)[None]
+    model = bind(program.model, params)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    inputs = tokens[:, :-1]
+    positions = jnp.arange(LENGTH)[None]
     x, *_ = model.features(inputs, positions, None, execution)
     read = look_ahead(inputs, tokens[:, 1:], None, 1)
     (x,), _ = model.features_ahead(x, read, positions, None, execution)

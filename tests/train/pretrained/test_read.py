@@ -226,7 +226,8 @@ def test_a_mistral_without_window_is_a_llama(llama):
 def test_an_index_is_held_to_its_files(llama):
     """Masks and angles of older folders are listed too, and are no weights."""
     folder, program = llama
-    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    file = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     arrays = load_file(file)
     arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(arrays, file)
@@ -339,7 +340,8 @@ def test_a_vocabulary_of_another_size_is_refused(llama, size):
 def glm(programs, exported):
     """A folder of a GLM and its program."""
     folder, _ = exported("glm 4.5")
-    name, size = MODELS["glm 4.5"], "model.num_layers=2"
+    name = MODELS["glm 4.5"]
+    size = "model.num_layers=2"
     return folder, lambda *more: programs(*name, size, VOCABULARY, *more, devices=1)
 
 
@@ -370,7 +372,8 @@ def test_a_published_qwen3_5_is_read_without_its_other_parts(programs, tmp_path)
     program = programs(*overrides, devices=1)
     params = perturbed(program.config.model)
     export(tmp_path, program, params, family="qwen3_5_moe_text")
-    file, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    file = tmp_path / "model.safetensors"
+    settings = tmp_path / "config.json"
     tensors = load_file(file)
     published = {
         name.replace("model.", "model.language_model."): tensor

@@ -71,7 +71,8 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset, family_nam
     """By name, shape and dtype; nothing is allocated."""
     loading = pytest.importorskip("transformers.core_model_loading")
     model = compose([f"model={preset}"]).model
-    family, ours = family_of(model, family_name), abstract_gpt(model, MODEL_PARTS)
+    family = family_of(model, family_name)
+    ours = abstract_gpt(model, MODEL_PARTS)
     parts = FamilyTensors(family, model, param_infos(ours), model.vocab_size or 0)
     settings = exported_settings(family, model, BYTES, 2048, "bfloat16")
     settings |= {"vocab_size": model.vocab_size}
@@ -81,7 +82,8 @@ def test_full_size_tensors_are_those_that_transformers_writes(preset, family_nam
     written = loading.revert_weight_conversion(theirs, theirs.state_dict())
     if model.tied_head:
         del written["lm_head.weight"]  # which save_pretrained leaves out
-    bfloat16, decays = np.dtype("bfloat16"), (".A_log", ".dt_bias")
+    bfloat16 = np.dtype("bfloat16")
+    decays = (".A_log", ".dt_bias")
     for name, tensor in written.items():
         is_precise = parts.dtype_of(name, bfloat16) != bfloat16
         assert is_precise == name.endswith((".e_score_correction_bias", *decays))
@@ -166,7 +168,8 @@ def test_an_olmo3_that_transformers_wrote_is_the_same_here(programs, tmp_path):
     (loss,), grads, *_ = jax.jit(step)(params, place(batch, program.batch))
     assert float(loss) == pytest.approx(expected.item(), abs=1e-4)
     for name, parameter in theirs.named_parameters():
-        ours, grad = parts.read(dict(named(grads)), name), parameter.grad.numpy()
+        ours = parts.read(dict(named(grads)), name)
+        grad = parameter.grad.numpy()
         assert np.abs(ours - grad).max() < 1e-4 * np.abs(grad).max(), name
     written, read = (
         load_file(tmp_path / folder / "model.safetensors")
@@ -218,7 +221,8 @@ def test_a_first_loss_and_a_continuation_are_the_same(programs, tmp_path, family
 def test_a_tokenizer_of_ours_gives_the_same_ids_and_texts(tmp_path, pattern):
     """In as many scripts as catalogues of messages have, code and emoji."""
     learned = parse_ranks("learned", bpe.train(TEXTS, 2048))
-    ranks, special = learned._mergeable_ranks, learned._special_tokens
+    ranks = learned._mergeable_ranks
+    special = learned._special_tokens
     encoding = tiktoken.Encoding(
         "own", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
     )

@@ -116,7 +116,8 @@ def test_rotations_left_unsaid_are_the_usual_ones(tmp_path, name, usual, other):
     ],
 )
 def test_null_says_that_there_is_none(tmp_path, name, setting, key):
-    folder, model = write(tmp_path, name), of(name)
+    folder = write(tmp_path, name)
+    model = of(name)
     family_of_folder(folder, model)
     said = json.loads((tmp_path / "config.json").read_text()) | {setting: None}
     (tmp_path / "config.json").write_text(json.dumps(said))
@@ -213,7 +214,8 @@ def test_what_is_left_out_is_the_default_of_the_class(tmp_path, name, left_out, 
 def test_other_settings_are_read_as_transformers_reads_them(
     tmp_path, name, changed, said
 ):
-    model, folder = of(name), write(tmp_path, name, **changed)
+    model = of(name)
+    folder = write(tmp_path, name, **changed)
     if said is None:
         family_of_folder(folder, model)
         return

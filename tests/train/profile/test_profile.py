@@ -32,7 +32,8 @@ class Agreed:
     """Agrees at once on the step after the newest."""
 
     def __init__(self):
-        self.step, self._due = 0, {}
+        self.step = 0
+        self._due = {}
 
     def request(self, request):
         self._due[self.step + 1] = int(request.removeprefix(TRACE))
@@ -57,7 +58,8 @@ def profiled(tmp_path, monkeypatch):
     config = SimpleNamespace(
         profile=SimpleNamespace(steps=[]), train=SimpleNamespace(num_steps=10**6)
     )
-    run, agreed = SimpleNamespace(path=epath.Path(tmp_path), config=config), Agreed()
+    run = SimpleNamespace(path=epath.Path(tmp_path), config=config)
+    agreed = Agreed()
     x = jnp.ones((256, 256))
     compiled = step.lower(x).compile()
     paused = []
@@ -107,7 +109,8 @@ def test_a_store_that_fails_costs_a_profile_and_not_the_training(
     for name in ("start_trace", "stop_trace"):
         monkeypatch.setattr(jax.profiler, name, lambda *args, **options: None)
     monkeypatch.setattr(profiles, "_LOOK_S", 60)
-    waited, agreed = [], Agreed()
+    waited = []
+    agreed = Agreed()
     cluster = SimpleNamespace(is_leader=True, processes=2, timeout_s=1.0)
     cluster.wait = lambda *args: waited.append(args)
     config = SimpleNamespace(

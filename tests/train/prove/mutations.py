@@ -134,7 +134,8 @@ def equal_rows(original):
 def local_norm(original):
     def make_train_step(model, optimizer, execution, *args, **options):
         step = original(model, optimizer, execution, *args, **options)
-        norm, shards = optax.tree.norm, execution.placement.mesh.shape["fsdp"]
+        norm = optax.tree.norm
+        shards = execution.placement.mesh.shape["fsdp"]
 
         def train_step(state, batch):
             with pytest.MonkeyPatch.context() as patch:
@@ -297,9 +298,12 @@ def doubled_lookup(original):
     return look_up
 
 
-PAIR, CUBE = "data=2 fsdp=2", "data=2 fsdp=2 tensor=2"
-RING, LONG_RING = "fsdp=2 context=2", "context=4 data=2"
-STEP, ROWS = "train.core.step", "train.core.rows"
+PAIR = "data=2 fsdp=2"
+CUBE = "data=2 fsdp=2 tensor=2"
+RING = "fsdp=2 context=2"
+LONG_RING = "context=4 data=2"
+STEP = "train.core.step"
+ROWS = "train.core.rows"
 FIRST_MATRIX = "gradient layers.0.0.attention.query.weight"
 in_ring_order = replaced(
     "model.parts.attention", "in_ring_order", lambda original: lambda x, axes: x

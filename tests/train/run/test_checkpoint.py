@@ -21,7 +21,8 @@ from train.run.restore import SavedSteps
 
 def test_what_was_saved_comes_back_to_the_bit(saved):
     """The state may be donated as soon as `save` returns."""
-    checkpoints, state = saved(1), make_state(2)
+    checkpoints = saved(1)
+    state = make_state(2)
     checkpoints.save(2, state, ABOUT)
     for leaf in jax.tree.leaves(state):
         leaf.delete()
@@ -62,7 +63,8 @@ def test_the_best_step_outlives_newer_ones(saved, folder):
 )
 def test_only_losses_of_the_same_rows_compete(saved, folder, scores, kept, best):
     """Each start scores other rows if its settings differ."""
-    previous, better = object(), {}
+    previous = object()
+    better = {}
     for step, (loss, targets) in scores.items():
         if targets != previous:
             checkpoints = saved(keep_best=True, keep_latest=1)

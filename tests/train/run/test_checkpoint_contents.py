@@ -27,8 +27,10 @@ GUARDED = ("train.skip_sigma=4", "train.skip_window=4")
 )
 def test_recent_steps_that_are_not_there_begin_empty(programs, folder, before, after):
     """Whoever allowed train.skip_sigma to change finds the rest as it was."""
-    old, new = programs(*before, devices=1), programs(*after, devices=1)
-    state, checkpoints = old.init(), Checkpoints(folder, CheckpointConfig())
+    old = programs(*before, devices=1)
+    new = programs(*after, devices=1)
+    state = old.init()
+    checkpoints = Checkpoints(folder, CheckpointConfig())
     if state.recent is not None:
         state = state._replace(recent=jax.tree.map(lambda x: x + 3, state.recent))
     checkpoints.save(0, state, ABOUT)
@@ -48,8 +50,10 @@ def test_an_average_that_is_new_begins_at_the_weights(
     programs, store, folder, before, after
 ):
     """Or ceases; whoever allowed it to change finds the rest as it was."""
-    old, new = programs(*before, devices=1), programs(*after, devices=1)
-    state, checkpoints = old.init(), Checkpoints(folder, CheckpointConfig())
+    old = programs(*before, devices=1)
+    new = programs(*after, devices=1)
+    state = old.init()
+    checkpoints = Checkpoints(folder, CheckpointConfig())
     if state.optimizer.average is not None:
         average = jax.tree.map(lambda x: x + 1, state.params)
         state = state._replace(optimizer=state.optimizer._replace(average=average))
@@ -77,7 +81,8 @@ def test_an_average_that_is_new_begins_at_the_weights(
 )
 def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
     """From the checkpoint and to it: neither is a crash that would be tried again."""
-    one, other = programs(devices=1), programs(*typed, devices=1)
+    one = programs(devices=1)
+    other = programs(*typed, devices=1)
     for path, old, new in (("there", one, other), ("back", other, one)):
         checkpoints = Checkpoints(folder / path, CheckpointConfig())
         checkpoints.save(0, old.init(), ABOUT)
@@ -94,7 +99,8 @@ def test_what_cannot_go_on_is_refused_by_its_key(programs, folder, typed, key):
 @pytest.mark.parametrize("averaged", [False, True])
 def test_to_evaluate_weights_alone_are_read(saved, folder, monkeypatch, averaged):
     """Or, where there is one, their average."""
-    state, wanted = make_state(1), like()
+    state = make_state(1)
+    wanted = like()
     if averaged:
         average = state.optimizer._replace(average=make_state(2).params)
         state = state._replace(optimizer=average)

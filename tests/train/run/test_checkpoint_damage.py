@@ -82,7 +82,8 @@ def test_if_all_are_damaged_that_is_an_error_now_and_later(saved, folder):
 def test_no_flip_and_no_cut_goes_unnoticed(saved, folder):
     """Each is found, or leaves every bit of what is restored as it was."""
     checkpoints = saved(1)
-    step, rng = folder / "1", np.random.default_rng(0)
+    step = folder / "1"
+    rng = np.random.default_rng(0)
     files = files_of(Path(step))
     for trial in range(300):
         file = files[int(rng.integers(len(files)))]
@@ -271,7 +272,8 @@ def test_a_seal_that_is_no_table_is_damage(saved, folder, content):
 @pytest.mark.parametrize("kind", ["link", "file", "pipe", "link to nothing"])
 def test_no_link_is_followed_where_a_start_deletes(saved, folder, tmp_path, name, kind):
     saved(1)
-    other, place = tmp_path / "other", Path(folder / name)
+    other = tmp_path / "other"
+    place = Path(folder / name)
     other.mkdir()
     (other / "7").write_text("precious")
     (folder / "unsealed").rmtree(missing_ok=True)

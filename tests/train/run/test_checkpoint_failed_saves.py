@@ -73,7 +73,8 @@ def test_a_full_disk_is_seen_beforehand(saved, folder, monkeypatch):
 
 
 def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
-    checkpoints, go = saved(1), threading.Event()
+    checkpoints = saved(1)
+    go = threading.Event()
     monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
     seal = Checkpoints._seal
     with monkeypatch.context() as patch:
@@ -89,7 +90,8 @@ def test_a_save_makes_way_for_one_that_is_not_through(saved, monkeypatch):
 def test_training_leaves_storage_behind_that_does_not_answer(
     saved, folder, monkeypatch
 ):
-    checkpoints, go = saved(1), threading.Event()
+    checkpoints = saved(1)
+    go = threading.Event()
     monkeypatch.setattr("train.run.checkpoint._GRACE_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "_before_save", lambda: go.wait(60))
@@ -108,7 +110,9 @@ def test_training_leaves_storage_behind_that_does_not_answer(
 def test_a_crash_waits_for_the_save_in_flight_unless_saves_fail(
     saved, folder, monkeypatch
 ):
-    checkpoints, go, seal = saved(1), threading.Event(), Checkpoints._seal
+    checkpoints = saved(1)
+    go = threading.Event()
+    seal = Checkpoints._seal
     monkeypatch.setattr(Checkpoints, "_seal", lambda *a: (go.wait(60), seal(*a))[1])
     assert checkpoints.save(2, make_state(2), ABOUT) is None
     checkpoints.failures = 1

@@ -21,7 +21,8 @@ def test_a_report_that_fails_does_not_hide_how_the_run_ended(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("train.run.report.write_report", full)
-    events, path = EventLog(tmp_path), epath.Path(tmp_path)
+    events = EventLog(tmp_path)
+    path = epath.Path(tmp_path)
     run = RunDir(path, Config(), FRESH, events, write=True, lease=None)
     events.end(42)
     run.close()
@@ -31,9 +32,11 @@ def test_a_report_that_fails_does_not_hide_how_the_run_ended(
 
 
 def test_results_are_json_whatever_the_numbers_are(tmp_path):
-    events, path = EventLog(tmp_path), epath.Path(tmp_path)
+    events = EventLog(tmp_path)
+    path = epath.Path(tmp_path)
     run = RunDir(path, Config(), FRESH, events, write=True, lease=None)
-    nan, inf = float("nan"), np.float32("inf")
+    nan = float("nan")
+    inf = np.float32("inf")
     run.write_results({"step": 3, "eval/loss": nan, "compressed": {"xz": inf}})
     run.close()
     text = (tmp_path / "results.json").read_text()

@@ -43,13 +43,18 @@ def play(
     history: list[dict], folder: str, clocks: Clocks
 ) -> tuple[Counter, float, int]:
     """Live through a history; return its true buckets, wall time, and wasted steps."""
-    true, taken, step, wall_s, gap = Counter(), list[tuple[int, float]](), 0, 0.0, 0.0
+    true = Counter()
+    taken = list[tuple[int, float]]()
+    step = 0
+    wall_s = 0.0
+    gap = 0.0
     wasted = 0
     for number, start in enumerate(history):
         clocks.now += gap + start["gap"] if number else 0.0
         if number:
             true["idle"] += gap + start["gap"]
-        clocks.skew, began = start["skew"], clocks.now
+        clocks.skew = start["skew"]
+        began = clocks.now
         gap = 0.0
 
         def spend(event: str, seconds: float) -> None:

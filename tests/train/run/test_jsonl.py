@@ -116,8 +116,11 @@ def test_whatever_a_disk_does_lines_are_whole_in_order_and_once(
     tmp_path, monkeypatch, seed
 ):
     """Writes cut short or refused, syncs that fail and lose what was written."""
-    chance, broken = random.Random(seed), True
-    write, fsync, path = os.write, os.fsync, tmp_path / "log.jsonl"
+    chance = random.Random(seed)
+    broken = True
+    write = os.write
+    fsync = os.fsync
+    path = tmp_path / "log.jsonl"
     synced = b""
 
     def bad_write(fd: int, data: bytes) -> int:

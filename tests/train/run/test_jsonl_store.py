@@ -18,7 +18,9 @@ class Store:
     """What stands behind s3:// in these tests: memory, a clock, and outages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now, self.down, self.writes = 0.0, False, list[str]()
+        self.now = 0.0
+        self.down = False
+        self.writes = list[str]()
         memory = fsspec.filesystem("memory")
         memory.store.clear()
         memory.pseudo_dirs[:] = [""]
@@ -72,7 +74,8 @@ def test_objects_are_uploaded_at_intervals_and_by_flush(store, caplog):
     settle(log)
     assert numbers(RUN) == [1, 2, 3]
     assert len(store.writes) == 2
-    store.now, store.down = 200, True
+    store.now = 200
+    store.down = True
     for n in (4, 5, 6):
         log.append({"n": n})
         settle(log)
@@ -81,7 +84,8 @@ def test_objects_are_uploaded_at_intervals_and_by_flush(store, caplog):
     (warning,) = warnings(caplog)
     assert f"{RUN}/log cannot be written: ConnectionError: no route" in warning
     assert numbers(RUN) == [1, 2, 3]
-    store.now, store.down = 300, False
+    store.now = 300
+    store.down = False
     log.append({"n": 7})
     log.append({"n": 8})
     log.close()
@@ -90,7 +94,8 @@ def test_objects_are_uploaded_at_intervals_and_by_flush(store, caplog):
 
 
 def test_an_upload_blocks_nobody(store, monkeypatch):
-    release, write = threading.Event(), backend.fsspec_backend.open
+    release = threading.Event()
+    write = backend.fsspec_backend.open
 
     def slow(path: Any, mode: str) -> Any:
         assert "w" not in mode or release.wait(30)
@@ -138,7 +143,9 @@ def test_dropping_the_newest_over_parts_leaves_no_gap_when_killed(
         log.append({"n": n})
         log.flush()
     log.close()
-    left, unlink, write = kills, type(epath.Path(RUN)).unlink, jsonl.write_atomically
+    left = kills
+    unlink = type(epath.Path(RUN)).unlink
+    write = jsonl.write_atomically
 
     def counted(change: Any) -> Any:
         def changed(*args: Any) -> None:

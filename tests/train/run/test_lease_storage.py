@@ -47,7 +47,8 @@ def test_a_server_that_goes_away_ends_nothing(server, take, monkeypatch, caplog)
 
 @pytest.mark.parametrize("answer", ["error", "refusal"])
 def test_a_write_may_succeed_and_seem_to_fail(take, run, monkeypatch, answer):
-    real, calls = KeyValueStore.replace, []
+    real = KeyValueStore.replace
+    calls = []
 
     def replace(self, *args):
         calls.append(args)

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def test_a_process_knows_itself_and_its_token_is_its_own():
-    me, again = Owner.current(), Owner.current()
+    me = Owner.current()
+    again = Owner.current()
     assert me.alive()
     assert me.pid == os.getpid()
     assert dataclasses.replace(me, token=again.token, since=again.since) == again

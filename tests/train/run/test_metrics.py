@@ -60,7 +60,8 @@ def test_starts_are_counted_and_the_idle_time_between_is_never_negative(
 ):
     monkeypatch.setattr(metrics, "time", clocks := Clocks())
     for now, skew, began in [(30, 0, 0), (190, 0, 120), (300, -1000, 290), (400, 0, 0)]:
-        clocks.now, clocks.skew = float(now), skew
+        clocks.now = float(now)
+        clocks.skew = skew
         log = EventLog(tmp_path, began=float(began))
         if now < 400:  # the last one records nothing
             log.lap("prepare")

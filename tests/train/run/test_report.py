@@ -199,7 +199,8 @@ def test_a_lone_point_is_a_dot_and_a_null_breaks_the_line(tmp_path):
 
 def test_100k_lines_are_thinned_and_keep_their_extremes(tmp_path):
     rows = [{"step": s, "loss": 5 - s / 50_000} for s in range(100_000)]
-    rows[54_321]["loss"], rows[77_777]["loss"] = 9.0, 1.0
+    rows[54_321]["loss"] = 9.0
+    rows[77_777]["loss"] = 1.0
     html = _write(tmp_path, rows)
     points = data_of(html)["charts"][0]["lines"][0]["points"]
     assert len(points) < 1010

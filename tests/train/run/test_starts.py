@@ -69,7 +69,8 @@ def test_no_run_is_named(tmp_path):
         read_run(str(tmp_path))
     (mistake,) = error.value.mistakes
     assert (mistake.key, mistake.value) == ("run.dir", str(tmp_path))
-    remedy, reason = "must name the directory of a run", "there is no"
+    remedy = "must name the directory of a run"
+    reason = "there is no"
     assert mistake.rule == f"{remedy}; {reason} {tmp_path}/config.yaml"
     assert exit_code(error.value) == 78
 
@@ -87,7 +88,8 @@ def start_with(
 
     `recorded` is the schedule's length in its last start, if that is known.
     """
-    folder, first = epath.Path(folder), Config(schedule=schedule)
+    folder = epath.Path(folder)
+    first = Config(schedule=schedule)
     write_run(Path(folder), first, (0, {}))
     if recorded:
         text = yaml.safe_dump({"schedule_steps": recorded, "data_fingerprints": {}})
@@ -97,7 +99,8 @@ def start_with(
     if results:
         (folder / "results.json").write_text(json.dumps({"step": results}))
     sources: Any = SimpleNamespace(fingerprints={})
-    train, run = replace(first.train, num_steps=steps), replace(first.run, **run)
+    train = replace(first.train, num_steps=steps)
+    run = replace(first.run, **run)
     return compare_with_run(folder, replace(first, train=train, run=run), sources)
 
 
@@ -170,7 +173,8 @@ def test_a_later_start_goes_on_with_the_length_that_was_taken(
 
 
 def test_what_a_start_changed_is_read_back(tmp_path):
-    first, sources = Config(), SimpleNamespace(fingerprints={})
+    first = Config()
+    sources = SimpleNamespace(fingerprints={})
     kept: Any = ("mlp_up", "attention_output")
     later = replace(first, train=replace(first.train, remat=kept))
     for number, config in enumerate((first, later), 1):
@@ -201,7 +205,8 @@ def test_documents_begin_as_they_did_when_the_run_began(
 ):
     began = recorded if recorded in (True, None) else False
     first = Config(data=DataConfig(document_mask=mask, document_start=began))
-    folder, text = epath.Path(tmp_path), config_yaml(first)
+    folder = epath.Path(tmp_path)
+    text = config_yaml(first)
     if recorded == "config lost":  # the checkpoint has the key
         file = folder / "checkpoints/5/_CHECKPOINT_METADATA"
         file.parent.mkdir(parents=True)

@@ -24,9 +24,11 @@ def start(path: epath.Path, config: Config, number: int, step: int) -> str:
     """Record a start and save a checkpoint, as train/start.py does."""
     continuation = compare_with_run(path, config, SOURCES)
     data = replace(config.data, skip_batches=continuation.skip_batches)
-    config, length = replace(config, data=data), continuation.schedule_steps
+    config = replace(config, data=data)
+    length = continuation.schedule_steps
     record_start(path, config, SOURCES, number, length, continuation.run_id)
-    folder, keep = path / "checkpoints", CheckpointConfig()
+    folder = path / "checkpoints"
+    keep = CheckpointConfig()
     checkpoints = Checkpoints(folder, keep, run_id=continuation.run_id)
     about = checkpoint_metadata(config, SOURCES, {}, length)
     checkpoints.save(step, make_state(step), about)

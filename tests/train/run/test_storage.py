@@ -21,7 +21,8 @@ from train.run.folder import run_folder
 from train.run.metrics import read_metrics
 from train.run.restore import SavedSteps
 
-folder, door = doors.folder, doors.door
+folder = doors.folder
+door = doors.door
 
 
 @pytest.fixture
@@ -133,7 +134,8 @@ def steps_of(run: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_run_killed_and_continued_is_the_run_on_disk(door, server, tmp_path):
     """Killed twice, by another process; then all commands find it there."""
-    near, far = str(tmp_path / "near"), "s3://bucket/far"
+    near = str(tmp_path / "near")
+    far = "s3://bucket/far"
     store = {key: value for key, value in os.environ.items() if "AWS" in key}
     assert door(near).returncode == 0
     for at_step in (7, 12):

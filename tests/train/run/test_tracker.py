@@ -22,7 +22,8 @@ class FakeWriter(Writer):
     lines: list[Line]
 
     def __init__(self, *_):
-        self.lines, self.closed = [], False
+        self.lines = []
+        self.closed = False
 
     def open(self, folder, marked):
         return marked

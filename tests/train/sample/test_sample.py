@@ -23,7 +23,8 @@ RUN = RunConfig(dir="runs/x")
 
 
 def test_prompts_are_lines_or_records(tmp_path):
-    lines, records = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    lines = tmp_path / "a.txt"
+    records = tmp_path / "a.jsonl"
     lines.write_text("one\n\n two\n")
     records.write_text(json.dumps({"prompt": "a\nb"}) + "\n")
     assert read_prompts(str(lines)) == ["one", " two"]

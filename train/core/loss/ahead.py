@@ -33,9 +33,11 @@ def look_ahead(
     def shift(x_BT: jax.Array, k: int) -> jax.Array:
         return jnp.pad(x_BT[:, k:], ((0, 0), (0, k)), constant_values=-1)
 
-    tokens, targets = [], []
+    tokens = []
+    targets = []
     for k in range(1, depth + 1):
-        tokens_BT, next_targets_BT = shift(inputs_BT, k), shift(targets_BT, k)
+        tokens_BT = shift(inputs_BT, k)
+        next_targets_BT = shift(targets_BT, k)
         if segment_ids_BT is not None:
             in_document = shift(segment_ids_BT, k) == segment_ids_BT
             tokens_BT = jnp.where(in_document, tokens_BT, -1)

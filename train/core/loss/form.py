@@ -99,10 +99,12 @@ def choose_form(
         rows: B and T of a device in one microbatch.
         chunk: the largest number of positions of a tile. None chooses by memory.
     """
-    (B, T), V = rows, config.vocab_size or 0
+    B, T = rows
+    V = config.vocab_size or 0
     if chunk or V < _LARGE_VOCAB:
         return LossForm(largest_divisor(T, chunk or T))
-    placement, D = execution.placement, config.embed_dim
+    placement = execution.placement
+    D = config.embed_dim
     smallest = largest_divisor(T, _TILE)
     if placement.platform != "tpu":  # Only TPU programs were compared.
         return LossForm(smallest)
@@ -132,7 +134,8 @@ def _piece_size(V: int, limit: int) -> int:
     A multiple of 128 ids fills the lanes of a TPU. The last piece overlaps the one
     before, so the number of pieces is chosen for a small overlap.
     """
-    lanes, fewest = math.ceil(V / 128), math.ceil(V / limit)
+    lanes = math.ceil(V / 128)
+    fewest = math.ceil(V / limit)
     numbers = range(math.ceil(0.8 * fewest), fewest + 1)
     sizes = [math.ceil(lanes / number) for number in numbers]
     size = min(sizes, key=lambda size: math.ceil(lanes / size) * size)

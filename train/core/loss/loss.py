@@ -112,7 +112,8 @@ def _make_options(
     num_tokens: int | None,
 ) -> LossOptions:
     """Return the options of the loss for features of this shape."""
-    config, (B, T, _) = model.config, x_BTD.shape
+    config = model.config
+    B, T, _ = x_BTD.shape
     rows = execution.placement.microbatch_shape or (B, T)
     form = choose_form(config, execution, rows, chunk)
     # Evaluations may have rows of another length.

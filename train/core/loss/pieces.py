@@ -82,7 +82,8 @@ class _Head(NamedTuple):
 
     def slice(self, number: jax.Array) -> _Slice:
         """Return the part of the head for a piece."""
-        J, V = self.options.form.ids or 0, self.weight.shape[self.vocab_dim]
+        J = self.options.form.ids or 0
+        V = self.weight.shape[self.vocab_dim]
         # The last piece overlaps the one before, whose ids count there.
         first_id = jnp.minimum(number * J, V - J)
         ids_11J = (first_id + jnp.arange(J))[None, None]
@@ -96,7 +97,8 @@ class _Head(NamedTuple):
 
     def compute_piece(self, number: jax.Array) -> _Piece:
         """Compute the logits of a piece, and return what is kept of them."""
-        options, part = self.options, self.slice(number)
+        options = self.options
+        part = self.slice(number)
         execution = options.execution._replace(placement=ONE_DEVICE)
         logits_BTJ = project(self.x_BTD, part.weight, options.config, execution)
         logits_BTJ = jnp.where(part.counts_11J, logits_BTJ, _MASKED)
@@ -158,7 +160,8 @@ def sum_pieces(
         dx += multiply(spec_dx, dlogits_BTJ, part.weight)
         dpiece = multiply(spec_dweight, x_BTD, dlogits_BTJ)
         dpiece = options.head_placement.reduce_scatter(dpiece)
-        first_id, dim = part.first_id, head.vocab_dim
+        first_id = part.first_id
+        dim = head.vocab_dim
         dpiece += jax.lax.dynamic_slice_in_dim(dlocal, first_id, J, dim)
         dlocal = jax.lax.dynamic_update_slice_in_dim(dlocal, dpiece, first_id, dim)
         return (dx, dlocal), None

@@ -104,7 +104,8 @@ def _tile(
     gradients: bool,
 ):
     """Return ((sums, dweight), dx) of one tile. Gradients may be None."""
-    config, z_loss = options.config, options.z_loss
+    config = options.config
+    z_loss = options.z_loss
     platform = options.execution.placement.platform
     execution = options.execution._replace(placement=ONE_DEVICE)
     logits_BCV, transpose = jax.vjp(
@@ -162,7 +163,8 @@ def _reduce_once(
     """
 
     def combine(values_1, values_2):
-        (max_1, sum_1, target_1), (max_2, sum_2, target_2) = values_1, values_2
+        max_1, sum_1, target_1 = values_1
+        max_2, sum_2, target_2 = values_2
         max_ = jnp.maximum(max_1, max_2)
         finite_max = jnp.where(max_ == -jnp.inf, 0.0, max_)  # -inf: only padding
         sum_1 *= jnp.exp(max_1 - finite_max)

@@ -71,7 +71,8 @@ class MomentStorage:
         """
         if self.dtype is MomentDtype.float32:
             return state
-        key, infos = key_of_step(self.seed, step), self._infos_by_path()
+        key = key_of_step(self.seed, step)
+        infos = self._infos_by_path()
 
         def encode_leaf(path: Any, leaf: jax.Array) -> Any:
             suffixes = (path[start:] for start in range(len(path)))
@@ -185,10 +186,13 @@ def to_eight_bits(
 
     `bits` are random uint32 with the same shape.
     """
-    magnitude, start, stop = jnp.abs(x), info.stack_dims, info.output_start
+    magnitude = jnp.abs(x)
+    start = info.stack_dims
+    stop = info.output_start
     is_vector = stop == x.ndim
     output_dims = tuple(range(start if is_vector else stop, x.ndim))
-    rows, columns = jnp.max(magnitude, output_dims, keepdims=True), None
+    rows = jnp.max(magnitude, output_dims, keepdims=True)
+    columns = None
     if not is_vector:
         columns = jnp.max(magnitude, tuple(range(start, stop)), keepdims=True)
     max_code, power = _max_code_and_power(signed)
@@ -196,7 +200,8 @@ def to_eight_bits(
     root = jnp.sqrt(fraction) if signed else jnp.sqrt(jnp.sqrt(fraction))
     code = jnp.floor(root * max_code)
     level = fraction * float(max_code) ** power
-    low, high = code**power, (code + 1) ** power
+    low = code**power
+    high = (code + 1) ** power
     threshold = (bits >> 8).astype(jnp.float32) * 2.0**-24  # below 1
     code = jnp.where(level - low > threshold * (high - low), code + 1, code)
     code = jnp.clip(code, 0 if signed else 1, max_code)

@@ -63,7 +63,8 @@ def entry_ids(
 
     The ids are distinct for up to 2**32 entries.
     """
-    ids, stride = jnp.zeros(shape, jnp.uint32), 0x9E3779B9  # odd: distinct ids
+    ids = jnp.zeros(shape, jnp.uint32)
+    stride = 0x9E3779B9  # An odd stride gives distinct ids.
     row_stride = math.prod(shape[1:]) * stride % 2**32
     if not isinstance(start, int) or start:
         ids += jnp.uint32(row_stride) * jnp.asarray(start, jnp.uint32)

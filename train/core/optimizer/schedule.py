@@ -25,7 +25,8 @@ def make_schedule(config: ScheduleConfig, num_steps: int, peak: float = 1.0) -> 
     at num_steps, and `piecewise` connects points. `wsd` stays at 1 and `power` falls
     slowly, until both decay to the final fraction at num_steps.
     """
-    warmup, final = config.warmup_steps, config.final_fraction
+    warmup = config.warmup_steps
+    final = config.final_fraction
     match config.name:
         case Schedule.cosine:
             body = optax.cosine_decay_schedule(1.0, max(1, num_steps - warmup), final)
@@ -66,7 +67,8 @@ def _with_decays(config: ScheduleConfig, num_steps: int) -> Factor:
         return (jnp.maximum(step, start) / start) ** -config.power_exponent
 
     def factor(step: jax.Array) -> jax.Array:
-        value, stop = level(step), num_steps
+        value = level(step)
+        stop = num_steps
         for start, stop in config.decays(num_steps):
             fraction = jnp.maximum(step - start, 0) / max(1, stop - start)
             if config.decay_shape is DecayShape.sqrt:

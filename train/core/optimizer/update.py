@@ -119,7 +119,8 @@ class Optimizer:
             )
         else:
             params, moments, accepted = update_part(grads, state.transform, params, 0)
-        average, decay = state.average, self.ema_decay
+        average = state.average
+        decay = self.ema_decay
         if decay is not None:
             new_average = jax.tree.map(
                 lambda a, p: decay * a + (1 - decay) * _as_float32(p), average, params
@@ -166,7 +167,8 @@ class Optimizer:
         if self.clip_norm is not None:
             scale = jnp.minimum(1.0, self.clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        grads, weights = _float32_tree(grads), _float32_tree(params)
+        grads = _float32_tree(grads)
+        weights = _float32_tree(params)
         directions, moments = self.transform.update(
             grads, decode_moments(moments), weights
         )

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from train.plan.compiled.hlo import Executed, Instruction
 from train.plan.sections import ENCLOSING, scope_in_name
 
-OTHER, SCALARS = "other", "scalars"
+OTHER = "other"
+SCALARS = "scalars"
 _PART = re.compile(r"[/(]part\.([\w.]+)")
 _SCALARS_BYTES = 64  # arrays up to this size count as scalars
 _MAX_VISITED = 40  # instructions in a search through neighbours
@@ -91,7 +92,8 @@ def producers(instruction: Instruction) -> Iterator[Instruction]:
 def _nearest(
     instruction: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
 ) -> Iterator[Instruction]:
-    queue, visited = deque([instruction]), set[Instruction]()
+    queue = deque([instruction])
+    visited = set[Instruction]()
     while queue and len(visited) < _MAX_VISITED:
         value = queue.popleft()
         if value not in visited:
@@ -102,7 +104,8 @@ def _nearest(
 
 def _sources(value: Instruction) -> list[Instruction]:
     """Return the values that a value is computed from, through fusions and loops."""
-    operands, caller = value.operands, value.computation.caller
+    operands = value.operands
+    caller = value.computation.caller
     if value.opcode == "parameter" and caller and caller.opcode not in _BRANCHING:
         return [caller.operands[int(value.arguments)]]
     if value.opcode in _FUSIONS:

@@ -74,7 +74,8 @@ def sum_collectives(
     """Sum collectives by axes, network, kind and links, and optionally by use."""
     totals = []
     for collective in collectives:
-        group, count = collective.group, collective.count
+        group = collective.group
+        count = collective.count
         uses = collective.uses if by_use else [("", collective.payload)]
         for use, payload in uses:
             total = CollectiveTotal(
@@ -128,7 +129,8 @@ def _read_collective(executed: Executed, inner: Instruction, mesh: Mesh) -> Coll
         buffers = [operand.num_bytes for operand in inner.operands[:2]]
         payload = round(max(buffers) / CAPACITY_FACTOR)
     order = executed.instruction.computation.order
-    start, end = order.index(executed.instruction), _find_end(executed, inner)
+    start = order.index(executed.instruction)
+    end = _find_end(executed, inner)
     return Collective(
         name=inner.name,
         kind=kind,

@@ -23,7 +23,9 @@ def count_flops(all_executed: Iterable[Executed]) -> Flops:
 
     `unknown` lists custom calls that may multiply, except kernels.
     """
-    products, eight_bits, unknown = 0.0, 0.0, set[str]()
+    products = 0.0
+    eight_bits = 0.0
+    unknown = set[str]()
     for executed in all_executed:
         for inner in executed.instruction.with_nested:
             flops = executed.count * product_flops(inner)

@@ -38,7 +38,8 @@ def memory_traffic(instruction: Instruction) -> int:
     A slice reads only its result, and an in-place update writes only the update, also
     inside a fusion. Arrays in a TPU core's own memory cost nothing.
     """
-    opcode, operands = instruction.opcode, instruction.operands
+    opcode = instruction.opcode
+    operands = instruction.operands
     is_free = opcode in _NO_TRAFFIC or instruction.target in NO_TRAFFIC_TARGETS
     if is_free or opcode.endswith("-done"):
         return 0
@@ -63,7 +64,8 @@ def memory_traffic(instruction: Instruction) -> int:
         written = _main_bytes(instruction.arrays[:1])
     elif opcode == "slice-start":
         result = instruction.arrays[len(operands)]
-        read, written = min(read, result.num_bytes), _main_bytes([result])
+        read = min(read, result.num_bytes)
+        written = _main_bytes([result])
     elif opcode.endswith("-start"):
         written = 0  # the result is a tuple that lists the operand too
     return read + written
@@ -97,7 +99,8 @@ def _bytes_read_of(value: Instruction) -> int:
 
 
 def _written_by_fusion(body: Computation) -> int:
-    root, total = body.root, 0
+    root = body.root
+    total = 0
     for result in root.operands if root.opcode == "tuple" else [root]:
         size = _main_bytes(result.arrays)
         while result.opcode == "bitcast":

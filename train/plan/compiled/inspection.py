@@ -60,7 +60,8 @@ def inspect(
     """
     # The program's first line lists the results that are updated in place.
     aliased = {int(number or 0) for number in _ALIAS.findall(text.partition("\n")[0])}
-    module, kernels = read_module(text, model), Counter[str]()
+    module = read_module(text, model)
+    kernels = Counter[str]()
     for executed in module.executed:
         for inner in executed.instruction.with_nested:
             if inner.opcode == "custom-call":

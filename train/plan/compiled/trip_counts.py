@@ -73,7 +73,8 @@ def _counts_of_branches(
     If XLA renamed a conditional, its part of the model is the one that all instructions
     in the branches share. The branches of conditionals outside the layers always count.
     """
-    branches, name = conditional.called, conditional.op_name
+    branches = conditional.called
+    name = conditional.op_name
     names = [name, *(inner.op_name for branch in branches for inner in branch.order)]
     is_in_layers = any(scope_in_name(name).startswith("layers") for name in names)
     if len(branches) != 2 or not is_in_layers:
@@ -101,7 +102,8 @@ def _count_trips(loop: Instruction) -> int | None:
     """Return the trips of a loop with a constant counter; None for other loops."""
     condition = loop.find(r" condition=%([\w.-]+)")
     test = loop.computation.module.computations[condition].root
-    (start,), end = loop.operands, loop.body.root
+    (start,) = loop.operands
+    end = loop.body.root
     if test.opcode != "compare" or " direction=LT" not in test.attributes:
         return None
     counter, stop = test.operands
@@ -109,7 +111,8 @@ def _count_trips(loop: Instruction) -> int | None:
         return None
     increment = _source(end.operands[counter.index])
     steps = [_constant(operand) for operand in increment.operands]
-    first, last = _constant(start.operands[counter.index]), _constant(stop)
+    first = _constant(start.operands[counter.index])
+    last = _constant(stop)
     step = next(filter(None, steps), None)
     if increment.opcode != "add" or first is None or last is None or step is None:
         return None

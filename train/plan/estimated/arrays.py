@@ -155,7 +155,8 @@ def broadcast_dims(
     pairs.sort(key=lambda pair: not pair[0].from_batch)
     if pairs and pairs[0][1] == shape and all(dim.is_known for dim in pairs[0][0].dims):
         return pairs[0][0].dims
-    dims, used = list[Dim](), set[str]()
+    dims = list[Dim]()
+    used = set[str]()
     for i, size in enumerate(shape):
         matches = (array.dims[i] for array, traced in pairs if traced[i] == size)
         dim = next((d for d in matches if d.is_known), Dim(size, (), False))
@@ -168,17 +169,24 @@ def reshape_dims(
     dims: Sequence[Dim], before: Sequence[int], after: Sequence[int]
 ) -> tuple[Dim, ...]:
     """Return reshaped dims; the first dim of a merged or split group has all axes."""
-    result, i, j = list[Dim](), 0, 0
+    result = list[Dim]()
+    i = 0
+    j = 0
     while j < len(after):
         old_size, new_size = (before[i], after[j]) if i < len(before) else (1, after[j])
-        old_start, new_start = i, j
-        i, j = min(i + 1, len(before)), j + 1
+        old_start = i
+        new_start = j
+        i = min(i + 1, len(before))
+        j = j + 1
         while old_size != new_size:
             if old_size < new_size:
-                old_size, i = old_size * before[i], i + 1
+                old_size = old_size * before[i]
+                i = i + 1
             else:
-                new_size, j = new_size * after[j], j + 1
-        group, others = dims[old_start:i], after[new_start + 1 : j]
+                new_size = new_size * after[j]
+                j = j + 1
+        group = dims[old_start:i]
+        others = after[new_start + 1 : j]
         size = max(1, math.prod(dim.size for dim in group) // math.prod(others))
         axes = tuple(axis for dim in group for axis in dim.axes)
         is_known = all(dim.is_known for dim in group)

@@ -57,7 +57,8 @@ class CollectiveRecorder:
     """Records the collectives of a device of a mesh with axes of the given sizes."""
 
     def __init__(self, sizes: Mapping[str, int], platform: str):
-        self.sizes, self._platform = sizes, platform
+        self.sizes = sizes
+        self._platform = platform
         self.exchanges: list[Exchange] = []
         self.position = StepPosition(1, "")  # the walk sets it before each equation
         # The dims of each table from which ids select rows; gradients have them too.
@@ -137,7 +138,8 @@ class CollectiveRecorder:
 
     def _add(self, exchange: Exchange) -> None:
         """Record a collective, given the payload of one execution."""
-        axes, count = self.nontrivial_axes(exchange.axes), exchange.position.count
+        axes = self.nontrivial_axes(exchange.axes)
+        count = exchange.position.count
         if axes and exchange.payload and count:
             payload = count * exchange.payload
             self.exchanges.append(exchange._replace(axes=axes, payload=payload))
@@ -179,7 +181,8 @@ def phases(
             group, _ = _group(step.axes, step.members, mesh, dims)
             yield make_phase(step, group.network, group.size, group.links)
         return
-    kind, inner_size = exchange.kind, group.size // slices
+    kind = exchange.kind
+    inner_size = group.size // slices
     kinds = {"all-gather": kind, "reduce-scatter": "all-reduce", "all-reduce": kind}
     if inner_size > 1 and kind in kinds:
         in_slice = exchange._replace(kind=kinds[kind])

@@ -74,7 +74,8 @@ class LocalStep:
         return by_section
 
     def _product_flops(self, op: Operation, work: Work) -> Flops:
-        flops, grouped = op.position.count * work.flops, 0.0
+        flops = op.position.count * work.flops
+        grouped = 0.0
         if op.name == "ragged_dot_general":
             flops = grouped = flops * self._used_fraction(op)
         eight_bits = flops if all(a.itemsize == 1 for a in op.operands[:2]) else 0.0
@@ -82,9 +83,11 @@ class LocalStep:
         return Flops(flops, eight_bits=eight_bits, grouped=grouped, padded=padded)
 
     def _attention_flops(self, op: Operation, work: Work) -> Flops:
-        flops, computed = op.position.count * work.flops, work.computed
+        flops = op.position.count * work.flops
+        computed = work.computed
         model = self.program.config.model
-        H, V = model.head_size, model.value_size
+        H = model.head_size
+        V = model.value_size
         if self.program.execution.attention.kernel.is_cudnn:
             # The traced kernel is Splash's.
             # cuDNN pads V to H. Backward, Splash has two kernels, and each recomputes
@@ -104,9 +107,11 @@ class LocalStep:
         Rows that are sent fill a part of a device's capacity. Gathered rows include the
         choices of other devices' experts (model/parts/experts/exchange.py).
         """
-        model, execution = self.program.config.model, self.program.execution
+        model = self.program.config.model
+        execution = self.program.execution
         rows, _, sizes = grouped.operands
-        num_local, k = sizes.dims[0].size, model.experts_per_token
+        num_local = sizes.dims[0].size
+        k = model.experts_per_token
         is_sent = execution.expert_exchange is ExpertExchange.ragged
         if is_sent and num_local < model.num_experts:
             return self.tokens * k / rows.dims[0].size
@@ -136,14 +141,16 @@ def _layer_loops(operations: list[Operation]) -> Iterator[Operation]:
 
 def local_step(program: Program) -> LocalStep:
     """Trace a program, without lowering, and return its local step."""
-    mesh, model = program.mesh, program.config.model
+    mesh = program.mesh
+    model = program.config.model
     microbatches = program.config.train.accumulation_steps
     gradients = Walk(mesh.shape, mesh.devices.flat[0].platform, microbatches, model)
     batch = _local_arrays(program.batch, gradients)
     for field in batch:
         rows, *other_dims = field.dims
         rows = rows._replace(size=rows.size // microbatches)
-        field.dims, field.from_batch = (rows, *other_dims), True
+        field.dims = (rows, *other_dims)
+        field.from_batch = True
     params = _local_arrays(program.state.params, gradients)
     gradients.run(trace_gradients(program), [*params, *batch])
     leaves, tree = jax.tree.flatten((program.state.params, program.state.optimizer))

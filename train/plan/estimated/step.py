@@ -42,7 +42,8 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
     step = step or local_step(program)
     outside_layers = [e for e in step.exchanges if not e.position.in_layers]
     moments = sum(map(bytes_per_device, program.host_state.values()))
-    hbm_bytes, sections = _hbm_bytes(step), list[SectionCost]()
+    hbm_bytes = _hbm_bytes(step)
+    sections = list[SectionCost]()
     for name in SECTIONS:
         exchanges = [e for e in step.exchanges if e.position.section == name]
         sent = _totals(exchanges, program)
@@ -58,9 +59,11 @@ def estimate_step(program: Program, step: LocalStep | None = None) -> StepCost:
 
 def estimate_memory(program: Program, step: LocalStep | None = None) -> DeviceMemory:
     """Return the least memory that one device needs: state, batch and temporaries."""
-    exact, step = device_memory(program), step or local_step(program)
+    exact = device_memory(program)
+    step = step or local_step(program)
     sizes = least_temporaries(step)
-    temporaries, host = sum(sizes.values()), dict(exact.host)
+    temporaries = sum(sizes.values())
+    host = dict(exact.host)
     if saved := saved_bytes(step, on_host=True):
         host["temporaries"] = Figure(saved, LOWER_BOUND)
     return dataclasses.replace(
@@ -84,7 +87,8 @@ def _hbm_bytes(step: LocalStep) -> defaultdict[str, HbmBytes]:
     by_section = defaultdict[str, HbmBytes](HbmBytes)
     for op in step.operations:
         if op.work or op.name in ("gather", "scatter-add"):
-            operands, results = {*op.operands}, {*op.results}
+            operands = {*op.operands}
+            results = {*op.results}
             passed = {a for a in operands | results if a.from_batch}
             passed |= operands if op.position.in_layers else set()
             count = op.position.count
@@ -103,7 +107,8 @@ def _totals(
     exchanges: Iterable[Exchange], program: Program, by_use: bool = False
 ) -> list[CollectiveTotal]:
     """Sum exchanges by axes, network, kind and links, and optionally by use."""
-    mesh, steps = program.mesh, program.execution.placement.axis_steps
+    mesh = program.mesh
+    steps = program.execution.placement.axis_steps
     totals = [total for e in exchanges for total in phases(e, mesh, steps)]
     if not by_use:
         totals = [dataclasses.replace(total, serves="") for total in totals]
@@ -185,7 +190,8 @@ def _loss_items(step: LocalStep) -> dict[str, int]:
     for loop in step.body:
         products = [op for op in loop.body if op.work]
         if loop.position.section == "loss" and products:
-            logits, width = products[0].results[0], products[0].operands[0].itemsize
+            logits = products[0].results[0]
+            width = products[0].operands[0].itemsize
             features = [a.bytes for a in loop.operands if a.from_batch]
             tables = [a for a in loop.operands if not a.from_batch]
             heads = [a.bytes for a in tables if a.itemsize == width]

@@ -36,8 +36,10 @@ _ROWS = 2  # traced rows of a device if no equation depends on their number
 
 def trace_gradients(program: Program) -> ClosedJaxpr:
     """Trace the function (parameters, batch) -> (loss, gradients) of a microbatch."""
-    config, execution = program.config, program.execution
-    placement, mesh = execution.placement, program.mesh
+    config = program.config
+    execution = program.execution
+    placement = execution.placement
+    mesh = program.mesh
     # The kernels of cuDNN and of grouped products are not traced. Splash, and XLA's own
     # grouped product, read, write and save the same arrays.
     attention = execution.attention

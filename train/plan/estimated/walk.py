@@ -61,8 +61,10 @@ class Walk:
         """Start a program that runs `count` times; its model decides about branches."""
         self.operations: list[Operation] = []
         self.recorder = CollectiveRecorder(sizes, platform)
-        self._model, self._microbatches = model, count
-        self._count, self._scope = count, ""
+        self._model = model
+        self._microbatches = count
+        self._count = count
+        self._scope = ""
 
     def run(self, jaxpr: Any, arguments: Sequence[LocalArray]) -> list[LocalArray]:
         """Walk a jaxpr, open or closed, and return its results."""
@@ -80,7 +82,8 @@ class Walk:
         for equation in jaxpr.eqns:
             if not equation.outvars:  # a remnant of saving a kernel's results
                 continue
-            outer, inner = self._scope, str(equation.source_info.name_stack)
+            outer = self._scope
+            inner = str(equation.source_info.name_stack)
             self._scope = f"{outer}/{inner}" if inner else outer
             results = self._walk(equation, [read(v) for v in equation.invars])
             arrays.update(zip(equation.outvars, results, strict=True))
@@ -88,7 +91,8 @@ class Walk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _walk(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         runs_once = "copies" in self._scope  # once in each step (train/core/rows.py)
         count = self._count // self._microbatches if runs_once else self._count
         self.recorder.position = StepPosition(count, self._scope)
@@ -117,7 +121,8 @@ class Walk:
 
         A result that is constant in all branches but one is the result of that branch.
         """
-        count, outputs = self._count, list[list[LocalArray]]()
+        count = self._count
+        outputs = list[list[LocalArray]]()
         counts = branch_counts(self._model, outermost_part(self._scope), count)
         for branch, self._count in zip(branches, counts, strict=True):
             if self._count:
@@ -134,7 +139,8 @@ class Walk:
         Operands with one more dim outside than inside the body are sliced, and such
         results are stacked.
         """
-        body, trips = equation.params["jaxpr"], equation.params["length"]
+        body = equation.params["jaxpr"]
+        trips = equation.params["length"]
 
         def count_same_rank(outer_vars: Any, inner_vars: Any) -> int:
             pairs = zip(outer_vars, inner_vars, strict=True)
@@ -145,10 +151,13 @@ class Walk:
         sliced = operands[num_unsliced:]
         slices = [replace(array, dims=array.dims[1:], sums=()) for array in sliced]
         loop = Operation("scan", operands, [], self.recorder.position, trips=trips)
-        outer_operations, outer_count = self.operations, self._count
-        self.operations, self._count = loop.body, outer_count * trips
+        outer_operations = self.operations
+        outer_count = self._count
+        self.operations = loop.body
+        self._count = outer_count * trips
         results = self.run(body, [*operands[:num_unsliced], *slices])
-        self.operations, self._count = outer_operations, outer_count
+        self.operations = outer_operations
+        self._count = outer_count
         loop.stacked = results[num_carried:]
         stacks = [replace(a, dims=(Dim(trips), *a.dims)) for a in loop.stacked]
         loop.results = [*results[:num_carried], *stacks]
@@ -157,7 +166,9 @@ class Walk:
 
     def _shard_map(self, params: Any, operands: list[LocalArray]) -> list[LocalArray]:
         """Walk a per-device program, in which manual axes do not shard dims."""
-        recorder, arguments, results = self.recorder, list[LocalArray](), []
+        recorder = self.recorder
+        arguments = list[LocalArray]()
+        results = []
 
         def automatic_axes(dim: Dim) -> Axes:
             return tuple(a for a in dim.axes if a not in params["newly_manual_axes"])
@@ -178,8 +189,11 @@ class Walk:
         return results
 
     def _record(self, equation: Any, operands: list[LocalArray]) -> list[LocalArray]:
-        name, params, recorder = equation.primitive.name, equation.params, self.recorder
-        position, work = recorder.position, None
+        name = equation.primitive.name
+        params = equation.params
+        recorder = self.recorder
+        position = recorder.position
+        work = None
         is_product = name in ("mul", "div") and all(a.size > 1 for a in operands)
         is_linear = name in _LINEAR and not is_product
         for array in () if is_linear else operands:

@@ -74,7 +74,8 @@ def layouts(
     fsdp or pipeline spans all slices or nodes. A pipeline has one stage in each. Only
     long rows are sharded over context.
     """
-    meshes, slice_size = list[Layout](), num_devices // num_slices
+    meshes = list[Layout]()
+    slice_size = num_devices // num_slices
     divisors = [n for n in range(1, slice_size + 1) if slice_size % n == 0]
     limits = _MAX_TENSOR, max(experts, 1), max(sequence_length // _MIN_POSITIONS, 1)
     sizes = ([n for n in divisors if n <= limit] for limit in limits)
@@ -115,5 +116,6 @@ def layout_of(config: Config, num_devices: int) -> Layout | None:
         return None
     sizes: dict[str, Any] = {**least_sizes(config.mesh, num_devices)}
     sizes |= {f"dcn_{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES}
-    train, policy = config.train, format_policy(config.train.remat)
+    train = config.train
+    policy = format_policy(config.train.remat)
     return Layout(**sizes, remat=policy, accumulation_steps=train.accumulation_steps)

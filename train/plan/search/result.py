@@ -84,8 +84,10 @@ def print_result(result: SearchResult, config: Config) -> None:
         shown.setdefault(c.layout, c)  # Compiled figures replace estimates.
     rows = list[list[str]]()
     for c in shown.values():
-        fits, mfu = c.verdict.answer, f"{c.mfu:.0%}"
-        speed, needed = format_count(c.tokens_per_second), format_bytes(c.needed)
+        fits = c.verdict.answer
+        mfu = f"{c.mfu:.0%}"
+        speed = format_count(c.tokens_per_second)
+        needed = format_bytes(c.needed)
         suffix = " (this config's)" if c.layout == result.given else ""
         overrides = c.layout.overrides(config) + suffix
         rows.append([fits, speed, mfu, needed, c.how, overrides])

@@ -102,16 +102,19 @@ def _compile(
     fitting = sorted((c for c in weighing.candidates if c.fits), key=rank)
     best_of = {c.layout.remat: c for c in reversed(fitting)}.values()
     queue = sorted(fitting, key=lambda c: (c.layout != requested, c not in best_of))
-    estimated, compiled = {c.layout: c.needed for c in queue}, list[Candidate]()
+    estimated = {c.layout: c.needed for c in queue}
+    compiled = list[Candidate]()
     while compiles and time.monotonic() < deadline:
         best = compiled[0] if compiled and compiled[0].fits else None
         if queue and (best is None or len(compiled) < compiles):
             gap = min((c.needed - estimated[c.layout] for c in compiled), default=0)
             likely = (c for c in queue if c.needed + gap <= c.available)
-            finalist, make_plan = next(likely, queue[0]), compile_small
+            finalist = next(likely, queue[0])
+            make_plan = compile_small
             queue.remove(finalist)
         elif best and best.how != COMPILED:
-            finalist, make_plan = compiled.pop(0), compile_and_read
+            finalist = compiled.pop(0)
+            make_plan = compile_and_read
         else:
             break
         if candidate := weighing.plan(finalist.layout, make_plan):
@@ -181,7 +184,8 @@ def _cache_file(
     The name does not depend on the config's layout or on keys that a plan does not
     use. So training reads the results of `python -m train.plan search=true`.
     """
-    device, cores = devices[0], "runtime.sparse_cores"
+    device = devices[0]
+    cores = "runtime.sparse_cores"
     machine = device.device_kind, len(devices), num_slices(devices), budget.available
     unused_keys = ("seed", "schedule", "train.num_steps", "optimizer.learning_rate")
     items = flatten(training_config(Layout().applied(config))).items()

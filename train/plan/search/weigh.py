@@ -69,7 +69,8 @@ class Weighing:
         except (ConfigError, Exit):
             raise
         except Exception as error:
-            name, overrides = type(error).__name__, layout.overrides(self.config)
+            name = type(error).__name__
+            overrides = layout.overrides(self.config)
             self.failed.setdefault(name, f"{overrides}: {name}: {error}")
             return None
 
@@ -87,9 +88,11 @@ class Weighing:
 
         Raises ConfigError if no mesh is possible, and RuntimeError if all plans failed.
         """
-        config, impossible = self.config, dict[str, Mistake]()
+        config = self.config
+        impossible = dict[str, Mistake]()
         experts = config.model.num_experts if config.model.expert_layers else 0
-        length, slices = config.data.sequence_length, num_slices(self.devices)
+        length = config.data.sequence_length
+        slices = num_slices(self.devices)
         meshes = layouts(len(self.devices), slices, experts, length)
         firsts = [variants(mesh, config)[0] for mesh in meshes]
         firsts = [requested, *firsts] if requested else firsts
@@ -124,7 +127,8 @@ class Weighing:
 
 def _as_candidate(layout: Layout, plan: Plan) -> Candidate:
     """Return a candidate; raise ConfigError if the devices' rates are unknown."""
-    needed, prediction = plan.memory.needed, plan.prediction
+    needed = plan.memory.needed
+    prediction = plan.prediction
     if prediction is None:
         rule = f"cannot compare layouts: {plan.missing_prediction}"
         raise ConfigError([Mistake("search", True, rule)])

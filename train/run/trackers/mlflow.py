@@ -14,7 +14,9 @@ from typing import Any
 from train.identity import leaves
 from train.run.trackers.writer import Line, Writer
 
-_MAX_PARAMS, _MAX_METRICS = 100, 1000  # the limits of one request
+# The limits of one request.
+_MAX_PARAMS = 100
+_MAX_METRICS = 1000
 _MAX_VALUE_LENGTH = 500  # every server accepts this length
 
 
@@ -46,7 +48,8 @@ class MlflowWriter(Writer):
         return marked if metrics else -1
 
     def _create(self) -> str:
-        client, name = self._client, self._config.experiment
+        client = self._client
+        name = self._config.experiment
         existing = client.get_experiment_by_name(name)
         experiment = (
             existing.experiment_id if existing else client.create_experiment(name)

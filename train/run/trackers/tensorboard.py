@@ -24,7 +24,8 @@ class TensorBoardWriter(Writer):
 
         events: Any = event_pb2  # protobuf defines their members at run time
         summaries: Any = summary_pb2
-        self._event, self._summary = events.Event, summaries.Summary
+        self._event = events.Event
+        self._summary = summaries.Summary
         last = min(marked, self._run.step)
         # Readers read the files in the order of their names.
         self._file = EventsWriter(str(folder / f"{self._run.start:06d}"))

@@ -45,7 +45,8 @@ class Writer(abc.ABC):
     name: str  # names the tracker, its pip extra, and its folder in the run
 
     def __init__(self, run: TrackedRun, config: Any = None):
-        self._run, self._config = run, config
+        self._run = run
+        self._config = config
 
     @abc.abstractmethod
     def open(self, folder: Path, marked: int) -> int:

@@ -19,7 +19,10 @@ from model.parts.context.ring import in_ring_order
 from model.parts.kernels import splash
 from tests.model.reference import attend, mask
 
-B, N, K, H = 2, 4, 2, 8
+B = 2
+N = 4
+K = 2
+H = 8
 
 
 def scaled(inputs: Inputs) -> Inputs:

@@ -20,8 +20,12 @@ pytestmark = pytest.mark.usefixtures("strict")
 
 def test_left_padding_of_prompts_has_no_effect():
     """Prompts of 1, 3 and 5 tokens end in the same column, as in generation."""
-    tiny, lengths, P, length = MODELS["hybrid"], (1, 3, 5), 5, 9
-    tokens, first_B = tiny.tokens(3, length), jnp.array([P - n for n in lengths])
+    tiny = MODELS["hybrid"]
+    lengths = (1, 3, 5)
+    P = 5
+    length = 9
+    tokens = tiny.tokens(3, length)
+    first_B = jnp.array([P - n for n in lengths])
 
     params = tiny.params
 
@@ -82,7 +86,12 @@ def test_transformers_computes_the_same():
     """With weights in its own order: [q | k | v | z] and [b | a] of each key head."""
     torch = pytest.importorskip("torch")
     qwen = pytest.importorskip("transformers.models.qwen3_next")
-    K, R, H, V, D, W = 2, 2, 8, 6, 16, 4
+    K = 2
+    R = 2
+    H = 8
+    V = 6
+    D = 16
+    W = 4
     theirs = qwen.modeling_qwen3_next.Qwen3NextGatedDeltaNet(
         qwen.Qwen3NextConfig(
             hidden_size=D,

@@ -14,7 +14,11 @@ from tests.model.reference import recurrence
 
 pytestmark = pytest.mark.usefixtures("strict")
 
-B, K, R, H, V = 2, 2, 2, 16, 12
+B = 2
+K = 2
+R = 2
+H = 16
+V = 12
 
 
 class Case(NamedTuple):
@@ -34,7 +38,8 @@ CASES = {
 
 def draw(case: str, length: int) -> DeltaInputs:
     """Draw inputs without starts, in float32."""
-    rng, (noise, decay) = np.random.default_rng(1), CASES[case]
+    rng = np.random.default_rng(1)
+    noise, decay = CASES[case]
     q, k = rng.normal(size=(2, B, length, K, H))
     if noise < np.inf:
         k = rng.normal(size=(B, 1, K, H)) + noise * k

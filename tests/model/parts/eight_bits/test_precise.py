@@ -101,7 +101,8 @@ def test_no_weight_is_kept_a_second_time(stack, x_BTD, remat):
 
 def test_what_precise_layers_round_is_nothing(stack, x_BTD):
     """Of int8 the largest value of each row is its largest."""
-    int8, taps = RECIPES[ComputeDtype.int8](emulated=True), Taps()
+    int8 = RECIPES[ComputeDtype.int8](emulated=True)
+    taps = Taps()
     execution = Execution(numerics=Numerics(quantization=int8))
     run(*stack, x_BTD, execution, FLAGS, taps)
     saturated = np.asarray(taps.all_figures().shares["saturated"])

@@ -22,7 +22,10 @@ SPECS = {
     "btd,dnh->btnh": ((2, 5, 8), (8, 3, 4)),
     "btnh,nhd->btd": ((2, 5, 3, 4), (3, 4, 8)),
 }
-E4M3, E5M2, INT8 = 2**-4, 2**-3, 0.5 / 127  # half of a unit in the last place
+# Half of a unit in the last place.
+E4M3 = 2**-4
+E5M2 = 2**-3
+INT8 = 0.5 / 127
 FLOAT8_FLOOR = 2**-10 / 448  # half of e4m3's smallest number, to its largest
 
 
@@ -49,13 +52,15 @@ jitted = jax.jit(run, static_argnums=(0, 4))
 
 
 def equations(spec):
-    (left, right), result = spec.split("->")[0].split(","), spec.split("->")[1]
+    left, right = spec.split("->")[0].split(",")
+    result = spec.split("->")[1]
     return spec, f"{result},{right}->{left}", f"{left},{result}->{right}"
 
 
 def error_float8(equation, x, y, unit_x, unit_y):
     """Bound the error of a product of two arrays by their rounding."""
-    x, y = abs(x), abs(y)
+    x = abs(x)
+    y = abs(y)
     # Of two arrays with scales of their own, up to twice what the largest needs.
     wide_x = x * (1 + unit_x) + 2 * x.max() * FLOAT8_FLOOR
     wide_y = y * (1 + unit_y) + 2 * y.max() * FLOAT8_FLOOR
@@ -184,7 +189,8 @@ def test_parts_of_a_weight_give_what_the_whole_gives(dtype, gather_again):
     b[5] *= 100  # on one device
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     placement = WeightPlacement(((0, ("fsdp",)),), gather_again=gather_again)
-    cut, rows = PartitionSpec("fsdp"), PartitionSpec("fsdp")
+    cut = PartitionSpec("fsdp")
+    rows = PartitionSpec("fsdp")
     apart = jax.jit(
         jax.shard_map(
             lambda a, b, dy, keys_BT: run(spec, a, b, dy, dtype, keys_BT, placement),

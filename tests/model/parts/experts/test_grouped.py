@@ -13,7 +13,9 @@ from model.parts.eight_bits.recipes import RECIPES
 from model.parts.experts import grouped, grouped_triton
 from model.parts.experts.grouped import grouped_product
 
-M, D, F = 200, 24, 40
+M = 200
+D = 24
+F = 40
 SIZES = {  # the last rows may be no one's
     "mixed": [33, 0, 70, 1, 60],
     "all": [0, 0, 200, 0, 0],
@@ -46,9 +48,12 @@ def operands(dtype="float32"):
 def plain(x, w, dy, sizes):
     """The same in float64, a row at a time."""
     x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
-    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    y = np.zeros_like(dy)
+    dx = np.zeros_like(x)
+    dw = np.zeros_like(w)
     for row, e in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
-        y[row], dx[row] = x[row] @ w[e], w[e] @ dy[row]
+        y[row] = x[row] @ w[e]
+        dx[row] = w[e] @ dy[row]
         dw[e] += np.outer(x[row], dy[row])
     return y, dx, dw
 
@@ -83,7 +88,8 @@ def test_values_and_gradients_are_those_of_single_rows(interpreted, body, swappe
 @pytest.mark.parametrize("body", Grouped)
 def test_operands_are_rounded_and_sums_are_not(interpreted, body):
     fine = jnp.float32(1 + 2**-12)  # bfloat16 has 8 bits
-    x, w = jnp.full((M, D), fine), jnp.full((1, D, F), fine)
+    x = jnp.full((M, D), fine)
+    w = jnp.full((1, D, F), fine)
     sizes = jnp.asarray([M], jnp.int32)
 
     def total(x, w):

@@ -16,7 +16,10 @@ from model.parts.experts.router import Router
 
 pytestmark = pytest.mark.usefixtures("strict")
 
-N, D, E, K = 1000, 32, 64, 6
+N = 1000
+D = 32
+E = 64
+K = 6
 GROUPS = {"router_groups": 8, "router_groups_kept": 3}
 SIGMOID = {"router": Scores.sigmoid, "router_bias_rate": 0.1}
 V3 = {**SIGMOID, **GROUPS, "routed_scaling": 2.5}
@@ -40,7 +43,8 @@ BIAS = rng.normal(size=E).astype(np.float32) * 0.2
 
 def a_router(weight=WEIGHT, bias=None, **choices):
     """Return a router of these weights."""
-    (dim, experts), k = weight.shape, choices.pop("experts_per_token", K)
+    dim, experts = weight.shape
+    k = choices.pop("experts_per_token", K)
     config = ModelConfig(
         embed_dim=dim,
         mlp=Mlp.moe,
@@ -103,7 +107,8 @@ def by_expert(experts, weights):
 @pytest.mark.parametrize("case", ["usual", "negative biases", "a group of zeros"])
 def test_choices_are_those_of_transformers(name, case):
     """With biases near -2, each ranked score is below 0."""
-    weight, bias = WEIGHT.copy(), BIAS.copy()
+    weight = WEIGHT.copy()
+    bias = BIAS.copy()
     if case == "negative biases":
         bias -= 2
     if case == "a group of zeros":
@@ -167,8 +172,13 @@ def test_scores_of_zero_give_weights_and_gradients_of_zero():
 @pytest.mark.parametrize("scores", Scores)
 def test_each_row_has_its_own_balance_loss(scores):
     """As a loop over rows, experts and tokens computes it, without padding."""
-    B, T, E, k, rate = 3, 10, 8, 2, 0.3
-    weight, lengths = WEIGHT[:, :E], [10, 7, 0]
+    B = 3
+    T = 10
+    E = 8
+    k = 2
+    rate = 0.3
+    weight = WEIGHT[:, :E]
+    lengths = [10, 7, 0]
     x = TOKENS[: B * T].reshape(B, T, D)
     segment_ids = np.array([[t < length for t in range(T)] for length in lengths])
     router = a_router(
@@ -204,7 +214,8 @@ def test_a_gate_multiplies_the_shared_experts():
         return outputs()
 
     gate = rng.normal(size=16)
-    half, found = with_gate(np.zeros(16)), with_gate(gate)
+    half = with_gate(np.zeros(16))
+    found = with_gate(gate)
     shared = experts.shared(x, Execution(), CallContext())
     factor = 1 / (1 + np.exp(-np.asarray(x) @ gate))[..., None] - 0.5
     np.testing.assert_allclose(found - half, factor * shared, atol=1e-5)

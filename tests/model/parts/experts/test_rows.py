@@ -10,7 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from model.parts.experts.rows import Route, travel
 
-S, R, ROOM = 4, 12, 48
+S = 4
+R = 12
+ROOM = 48
 COUNTS = np.random.default_rng(0).multinomial(R, [1 / S] * S, S)
 ONE = np.zeros((S, S), int)
 ONE[:, 2] = R  # all rows at one device

@@ -20,7 +20,11 @@ from model.parts.kernels import cudnn_packed
 
 pytestmark = pytest.mark.usefixtures("strict")
 
-B, T, N, K, H = 3, 12, 4, 2, 8
+B = 3
+T = 12
+N = 4
+K = 2
+H = 8
 DOCUMENTS = np.array(
     [
         [1, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5],  # three turns of two
@@ -40,11 +44,10 @@ def formula(operands, window):
     """
     q, k, v, _, lengths, _, offsets, kv_offsets = operands[:8]
     D = lengths.size
-    starts, kv_starts = (
-        offsets.ravel()[:D] // (N * H),
-        kv_offsets.ravel()[:D] // (K * H),
-    )
-    position, length = jnp.arange(B * T)[None], lengths.reshape(D, 1)
+    starts = offsets.ravel()[:D] // (N * H)
+    kv_starts = kv_offsets.ravel()[:D] // (K * H)
+    position = jnp.arange(B * T)[None]
+    length = lengths.reshape(D, 1)
     inside, inside_keys = (
         (position >= start[:, None]) & (position < start[:, None] + length)
         for start in (starts, kv_starts)
@@ -123,7 +126,8 @@ def test_documents_by_offsets_are_documents_by_mask(stand_in, window):
 
 def lowered(kernel):
     """Lower one layer's attention with its gradient for a GPU that is not here."""
-    rows, length = 2, 96
+    rows = 2
+    length = 96
 
     def loss(*operands):
         method = KernelAttention(kernel)

@@ -141,7 +141,8 @@ def test_a_layer_and_its_gradients_are_transformers(version, query_rank, scaling
     assert parameters.keys() == weights.keys()
     for name, weight in weights.items():
         parameters[name].data = torch.tensor(weight)
-    x, cotangent = rows(2, T, 24), np.sin(np.arange(2 * T * 24)).reshape(2, T, 24)
+    x = rows(2, T, 24)
+    cotangent = np.sin(np.arange(2 * T * 24)).reshape(2, T, 24)
     their_x = torch.tensor(np.asarray(x), requires_grad=True)
     later = torch.triu(torch.full((T, T), -torch.inf), 1)[None, None]
     rotations = rotary(their_x, torch.arange(T)[None])

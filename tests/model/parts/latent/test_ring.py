@@ -20,7 +20,12 @@ from model.parts.latent.ring import attend_in_latent_ring
 from model.placement import Placement
 from tests.model.reference import attend, mask
 
-B, N, RANK, NOPE, ROPE, V = 2, 3, 8, 6, 4, 5
+B = 2
+N = 3
+RANK = 8
+NOPE = 6
+ROPE = 4
+V = 5
 AXES = ("context",)
 
 
@@ -33,7 +38,8 @@ def one_width(monkeypatch):
         return kernel(chunks, *args)
 
     stand_in = ModuleType("stand_in")
-    forward, backward = partial(checked, xla.forward), partial(checked, xla.backward)
+    forward = partial(checked, xla.forward)
+    backward = partial(checked, xla.backward)
     vars(stand_in).update(SCALES_QUERIES=True, forward=forward, backward=backward)
     monkeypatch.setitem(KERNELS, Attention.cudnn, stand_in)
 
@@ -76,7 +82,8 @@ def ring_order(c: int, T: int) -> np.ndarray:
 
 def expanded(q, latent, weight, seen):
     """Attend to the keys and values of the latents of whole rows."""
-    c, k_rope = latent[..., :RANK], latent[..., None, RANK:]
+    c = latent[..., :RANK]
+    k_rope = latent[..., None, RANK:]
     kv = jnp.einsum("btr,rne->btne", c, weight)
     k = jnp.concatenate([kv[..., :NOPE], jnp.repeat(k_rope, N, axis=2)], axis=-1)
     return attend(q, k, kv[..., NOPE:], seen)
@@ -93,7 +100,8 @@ def expanded(q, latent, weight, seen):
 )
 def test_latents_in_a_ring_are_their_keys_and_values_in_float64(c, kernel):
     """Also the gradients of queries, latents and the weight; documents are packed."""
-    T, draw = 4 * c, np.random.default_rng(0).normal
+    T = 4 * c
+    draw = np.random.default_rng(0).normal
     shapes = (B, T, N, NOPE + ROPE), (B, T, RANK + ROPE), (RANK, N, NOPE + V)
     *operands, do = [draw(size=shape) for shape in (*shapes, (B, T, N, V))]
     ids = np.stack([np.arange(T) // 5 + 1, np.ones(T)]).astype(np.int32)

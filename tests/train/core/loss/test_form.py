@@ -118,7 +118,8 @@ def bytes_of(form: LossForm, shape: tuple[int, int, int], V: int) -> float:
     than tiles. With pieces a device has the gradient of 1/256 of the weight.
     """
     B, T, D = shape
-    N, weight = B * T, 2 * D * V
+    N = B * T
+    weight = 2 * D * V
     if form.ids is None:
         return weight + 4 * D * V + 4 * B * form.positions * V
     return weight + 4 * D * V / 256 + 2 * N * D + 4 * N * form.ids + 2 * N * V
@@ -140,7 +141,8 @@ def test_no_form_needs_more_memory_than_small_tiles_or_a_layer(form):
         F = mlp_per_D * D
         found = form((B, T), vocab_size=V, embed_dim=D, mlp_dim=F)
         small = LossForm(max(c for c in range(1, 129) if T % c == 0))
-        least, layer = bytes_of(small, (B, T, D), V), 6 * 2 * B * T * (F + D)
+        least = bytes_of(small, (B, T, D), V)
+        layer = 6 * 2 * B * T * (F + D)
         limit = (1.1 if found.ids else 1) * max(least, layer)
         assert T % found.positions == 0
         assert found.positions >= small.positions

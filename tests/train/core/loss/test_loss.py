@@ -207,7 +207,9 @@ def largest_float(program) -> int:
 
 @pytest.mark.parametrize("tiled", [True, False])
 def test_a_large_vocabularys_logits_never_exist_at_once(program, tiled):
-    B, T, V = 2, 256, 8192
+    B = 2
+    T = 256
+    V = 8192
     config = program.config
     config = replace(
         config,

@@ -21,7 +21,9 @@ from train.core.loss.pieces import sum_pieces
 from train.core.loss.tiles import sum_tiles
 from train.core.step import make_gradients
 
-V, N, Z_LOSS = 384, 16, 0.1
+V = 384
+N = 16
+Z_LOSS = 0.1
 PIECES = LossForm(N // 2, ids=160)  # The third piece overlaps the second by 96 ids.
 
 
@@ -77,7 +79,8 @@ def reference(
     **_: Any,
 ) -> Result:
     """Compute the loss and its gradients in float64."""
-    x, weight = np.float64(x), np.float64(weight)
+    x = np.float64(x)
+    weight = np.float64(weight)
     raw = x @ weight
     logits = raw if cap is None else cap * np.tanh(raw / cap)
     logits[:, num_tokens:] = -np.inf
@@ -162,7 +165,8 @@ def test_extreme_logits(logits, cap):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0])
 def test_bfloat16_costs_pieces_hardly_more_than_tiles(scale, cap):
     """Against float64, from operands that bfloat16 holds exactly."""
-    random, D = np.random.default_rng(4), 64
+    random = np.random.default_rng(4)
+    D = 64
 
     def draw(*shape: int) -> np.ndarray:
         return np.float64(jnp.asarray(random.standard_normal(shape), jnp.bfloat16))
@@ -189,7 +193,8 @@ def gradients(programs, store, monkeypatch):
     def gradients(form: LossForm, *overrides: str, devices: int):
         monkeypatch.setattr(loss_module, "choose_form", lambda *_: form)
         program = programs("model.num_layers=1", *overrides, devices=devices)
-        model, execution = program.model, program.execution
+        model = program.model
+        execution = program.execution
         sharded_dims = execution.weight_placement(model.head_axes).sharded_dims
         assert bool(sharded_dims) == (devices > 1)
         batch = Order(store, program.config.data, 0).read(0)

@@ -54,7 +54,8 @@ def least(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("signed", [True, False], ids=["mean", "square"])
 def test_eight_bits_are_off_by_less_than_a_step_and_right_on_average(signed):
     """Of levels (c / 127)**2, or (c / 255)**4, of the lesser of two maxima."""
-    x, (top, power) = rough(signed), (127, 2) if signed else (255, 4)
+    x = rough(signed)
+    top, power = (127, 2) if signed else (255, 4)
     share = np.abs(x) / least(x)
     below = np.floor(top * share ** (1 / power) * (1 + 1e-6))
     step = (((below + 1) / top) ** power - (below / top) ** power) * least(x)
@@ -195,7 +196,8 @@ def test_an_update_by_layers_is_that_of_all_at_once():
         optimizer = make_optimizer(config, LEVEL, 3, infos, platform=platform)
         assert (optimizer.update_layers is not None) == (platform == "gpu")
         params = drawn(0)
-        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        state = optimizer.init(params)
+        update = jax.jit(optimizer.update)
         for step in range(3):
             params, state, _ = update(drawn(step + 1), 1.0, state, params, step)
         results.append(params)

@@ -41,7 +41,8 @@ def draw(seed: int, shapes=SHAPES) -> dict:
 def take_steps(config, params, num_steps, schedule=LEVEL, infos=INFOS, grads=None):
     """Give the state after each step."""
     optimizer = make_optimizer(config, schedule, num_steps, infos)
-    state, found = optimizer.init(params), []
+    state = optimizer.init(params)
+    found = []
     update = jax.jit(optimizer.update)
     for step in range(num_steps):
         gradient = grads[step] if grads else draw(step + 1)
@@ -64,7 +65,8 @@ def test_adamw_is_the_papers_with_decay_of_matrices_and_tables_only():
             g = np.float64(draw(t)[name])
             m = ADAMW.b1 * m + (1 - ADAMW.b1) * g
             v = ADAMW.b2 * v + (1 - ADAMW.b2) * g**2
-            m_hat, v_hat = m / (1 - ADAMW.b1**t), v / (1 - ADAMW.b2**t)
+            m_hat = m / (1 - ADAMW.b1**t)
+            v_hat = v / (1 - ADAMW.b2**t)
             rate = ADAMW.learning_rate * float(schedule(t - 1))
             step = m_hat / (np.sqrt(v_hat) + ADAMW.epsilon) + decay * theta
             theta = theta - rate * step
@@ -78,7 +80,8 @@ def test_lion_is_the_papers():
     ours = take_steps(config, params, 4)
     for name in SHAPES:
         theta = np.float64(params[name])
-        m, decay = np.zeros_like(theta), 0.0 if name == "vector" else 0.1
+        m = np.zeros_like(theta)
+        decay = 0.0 if name == "vector" else 0.1
         for t in range(1, 5):
             g = np.float64(draw(t)[name])
             direction = np.sign(config.b1 * m + (1 - config.b1) * g)
@@ -88,7 +91,8 @@ def test_lion_is_the_papers():
 
 
 def muon_update(stack: jax.Array, info: ParamInfo, grads: jax.Array) -> jax.Array:
-    params, infos = {"w": stack}, {"w": info}
+    params = {"w": stack}
+    infos = {"w": info}
     ((new, _),) = take_steps(MUON, params, 1, infos=infos, grads=[{"w": grads}])
     return stack - new["w"]
 
@@ -148,7 +152,8 @@ FACTORS = {
 
 def follow_muon(theta: np.ndarray, grads: list[np.ndarray], config) -> np.ndarray:
     """Return a matrix after Muon's updates, in float64."""
-    momentum, mu = np.zeros_like(theta), config.muon_momentum
+    momentum = np.zeros_like(theta)
+    mu = config.muon_momentum
     factor = FACTORS[config.muon_scale](*theta.shape)
     for grad in grads:
         momentum = mu * momentum + grad
@@ -169,10 +174,12 @@ def test_muon_is_the_papers(scale, per_head):
         for name, (axes, _, inputs, _) in PROJECTIONS.items()
     }
     shapes = {name: (2, *shape) for name, (_, shape, *_) in PROJECTIONS.items()}
-    params, grads = draw(0, shapes), [draw(seed, shapes) for seed in (1, 2)]
+    params = draw(0, shapes)
+    grads = [draw(seed, shapes) for seed in (1, 2)]
     ours = take_steps(config, params, 2, infos=infos, grads=grads)[-1][0]
     for name, (_, shape, inputs, has_heads) in PROJECTIONS.items():
-        fan_in, num = np.prod(shape[:inputs]), shape[1] if has_heads and per_head else 1
+        fan_in = np.prod(shape[:inputs])
+        num = shape[1] if has_heads and per_head else 1
         for layer in range(2):
             new, theta, *gradients = (
                 np.split(np.float64(tree[name][layer]).reshape(fan_in, -1), num, 1)
@@ -230,7 +237,8 @@ def test_an_update_that_overflows_writes_nothing(name):
         make_optimizer(one, LEVEL, 2, INFOS) for one in (config, steep)
     )
     params = draw(0)
-    state, grads = optimizer.init(params), draw(1)
+    state = optimizer.init(params)
+    grads = draw(1)
     norm = optax.tree.norm(grads)
     params, state, accepted = optimizer.update(grads, norm, state, params, 0)
     assert accepted

@@ -66,7 +66,8 @@ def test_a_name_tells_the_parts_that_it_stands_in(name, part):
 
 
 def test_what_has_no_name_is_for_what_its_neighbours_are_for():
-    up, down = f"{LAYERS}/part.mlp/part.up/mul", f"{LAYERS}/part.mlp/part.down/dot"
+    up = f"{LAYERS}/part.mlp/part.up/mul"
+    down = f"{LAYERS}/part.mlp/part.down/dot"
     assert uses("all-gather") == [("other", 4 * 64)]
     assert uses("all-gather", user=up) == [("mlp.up", 4 * 64)]
     assert uses("all-gather", gather=down, user=up) == [("mlp.down", 4 * 64)]

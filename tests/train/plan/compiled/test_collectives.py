@@ -8,7 +8,8 @@ import pytest
 from tests.train.compiled import DOWN, MATRICES, NORMS, B, D, L, T, V
 from train.plan.compiled.collectives import Collective, sum_collectives
 
-BF16, F32 = 2, 4
+BF16 = 2
+F32 = 4
 LARGE_DOWN = 512 * 1024
 LARGE_MATRICES = 4 * 512 * 512 + 3 * LARGE_DOWN  # of a layer of LARGE
 

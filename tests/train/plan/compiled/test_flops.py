@@ -29,7 +29,8 @@ def test_products_are_those_derived_by_hand(stored_step, name, matrices, recompu
     the result of that one.
     """
     step = stored_step(name)
-    found, chips = count_flops(step.module.executed), step.program.mesh.size
+    found = count_flops(step.module.executed)
+    chips = step.program.mesh.size
     products = 6 * (L * matrices + V * D) * TOKENS
     products += 2 * L * (matrices - DOWN) * TOKENS * recomputes
     assert found.products * chips == products

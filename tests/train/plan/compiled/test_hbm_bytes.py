@@ -3,8 +3,10 @@
 from train.plan.compiled.hbm_bytes import memory_traffic
 from train.plan.compiled.trip_counts import read_module
 
-INDEX, ROW = 4, 4 * 64  # bytes of an index, and of a row of the arrays below
-ARRAY, ONE_ROW = "f32[16,64]", "f32[1,64]"
+INDEX = 4  # bytes of an index
+ROW = 4 * 64  # bytes of a row of the arrays below
+ARRAY = "f32[16,64]"
+ONE_ROW = "f32[1,64]"
 
 
 def moved_by_fusion(operands: list[str], body: list[str], others: str = "") -> int:

@@ -26,7 +26,8 @@ def test_what_is_not_donated_is_named():
     def step(state, batch):
         return {name: x + batch for name, x in state.items()}
 
-    state, batch = {"a": jnp.zeros(8), "b": jnp.zeros(9)[:8]}, jnp.ones(8)
+    state = {"a": jnp.zeros(8), "b": jnp.zeros(9)[:8]}
+    batch = jnp.ones(8)
     kept = jax.jit(step).lower(state, batch).compile().as_text()
     assert inspect(kept, ["a", "b"]).in_place == InPlace([], ["a", "b"])
     given = jax.jit(step, donate_argnums=0).lower(state, batch).compile().as_text()

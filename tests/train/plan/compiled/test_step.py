@@ -19,7 +19,8 @@ SPLASH += 'jvp(layers)/splash_mha_fwd"}'
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_tiles", "tensor", "slices"])
 def test_sections_add_up_to_the_whole_program(stored_step, name):
     step = stored_step(name)
-    cost, instructions = read_step(step.program, step.text, {}), step.module.executed
+    cost = read_step(step.program, step.text, {})
+    instructions = step.module.executed
     assert cost.flops == count_flops(instructions)
     assert cost.hbm_bytes == count_memory_traffic(instructions)
     sent = {(t.axes, t.network, t.kind, t.links): t for t in cost.sent}

@@ -39,7 +39,8 @@ def test_a_ring_sends_keys_values_and_their_gradients(composed, lay_out):
     exchanges = local_step(lay_out(composed(*overrides), "v5p-32")).exchanges
     sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
-    keys, documents = 2 * chunk * D, 4 * chunk  # keys are as large as values
+    keys = 2 * chunk * D  # Values are as large as keys.
+    documents = 4 * chunk
     forward = 15 * (2 * keys + documents)
     gradients = 16 * 2 * (2 * keys)  # of keys and values, in float32
     assert sent == pytest.approx(L * (2 * forward + gradients), rel=2e-3)
@@ -53,7 +54,8 @@ def test_a_ring_of_latents_sends_latents_and_their_gradients(composed, lay_out):
     exchanges = local_step(lay_out(composed(*overrides, *ring), "v5p-32")).exchanges
     sent = sum(e.payload for e in exchanges if e.kind == "collective-permute")
     chunk = B * T // 16
-    latents, documents = 2 * chunk * (64 + 16), 4 * chunk
+    latents = 2 * chunk * (64 + 16)
+    documents = 4 * chunk
     forward = 15 * (latents + documents)
     gradients = 16 * 2 * latents  # in float32
     assert sent == pytest.approx(L * (2 * forward + gradients), rel=5e-3)
@@ -98,7 +100,8 @@ def test_copies_travel_to_the_devices_of_their_experts(
     data = ("data.batch_size=16", "data.sequence_length=128", "model.attention=xla")
     exchanges = local_step(lay_out(composed(*shape, *mesh, *data), "v5e-8")).exchanges
     sent = sum(e.payload for e in exchanges if e.kind == "ragged-all-to-all")
-    rows, width = 2 * 128 * copies, 128
+    rows = 2 * 128 * copies
+    width = 128
     expected = 2 * rows * (5 * 2 * width + 3 * 4 * 128)
     assert sent == pytest.approx(expected, rel=1e-3)
 

@@ -35,7 +35,8 @@ def test_a_ring_of_gpus_computes_the_scores_below_the_diagonal(count_flops, cont
 
     There are 2 products in the forward pass and 5 in the backward pass.
     """
-    S, sizes = 4096, (f"mesh.fsdp={8 // context}", f"mesh.context={context}")
+    S = 4096
+    sizes = (f"mesh.fsdp={8 // context}", f"mesh.context={context}")
     flops = count_flops("h100-8", "mesh=fsdp", f"data.sequence_length={S}", *sizes)
     T = S // context
     product = 2 * L * B * T * D * context / 8  # the FLOPs of a device per key
@@ -52,7 +53,8 @@ def test_layers_with_and_without_a_window_compute_their_own_scores(count_flops):
         layers = f"model.layer_pattern=[{pattern}]"
         return count_flops("v5e-8", *shape, *window, layers).attention
 
-    short, full = attention("local"), attention("global")
+    short = attention("local")
+    full = attention("global")
     assert short < full
     assert attention("local,local,local,global") == (3 * short + full) / 4
 

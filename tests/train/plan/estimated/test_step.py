@@ -50,7 +50,8 @@ def test_estimates_are_near_compiled_steps(laid_out, figures):
     target, *overrides = figures["case"].split()
     vocabulary = f"model.vocab_size={figures['vocab_size']}"
     program = laid_out(target, vocabulary, *overrides)
-    cost, memory = estimate_step(program), estimate_memory(program)
+    cost = estimate_step(program)
+    memory = estimate_memory(program)
     flops = cost.flops.total + figures.get("repeated_flops", 0)
     assert flops == pytest.approx(figures["flops"], rel=1e-3)
     temporaries = memory.parts["temporaries"].bytes
@@ -101,7 +102,8 @@ def test_a_program_that_recomputes_has_a_loop_again(laid_out):
 
 def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
     program = laid_out("h100-8", *GPT2, "mesh=fsdp")
-    known, memory = device_memory(program), estimate_memory(program)
+    known = device_memory(program)
+    memory = estimate_memory(program)
     assert memory.needed.how == LOWER_BOUND
     assert {memory.parts[name] for name in HELD} == {known.parts[n] for n in HELD}
     size = sum(figure.bytes for figure in memory.temporaries.values())
@@ -112,7 +114,8 @@ def test_the_state_is_exact_and_temporaries_are_itemised(laid_out):
 
 def test_full_recomputation_saves_the_inputs_of_the_layers(programs):
     program = programs("train.remat=full")
-    model, (rows, length) = program.config.model, program.batch.inputs.shape
+    model = program.config.model
+    rows, length = program.batch.inputs.shape
     inputs = model.num_layers * rows * length * model.embed_dim
     itemsize = program.execution.numerics.activation_dtype.itemsize
     assert saved_bytes(local_step(program)) * program.mesh.size == inputs * itemsize

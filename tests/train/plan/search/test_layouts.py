@@ -14,7 +14,8 @@ from train.plan.search.candidates import Layout
 from train.plan.search.result import none_fits
 from train.plan.search.search import search
 
-MOMENTS, OFFLOAD = CHANGES[0], CHANGES[1]
+MOMENTS = CHANGES[0]
+OFFLOAD = CHANGES[1]
 ADAMW = (*MODEL, "optimizer=adamw", "train.remat=full")
 
 
@@ -49,7 +50,8 @@ def test_precision_is_changed_only_if_asked_for(composed, devices, monkeypatch):
     assert "search_precision=true" in none_fits(result, config)
     result = search(config, devices, room, precision=True)
     weighed = {c.layout.changes: c for c in result.weighed}
-    int8, offload = (MOMENTS[1].override,), (OFFLOAD[0].override,)
+    int8 = (MOMENTS[1].override,)
+    offload = (OFFLOAD[0].override,)
     assert {*weighed} == {(), int8, offload, (*int8, *offload)}
     assert weighed[offload].needed < weighed[int8].needed < plain.needed
     assert result.best.layout.changes, "without changes none fits"

@@ -133,7 +133,8 @@ def test_compiling_continues_until_a_layout_fits(config, devices, compilers):
 def test_without_a_compiler_a_margin_is_left(config, devices, monkeypatch):
     """The needed memory is then a lower bound."""
     weighed = search(config, devices, budget(LARGE)).weighed
-    fastest, least = weighed[0], min(weighed, key=lambda c: c.needed)
+    fastest = weighed[0]
+    least = min(weighed, key=lambda c: c.needed)
     safe = next(c for c in weighed if c.needed < 0.85 * fastest.needed)
     sizes = {2 * fastest.needed: fastest, fastest.needed: safe, least.needed: least}
     for size, expected in sizes.items():

@@ -36,7 +36,10 @@ def _records(path: Path) -> list:
     """Read wandb's file: LevelDB's log format after a header, protobuf within."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, record, records = path.read_bytes(), 7, b"", []
+    data = path.read_bytes()
+    at = 7
+    record = b""
+    records = []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
